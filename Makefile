@@ -1,0 +1,48 @@
+# Two commands do everything: `make demo` and `make test`. `make cluster` gives a shell on the
+# Slurm cluster of the tests.
+#
+# What is installed (PyTorch above all) lies outside of the checkout, keyed by what it is made
+# of, so that a second clone starts in seconds; .venv only adds this checkout to it.
+PYTHON ?= python3
+CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-ddp
+KEY := $(shell { grep -E '^(requires|train|    ")' pyproject.toml; $(PYTHON) -VV; } | cksum | tr -c '0-9\n' '-')
+DEPS := $(CACHE)/deps-$(KEY)
+BIN := .venv/bin
+
+.PHONY: demo test lint types cluster bench soak clean
+
+demo: .venv/ready
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/demo.sh
+
+test: .venv/ready lint types
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/python -m ruff check
+
+types: .venv/ready
+	$(BIN)/python -m mypy
+
+cluster: .venv/ready
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell
+
+bench: .venv/ready
+	$(BIN)/python bench/run.py
+
+# What the environment is made of; pip's own output is long, so it goes to a file.
+$(DEPS)/done:
+	@echo "installing into $(DEPS) (PyTorch takes some minutes; log: $(DEPS).log)"
+	@mkdir -p $(CACHE) && rm -rf $(DEPS) && $(PYTHON) -m venv $(DEPS)
+	@$(DEPS)/bin/python -m pip install --quiet '.[test]' >$(DEPS).log 2>&1 || { tail -20 $(DEPS).log; exit 1; }
+	@$(DEPS)/bin/python -m pip uninstall --quiet --yes hpc-ddp
+	@touch $@
+
+.venv/ready: $(DEPS)/done pyproject.toml Makefile
+	@rm -rf .venv && $(PYTHON) -m venv --without-pip .venv
+	@$(DEPS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/deps.pth
+	@$(DEPS)/bin/python -m pip --python $(BIN)/python install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+clean:
+	rm -rf .venv runs dist

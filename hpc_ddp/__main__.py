@@ -1,0 +1,3 @@
+from hpc_ddp.cli.main import main
+
+main(prog_name="hpc-ddp")

@@ -1,0 +1,171 @@
+"""``hpc-ddp``: submit, render, dry-run, status, logs, cancel.
+
+stdout is data, everything else goes to stderr. Exit codes: 2 for usage, 1 for failure, 75 when
+a dry run was stopped and can go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpc_ddp import __version__, slurm
+from hpc_ddp.cli.options import given, job_options
+from hpc_ddp.launch import backends, config, prepare
+from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.report import logs as report_logs
+from hpc_ddp.report import status as report_status
+from hpc_ddp.report.progress import watch
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.folder import RunFolder, all_runs, find_run, runs_root
+
+CAN_GO_ON = 75
+PASS_ON = {"ignore_unknown_options": False, "allow_interspersed_args": False}
+
+
+class Group(click.Group):
+    """Shows our errors as one line and a hint, never as a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HpcDdpError as error:
+            click.echo(f"error: {error.message}", err=True)
+            if error.hint:
+                click.echo(f"hint: {error.hint}", err=True)
+            ctx.exit(error.exit_code)
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hpc-ddp")
+def main() -> None:
+    """Take a PyTorch script to a Slurm cluster and keep it going there."""
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _root(settings: config.Settings) -> Path:
+    return runs_root(settings.get("runs-dir"), dict(os.environ))
+
+
+def _prepare(options: dict[str, Any], **forced: Any) -> Prepared:
+    run_text = options.pop("run_text")
+    said = given(options) | forced
+    cwd = Path.cwd()
+    settings = config.load(said, cwd, Path.home())
+    if run_text is None:
+        return prepare.new_run(settings, cwd, _root(settings))
+    run = find_run(_root(settings), run_text)
+    return prepare.continued_run(run, said, settings, cwd)
+
+
+@main.command(context_settings=PASS_ON)
+@job_options
+def submit(as_json: bool, **options: Any) -> None:
+    """Submit SCRIPT with ARGS to Slurm; prints the job id."""
+    prepared = _prepare(options)
+    started = backends.start(prepared)
+    if started.process:
+        sys.exit(_foreground(prepared.run, started))
+    _say(f"run: {prepared.run.path}")
+    told = {"job_id": started.job_id, "run": str(prepared.run.path)}
+    click.echo(json.dumps(told) if as_json else started.job_id)
+
+
+@main.command(context_settings=PASS_ON)
+@job_options
+def render(as_json: bool, **options: Any) -> None:
+    """Print the batch script that `submit` would run. It can be submitted by hand."""
+    prepared = _prepare(options)
+    text = backends.render(prepared)
+    _say(f"run: {prepared.run.path}")
+    _say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")
+    told = {"script": text, "run": str(prepared.run.path)}
+    click.echo(json.dumps(told) if as_json else text, nl=as_json)
+
+
+@main.command("dry-run", context_settings=PASS_ON)
+@job_options
+def dry_run(as_json: bool, **options: Any) -> None:
+    """Play the same job on this machine: gloo on CPU, nodes as processes, in the foreground.
+
+    Exit code 75 means that it was stopped and can go on with --run.
+    """
+    prepared = _prepare(options, backend="local")
+    _say(f"run: {prepared.run.path}")
+    code = _foreground(prepared.run, backends.start(prepared))
+    if as_json:
+        click.echo(json.dumps({"exit_code": code, "run": str(prepared.run.path)}))
+    sys.exit(code)
+
+
+def _foreground(run: RunFolder, started: backends.Started) -> int:
+    """Wait for a run in the foreground; Ctrl-C and SIGTERM are passed on to it as a notice."""
+    process = started.process
+    assert process is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: process.terminate())
+    code = watch(run, process)
+    if code == CAN_GO_ON:
+        _say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(str(run.path))}")
+    return code
+
+
+@main.command()
+@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.option("--runs-dir", metavar="DIR", help="Where run folders are.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(runs: Sequence[str], runs_dir: str | None, as_json: bool) -> None:
+    """Show the state of runs (default: all), newest first."""
+    root = _runs_dir(runs_dir)
+    found = [find_run(root, text) for text in runs] if runs else all_runs(root)
+    rows = report_status.overview(found)
+    if as_json:
+        click.echo(json.dumps([row.to_dict() for row in rows]))
+    elif not rows:
+        _say(f"no runs in {root}")
+    else:
+        click.echo(report_status.table(rows))
+
+
+@main.command()
+@click.argument("run")
+@click.option("-f", "--follow", is_flag=True, help="Go on with what is added, until it has ended.")
+@click.option("--rank", type=click.IntRange(0), help="One rank's log (default: the job's output).")
+@click.option("--attempt", type=click.IntRange(0), help="One attempt's (default: all).")
+@click.option("--runs-dir", metavar="DIR", help="Where run folders are.")
+def logs(
+    run: str, follow: bool, rank: int | None, attempt: int | None, runs_dir: str | None
+) -> None:
+    """Print what RUN (a folder, id, name or job id) has printed."""
+    folder = find_run(_runs_dir(runs_dir), run)
+    if follow:
+        report_logs.follow(folder, rank, attempt, lambda: report_status.has_ended(folder))
+    else:
+        report_logs.show(folder, rank, attempt)
+
+
+@main.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--runs-dir", metavar="DIR", help="Where run folders are.")
+def cancel(runs: Sequence[str], runs_dir: str | None) -> None:
+    """Cancel runs for good: nothing requeues them after this."""
+    root = _runs_dir(runs_dir)
+    for run in [find_run(root, text) for text in runs]:
+        report_status.cancel(run)
+        _say(f"cancelled: {run.path}")
+
+
+def _runs_dir(option: str | None) -> Path:
+    said = {"runs-dir": option} if option else {}
+    return _root(config.load(said, Path.cwd(), Path.home()))

@@ -1,0 +1,1 @@
+"""What runs on the login node before the job does. Never imports torch."""

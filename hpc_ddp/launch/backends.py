@@ -1,0 +1,203 @@
+"""Back-ends: each takes a prepared run and starts it. One seam for all: `start`.
+
+``slurm`` and ``submitit`` return as soon as the job is queued; ``allocation`` and ``local`` run
+in the foreground until the attempt, or the run, has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hpc_ddp import slurm
+from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.launch.render import WAIT_S, header_pairs, job_env, torchrun_options
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.folder import link_job
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a back-end has started: a queued job, or a process in the foreground."""
+
+    job_id: str | None = None
+    process: subprocess.Popen[bytes] | None = None
+
+
+class Backend(Protocol):
+    """A way to start a run."""
+
+    def script(self, prepared: Prepared) -> str:
+        """Return the batch script as it will run."""
+        ...
+
+    def start(self, prepared: Prepared) -> Started:
+        """Start the run.
+
+        Raises
+        ------
+        HpcDdpError
+            it could not be started
+        """
+        ...
+
+
+class SlurmBackend:
+    """Our own batch script, through sbatch."""
+
+    def script(self, prepared: Prepared) -> str:
+        return prepared.rendering.whole()
+
+    def start(self, prepared: Prepared) -> Started:
+        return Started(job_id=slurm.sbatch(str(prepared.run.script), os.environ))
+
+
+class AllocationBackend(SlurmBackend):
+    """The same script, run by a shell inside an allocation that is there already."""
+
+    def start(self, prepared: Prepared) -> Started:
+        if "SLURM_JOB_ID" not in os.environ:
+            raise UsageError(
+                "the allocation back-end runs inside an allocation, and this shell is in none",
+                hint=f"salloc --nodes {prepared.spec.nodes}, then the same command again",
+            )
+        env = dict(os.environ, HPC_DDP_INTERACTIVE="1")
+        return Started(process=subprocess.Popen(["bash", str(prepared.run.script)], env=env))
+
+
+class LocalBackend(SlurmBackend):
+    """The same attempt, supervisors and verdict on this machine, with gloo on CPU."""
+
+    def start(self, prepared: Prepared) -> Started:
+        spec, run = prepared.spec, prepared.run
+        env = {**slurm.clean_env(os.environ), **job_env(spec)}
+        env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
+        env |= {"CUDA_VISIBLE_DEVICES": ""}
+        env.setdefault("OMP_NUM_THREADS", "1")
+        node = str(run.lib / "node.py")
+        command = [sys.executable, node, "local", spec.python, node, "agent"]
+        command += [*torchrun_options(spec), str(prepared.script), *spec.args]
+        # A session of its own: Ctrl-C is for this process, which passes it on as a notice.
+        return Started(
+            process=subprocess.Popen(command, env=env, cwd=spec.workdir, start_new_session=True)
+        )
+
+
+class SubmititBackend:
+    """submitit's executor: one task per node, our supervisor as its function.
+
+    What our batch script does before and after srun goes into submitit's set-up and tear-down
+    lines. Its own time-out and requeue path never fires: the supervisor takes the signals.
+    """
+
+    def script(self, prepared: Prepared) -> str:
+        executor = self._executor(prepared)
+        text: str = executor._make_submission_file_text(executor._submitit_command_str, "render")
+        return text + "\n"
+
+    def start(self, prepared: Prepared) -> Started:
+        from hpc_ddp.node.supervisor import submitit_main
+
+        node = str(prepared.run.lib / "node.py")
+        command = [prepared.spec.python, node, "agent", *torchrun_options(prepared.spec)]
+        command += [str(prepared.script), *prepared.spec.args]
+        executor = self._executor(prepared)
+        try:
+            with _clean_environ():
+                return Started(job_id=executor.submit(submitit_main, command).job_id)
+        except Exception as error:  # submitit raises what its sbatch printed, in several types
+            raise HpcDdpError(f"submitit could not submit: {error}", hint="sinfo") from None
+
+    def _executor(self, prepared: Prepared) -> Any:
+        import submitit
+
+        spec, run = prepared.spec, prepared.run
+        if spec.container or spec.array or spec.continue_by == "resubmit":
+            raise UsageError(
+                "the submitit back-end has no containers, arrays and chains",
+                hint="--backend slurm",
+            )
+        lib = shlex.quote(str(run.lib))
+        try:
+            executor = submitit.SlurmExecutor(
+                run.path / "submitit",
+                python=f"env PYTHONPATH={lib} {shlex.quote(sys.executable)}",
+            )
+        except RuntimeError:
+            raise HpcDdpError("srun was not found: this machine has no Slurm client") from None
+        pairs = {name: value or True for name, value in header_pairs(spec, run)}
+        executor.update_parameters(
+            job_name=str(pairs.pop("job-name")),
+            wckey=None,
+            stderr_to_stdout=True,
+            setup=[
+                *(prepared.rendering.block(name) for name in ("settings", "setup", "attempt")),
+                'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',
+            ],
+            teardown=[prepared.rendering.block("verdict")],
+            srun_args=[
+                f"--output={str(run.slurm_out).replace('%', '%%')}", "--open-mode=append",
+                "--ntasks-per-node=1", f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}",
+                "--kill-on-bad-exit=1", f"--wait={WAIT_S}",
+            ],
+            additional_parameters=pairs,
+        )
+        return executor
+
+
+@contextmanager
+def _clean_environ() -> Iterator[None]:
+    """Hide what an outer job left for Slurm: submitit calls sbatch with this process's own."""
+    saved = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(slurm.clean_env(saved))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+BACKENDS: dict[str, Backend] = {
+    "slurm": SlurmBackend(),
+    "submitit": SubmititBackend(),
+    "allocation": AllocationBackend(),
+    "local": LocalBackend(),
+}
+
+
+def render(prepared: Prepared) -> str:
+    """Write the run's script, and return its text."""
+    text = BACKENDS[prepared.spec.backend].script(prepared)
+    prepared.run.script.write_text(text)
+    return text
+
+
+def start(prepared: Prepared) -> Started:
+    """Start a prepared run with its back-end, and journal it.
+
+    Raises
+    ------
+    HpcDdpError
+        it could not be started; a new run's folder is taken away again
+    """
+    spec, run = prepared.spec, prepared.run
+    journal = run.journal("submit")
+    try:
+        render(prepared)
+        run.cancelled.unlink(missing_ok=True)  # whoever starts it wants it to run
+        journal.write("submitted", backend=spec.backend, script=spec.script)
+        started = BACKENDS[spec.backend].start(prepared)
+    except HpcDdpError:
+        prepared.discard()
+        raise
+    if started.job_id:
+        journal.write("queued", job_id=started.job_id)
+        link_job(run.path.parent.parent, started.job_id, run)
+    return started

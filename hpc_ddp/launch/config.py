@@ -1,0 +1,164 @@
+"""From options, ``hpc-ddp.toml``, site files and defaults to one `JobSpec`, with origins."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.launch.fabric import read_toml
+from hpc_ddp.launch.resources import folder
+from hpc_ddp.run.errors import UsageError, closest
+from hpc_ddp.run.spec import JobSpec
+
+PROJECT_FILE = "hpc-ddp.toml"
+OURS = ("site", "runs-dir", "snapshot", "snapshot-exclude", "job-name")
+_LISTS = ("args", "sbatch", "setup", "env-names", "snapshot-exclude")
+_NUMBERS = ("nodes", "nproc-per-node", "cpus-per-task", "warn-s", "max-requeues", "max-failures")
+_FLAGS = ("exclusive", "snapshot")
+
+
+def known_keys() -> list[str]:
+    """Return the keys that a project or site file may have: the options' own names."""
+    names = [field.name.replace("_", "-") for field in fields(JobSpec) if field.name != "name"]
+    return sorted([*names, *OURS])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Merged values by key, and for each where it came from."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.values.get(key, default)
+
+
+def find_project_file(start: Path) -> Path | None:
+    """Return the nearest ``hpc-ddp.toml``, from `start` upwards."""
+    return next(
+        (p / PROJECT_FILE for p in (start, *start.parents) if (p / PROJECT_FILE).is_file()), None
+    )
+
+
+def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
+    """Merge all layers; the first that has a key wins: option, project, own site file, profile.
+
+    `env` is merged name by name; all other values are taken whole.
+
+    Raises
+    ------
+    UsageError
+        a file has an unknown key, a value of the wrong kind, or there is no such site
+    """
+    layers: list[tuple[str, Mapping[str, Any]]] = [("option", options)]
+    project = find_project_file(cwd)
+    if project:
+        layers.append((str(project), _read_layer(project)))
+    site = next((layer["site"] for _, layer in layers if layer.get("site")), None)
+    layers += _site_layers(site, home)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, layer in reversed(layers):
+        for key, value in layer.items():
+            values[key] = {**values.get(key, {}), **value} if key == "env" else value
+            origins[key] = origin
+    if project and origins.get("script") == str(project):  # a path in a file is meant from there
+        values["script"] = str(project.parent / values["script"])
+    return Settings(values, origins)
+
+
+def _site_layers(site: str | None, home: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the layers of a site: the user's own file, then the shipped profile.
+
+    Without a name the user's ``site.toml`` is the site, where there is one.
+    """
+    own = home / ".config" / "hpc-ddp" / f"{site or 'site'}.toml"
+    shipped = folder("templates") / "sites" / f"{site or 'generic'}.toml"
+    paths = [path for path in (own, shipped) if path.is_file()]
+    if site and not paths:
+        known = sorted(p.stem for f in (own, shipped) for p in f.parent.glob("*.toml"))
+        raise UsageError(
+            f"site {site!r} is unknown; accepted: {', '.join(known)}{closest(site, known)}",
+            hint=f"describe it in {own}",
+        )
+    return [(str(path), _read_layer(path)) for path in paths]
+
+
+def _read_layer(path: Path) -> dict[str, Any]:
+    layer, known = read_toml(path), known_keys()
+    for key, value in layer.items():
+        if key not in known:
+            raise UsageError(
+                f"{path}: unknown key {key!r}{closest(key, known)}; accepted: {', '.join(known)}",
+                hint=f"look at {path}",
+            )
+        kind, accepted = _kind(key)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+            raise UsageError(f"{path}: {key} is {value!r}, but must be {kind}", hint=f"see {path}")
+        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+            raise UsageError(f"{path}: {key} must be {kind}", hint=f"see {path}")
+    if "env" in layer:
+        layer["env"] = {name: str(value) for name, value in layer["env"].items()}
+    if isinstance(layer.get("gpus-per-node"), int):
+        layer["gpus-per-node"] = str(layer["gpus-per-node"])
+    return layer
+
+
+def _kind(key: str) -> tuple[str, tuple[type, ...]]:
+    if key in _LISTS:
+        return "a list of strings", (list,)
+    if key in _NUMBERS:
+        return "a whole number", (int,)
+    if key in _FLAGS:
+        return "true or false", (bool,)
+    if key == "gpus-per-node":
+        return "a number or \"type:number\"", (int, str)
+    return ("a table", (dict,)) if key == "env" else ("a string", (str,))
+
+
+def job_spec(settings: Settings, cwd: Path) -> JobSpec:
+    """Make the job of merged settings; `cwd` is the working directory that it will have.
+
+    Raises
+    ------
+    UsageError
+        no script is named, it doesn't exist, or a value is refused
+    """
+    if not settings.get("script"):
+        raise UsageError(
+            f"no script is named, neither as an argument nor in {PROJECT_FILE}",
+            hint="hpc-ddp submit train.py",
+        )
+    script = (cwd / settings.values["script"]).absolute()
+    if not script.is_file():
+        raise UsageError(f"script {str(script)!r} does not exist", hint=f"ls {script.parent}")
+    names = {field.name for field in fields(JobSpec)}
+    values = {key.replace("-", "_"): value for key, value in settings.values.items()}
+    given = {key: value for key, value in values.items() if key in names}
+    given |= {"script": str(script), "workdir": str(cwd)}
+    given["name"] = settings.get("job-name") or name_for(script)
+    given.setdefault("python", default_python(bool(given.get("setup"))))
+    return JobSpec(**given)
+
+
+def name_for(script: Path) -> str:
+    """Return a job name made of a script's file name, without what a job name can't have."""
+    return re.sub(r"[^\w.+=,@-]+", "-", script.stem).lstrip(".+=,@-")[:100] or "job"
+
+
+def default_python(has_setup: bool) -> str:
+    """Return the interpreter for the workers when none is named.
+
+    Set-up lines are there to bring one, so then it is the first on PATH. Without them, and with
+    torch beside hpc-ddp, it is the one that runs now. Otherwise PATH of the caller, again.
+    """
+    if not has_setup and find_spec("torch"):  # looks for it without importing it
+        return sys.executable
+    return "python" if has_setup or shutil.which("python") else "python3"

@@ -1,0 +1,106 @@
+"""From merged settings to a run folder that is ready to start."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.launch import snapshot
+from hpc_ddp.launch.config import Settings, job_spec
+from hpc_ddp.launch.render import Rendering
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose folder has all that a back-end needs. `script` is the one that runs, in the
+    snapshot at `code` (or live); `is_new` tells that the folder was made just now."""
+
+    spec: JobSpec
+    run: RunFolder
+    code: Path
+    script: Path
+    is_new: bool
+
+    @property
+    def rendering(self) -> Rendering:
+        return Rendering(self.spec, self.run, self.code, self.script)
+
+    def discard(self) -> None:
+        """Take a new run's folder away again, since nothing came of it."""
+        if self.is_new:
+            shutil.rmtree(self.run.path, ignore_errors=True)
+
+
+def new_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
+    """Make the folder of a new run below `root`.
+
+    Raises
+    ------
+    UsageError
+        a setting is refused; nothing is left behind
+    """
+    spec = job_spec(settings, cwd)
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return _fill(spec, RunFolder(root / spec.name / run_id), settings, is_new=True)
+
+
+def continued_run(
+    run: RunFolder, options: Mapping[str, Any], settings: Settings, cwd: Path
+) -> Prepared:
+    """Make a run ready to go on: the job that it was, with `options` over it, and fresh code.
+
+    Raises
+    ------
+    UsageError
+        the run is finished, or an option is refused
+    """
+    if run.finished():
+        raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
+    spec = JobSpec.from_json(run.job_json.read_text())
+    names = {field.name for field in fields(JobSpec)}
+    changed = {key.replace("-", "_"): value for key, value in options.items()}
+    if "script" in changed:
+        changed["script"] = str((cwd / changed["script"]).absolute())
+    spec = replace(spec, **{key: value for key, value in changed.items() if key in names})
+    if not Path(spec.script).is_file():
+        raise UsageError(f"script {spec.script!r} does not exist any more", hint="name SCRIPT")
+    return _fill(spec, run, settings, is_new=False)
+
+
+def _fill(spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool) -> Prepared:
+    _check_environment(spec)
+    script = Path(spec.script)
+    prepared = Prepared(spec, run, script.parent, script, is_new)
+    prepared.rendering.whole()  # a broken template ends it before anything is written
+    try:
+        run.make()
+        snapshot.carry_library(run)
+        if settings.get("snapshot", True):
+            code, script = snapshot.take(script, run, settings.get("snapshot-exclude", ()))
+            prepared = replace(prepared, code=code, script=script)
+        run.job_json.write_text(spec.to_json())
+    except OSError as error:
+        prepared.discard()
+        raise UsageError(
+            f"the run folder {run.path} can't be written: {error.strerror}",
+            hint="--runs-dir, or export HPC_DDP_RUNS=/path/on/scratch",
+        ) from None
+    except UsageError:
+        prepared.discard()
+        raise
+    return prepared
+
+
+def _check_environment(spec: JobSpec) -> None:
+    for name in spec.env_names:
+        if name not in os.environ:
+            raise UsageError(f"--env {name}: {name} is not set here", hint=f"export {name}=…")

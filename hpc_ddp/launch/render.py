@@ -1,0 +1,153 @@
+"""The batch script: a template with named blocks, filled from a `JobSpec`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from hpc_ddp import __version__
+from hpc_ddp.launch.fabric import fabric_env
+from hpc_ddp.launch.resources import folder
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.spec import JobSpec, directives
+
+BASE = "job.sbatch.j2"
+WAIT_S = 600  # srun ends the step this long after the first node's task has ended well
+
+# What torchrun is told; the variables are exported by `batch begin`, or by the local back-end.
+# min = max nodes: a late node must not be shut out, nor a world of fewer nodes start.
+TORCHRUN_OPTIONS = (
+    "--nnodes=$HPC_DDP_NNODES",
+    "--nproc-per-node={workers}",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=$HPC_DDP_HEAD:$HPC_DDP_PORT",
+    "--rdzv-id=$HPC_DDP_RDZV_ID",
+    "--rdzv-conf=join_timeout=600,read_timeout=120",
+    "--max-restarts=0",
+)
+
+
+def torchrun_options(spec: JobSpec) -> list[str]:
+    """Return torchrun's options, with ``$`` variables that are known only in the job."""
+    return [word.format(workers=spec.workers_per_node) for word in TORCHRUN_OPTIONS]
+
+
+def sbatch_line(name: str, value: str) -> str:
+    """Return one ``#SBATCH`` line. sbatch splits it at blanks and knows both quotes and backslash.
+
+    The value is free of line breaks: `JobSpec` has refused those.
+    """
+    if not value:
+        return f"#SBATCH --{name}"
+    plain = re.fullmatch(r"[\w./:,@%+=\[\]&|*()<>-]+", value)
+    return f"#SBATCH --{name}={value}" if plain else f'#SBATCH --{name}="{_escaped(value)}"'
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def header_pairs(spec: JobSpec, run: RunFolder) -> list[tuple[str, str]]:
+    """Return all (option, value) pairs of the job, the user's and ours."""
+    warn_s = min(spec.warn_s, (spec.time_s or 3600) // 10)
+    output = str(run.slurm_out).replace("%", "%%")
+    if spec.array:
+        output = f"{output.removesuffix('.out')}-%a.out"
+    return [
+        *directives(spec),
+        ("ntasks-per-node", "1"),
+        ("output", output),
+        ("open-mode", "append"),
+        ("requeue" if spec.continue_by == "requeue" else "no-requeue", ""),
+        ("signal", f"B:USR2@{warn_s}"),
+    ]
+
+
+def job_env(spec: JobSpec) -> dict[str, str]:
+    """Return the variables written into the script: the fabric's, then the user's over them."""
+    return {**fabric_env(spec.fabric), **spec.env}
+
+
+class Rendering:
+    """A job's script, whole or by block.
+
+    Raises
+    ------
+    UsageError
+        the user's template is missing or broken; names file and line
+    """
+
+    def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:
+        if ":" in str(run.path):
+            raise UsageError(
+                f"the run folder {str(run.path)!r} has a colon, which PYTHONPATH can't hold",
+                hint="--runs-dir, without a colon",
+            )
+        self._spec = spec
+        self._context: dict[str, Any] = {
+            "version": __version__,
+            "directives": [sbatch_line(name, value) for name, value in header_pairs(spec, run)],
+            "run": str(run.path),
+            "code": str(code),
+            "host_suffix": spec.host_suffix,
+            "interface": spec.interface or "",
+            "env": job_env(spec),
+            "workdir": spec.workdir,
+            "setup": spec.setup,
+            "host_python": sys.executable,
+            "python": spec.python,
+            "workers": spec.workers_per_node,
+            "wait_s": WAIT_S,
+            "torchrun_options": torchrun_options(spec),
+            "script": str(script),
+            "args": spec.args,
+            "container": shlex.split(spec.container or ""),
+        }
+
+    def whole(self) -> str:
+        """Return the whole script."""
+        template = self._template()
+        return _guarded(lambda: template.render(self._context))
+
+    def block(self, name: str) -> str:
+        """Return one named block."""
+        template = self._template()
+        context = template.new_context(self._context)
+        return _guarded(lambda: "".join(template.blocks[name](context)))
+
+    def _template(self) -> jinja2.Template:
+        own = Path(self._spec.template).absolute() if self._spec.template else None
+        paths = ([own.parent] if own else []) + [folder("templates")]
+        environment = jinja2.Environment(
+            loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(path) for path in paths]),
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+        )  # no autoescape: this is no HTML; every value goes through `q` or `in_double_quotes`
+        environment.filters["q"] = lambda value: shlex.quote(str(value))
+        environment.filters["in_double_quotes"] = _in_double_quotes
+        return _guarded(lambda: environment.get_template(own.name if own else BASE))
+
+
+def _in_double_quotes(word: str) -> str:
+    """Quote a word of ours in which variables are to be expanded: ``--x="$Y"``."""
+    name, _, value = word.partition("=")
+    return f'{name}="{value}"' if "$" in value else word
+
+
+def _guarded(work: Any) -> Any:
+    try:
+        return work()
+    except jinja2.TemplateNotFound as error:
+        raise UsageError(f"template {error.name!r} does not exist", hint="--template FILE") from None
+    except jinja2.TemplateError as error:
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise UsageError(
+            f"the template is broken{line}: {error.message}",
+            hint=f"blocks and variables: {folder('templates') / BASE}",
+        ) from None

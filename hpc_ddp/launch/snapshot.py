@@ -1,0 +1,122 @@
+"""The snapshot of the user's code, and the part of hpc-ddp that travels with a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from hpc_ddp.launch.resources import PACKAGE
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.folder import RunFolder
+
+LIMIT_BYTES = 50 * 10**6
+LIMIT_FILES = 20_000
+TRAVELS = ("run", "node", "training")
+
+
+def carry_library(run: RunFolder) -> None:
+    """Copy the node-side part of hpc-ddp into ``lib``, unless an earlier submit has."""
+    if run.lib.exists():
+        return
+    draft = run.path / ".lib"
+    shutil.rmtree(draft, ignore_errors=True)
+    package = draft / "hpc_ddp"
+    package.mkdir(parents=True)
+    for name in TRAVELS:
+        shutil.copytree(PACKAGE / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("__init__.py", "slurm.py", "py.typed"):
+        shutil.copy(PACKAGE / name, package / name)
+    shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
+    draft.rename(run.lib)
+
+
+def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, Path]:
+    """Copy the code around `script` to ``code/<n>``; return (that folder, the script in it).
+
+    The code is the git work tree of the script (tracked files, and untracked ones that are not
+    ignored), or else its folder.
+
+    Raises
+    ------
+    UsageError
+        it is larger than 50 MB or 20,000 files; names the largest
+    """
+    root = _work_tree(script)
+    if root:
+        names = _git_files(root)
+    else:
+        root = script.parent
+        names = _plain_files(root, run.path.parent.parent)
+    sizes = _measure(root, names, exclude)
+    target = run.code / str(len(list(run.code.glob("*"))))
+    for name in sizes:
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, copy, follow_symlinks=False)
+    inside = target / script.relative_to(root)
+    if not inside.exists():  # ignored by git, or excluded: the one file that must be there
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(script, inside)
+    return target, inside
+
+
+def _work_tree(script: Path) -> Path | None:
+    """Return the git work tree that `script` lies in, None without one or without git."""
+    argv = ["git", "-C", str(script.parent), "rev-parse", "--show-toplevel"]
+    try:
+        done = subprocess.run(argv, capture_output=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    root = Path(os.fsdecode(done.stdout.removesuffix(b"\n")))
+    return root if script.is_relative_to(root) else None  # reached through a link: take the folder
+
+
+def _git_files(root: Path) -> Iterator[str]:
+    argv = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(argv, capture_output=True, check=True)
+    return (os.fsdecode(name) for name in done.stdout.split(b"\0") if name)
+
+
+def _plain_files(root: Path, runs: Path) -> Iterator[str]:
+    """Walk a folder without git, leaving out hidden ones, caches, environments and runs."""
+    for folder, folders, files in os.walk(root):
+        here = Path(folder)
+        folders[:] = [
+            name for name in sorted(folders)
+            if not name.startswith(".") and name != "__pycache__" and here / name != runs
+            and not (here / name / "pyvenv.cfg").exists()
+        ]
+        for name in sorted(files):
+            yield str((here / name).relative_to(root))
+
+
+def _measure(root: Path, names: Iterator[str], exclude: Sequence[str]) -> dict[str, int]:
+    """Return the size of each file to copy; stops as soon as it is too much."""
+    sizes: dict[str, int] = {}
+    total = 0
+    for name in names:
+        path = root / name
+        if any(fnmatch(name, pattern) for pattern in exclude):
+            continue
+        if not path.is_symlink() and not path.is_file():  # deleted but tracked, a submodule, a pipe
+            continue
+        sizes[name] = path.lstat().st_size
+        total += sizes[name]
+        if len(sizes) > LIMIT_FILES or total > LIMIT_BYTES:
+            _refuse(root, sizes)
+    return sizes
+
+
+def _refuse(root: Path, sizes: dict[str, int]) -> None:
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    told = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
+    raise UsageError(
+        f"the code in {root} is more than a snapshot takes ({LIMIT_BYTES // 10**6} MB,"
+        f" {LIMIT_FILES:,} files); largest so far: {told}",
+        hint=f"put snapshot-exclude = [{largest[0]!r}] into hpc-ddp.toml, list it in .gitignore,"
+        " or run the live code with --no-snapshot",
+    )

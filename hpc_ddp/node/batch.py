@@ -1,0 +1,294 @@
+"""What the batch shell asks for: the attempt's facts before the step, the verdict after it.
+
+``python <run>/lib/node.py batch begin | warned | next-port | verdict``
+
+It runs on the first node, outside of any container, since scontrol is often missing inside.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp import slurm
+from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port
+from hpc_ddp.node.verdict import Facts, Verdict, decide
+from hpc_ddp.run import process
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_json, write_json
+from hpc_ddp.run.journal import Event, Journal
+from hpc_ddp.run.spec import JobSpec
+
+CAN_GO_ON = 75  # EX_TEMPFAIL: it stopped, could go on, and nobody requeued it
+REQUEUE_TRIES = 6
+
+
+def say(text: str) -> None:
+    print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
+
+
+# --- before the step -----------------------------------------------------------------------
+
+
+def begin(environ: dict[str, str]) -> dict[str, str]:
+    """Take the next attempt's number and return what the step needs, as variables.
+
+    Raises
+    ------
+    HpcDdpError
+        the run is finished, cancelled, or being run by somebody else
+    """
+    run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
+    spec = JobSpec.from_json(run.job_json.read_text())
+    restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+    _check_wanted(run, by_hand=not restarts and "HPC_DDP_LINK" not in environ)
+    job = _ask(job_id)
+    nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
+    info = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
+    attempt = run.claim_attempt(info, lambda other: _is_live(other, job_id, restarts))
+    run.journal("batch", attempt.number).write("started", nodes=nodes, **info)
+    link_job(run.path.parent.parent, job_id, run)
+    if spec.continue_by == "resubmit":
+        _queue_next_link(run, attempt, job_id, environ)
+    end = job.end_time if job else None
+    return {
+        "HPC_DDP_RUN": str(run.path),
+        "HPC_DDP_ATTEMPT": str(attempt.number),
+        "HPC_DDP_RESTARTS": str(restarts),
+        "HPC_DDP_NODES": " ".join(nodes),
+        "HPC_DDP_NNODES": str(len(nodes)),
+        "HPC_DDP_HEAD": nodes[0] + spec.host_suffix,
+        "HPC_DDP_RDZV_ID": f"{job_id}.{attempt.number}",
+        "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
+        "HPC_DDP_END_TIME": f"{end:.0f}" if end else "",
+        "HPC_DDP_WARN_S": f"{min(spec.warn_s, (end - time.time()) / 10):.0f}" if end else "",
+    }
+
+
+def _run_of(environ: dict[str, str]) -> RunFolder:
+    """Return the run: the one that the script names, or an array task's own below it."""
+    run = RunFolder(Path(environ["HPC_DDP_RUN"]))
+    task = environ.get("SLURM_ARRAY_TASK_ID")
+    if not task or run.path.name == f"task-{task}":
+        return run
+    own = RunFolder(run.path / f"task-{task}").make()
+    own.job_json.write_text(run.job_json.read_text())
+    return own
+
+
+def _check_wanted(run: RunFolder, by_hand: bool) -> None:
+    if run.finished():
+        raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
+    if by_hand:  # whoever submits a run that was cancelled wants it to go on
+        run.cancelled.unlink(missing_ok=True)
+    elif run.cancelled.exists():
+        raise HpcDdpError(f"run {run.path} was cancelled")
+
+
+def _is_live(other: dict[str, Any], job_id: str, restarts: int) -> bool:
+    """Tell whether the attempt that `other` describes still runs; the caller is job `job_id`."""
+    theirs = other.get("job_id")
+    if not theirs:
+        return process.is_live(other)
+    if theirs == job_id:
+        return False  # an earlier start of this very job
+    try:
+        job = slurm.show_job(theirs)
+    except HpcDdpError as error:
+        if "Invalid job id" in error.message:
+            return False
+        raise
+    return job.state in ("RUNNING", "SUSPENDED") and job.restarts == other.get("restarts")
+
+
+def _queue_next_link(
+    run: RunFolder, attempt: AttemptFolder, job_id: str, environ: dict[str, str]
+) -> None:
+    """Queue the chain's next job now: at the end nobody may be left to do it."""
+    env = dict(environ, HPC_DDP_LINK="1")
+    try:
+        link = slurm.sbatch(str(run.script), env, f"--dependency=afterany:{job_id}")
+    except HpcDdpError as error:
+        say(f"the next job of the chain could not be queued: {error.message}")
+        return
+    write_json(attempt.path / "next.json", {"job_id": link})
+    link_job(run.path.parent.parent, link, run)
+
+
+def _first_port(job_id: str) -> int:
+    """Spread jobs over the port range, so that two on one node rarely try the same."""
+    return FIRST_PORT + int(job_id) * 7 % (LAST_PORT - FIRST_PORT)
+
+
+def _ask(job_id: str) -> slurm.Job | None:
+    try:
+        return slurm.show_job(job_id)
+    except HpcDdpError as error:
+        say(error.message)
+        return None
+
+
+def export_lines(values: dict[str, str]) -> str:
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
+
+
+# --- while the step runs -------------------------------------------------------------------
+
+
+def warned(environ: dict[str, str]) -> None:
+    """Pass the warning signal on to the nodes, as a word in a file that they look at.
+
+    Slurm may send it up to a minute early, and at a preemption too where the site says so.
+    """
+    job = _ask(environ["SLURM_JOB_ID"])
+    if job and job.end_time and not job.preempted:
+        time.sleep(max(0.0, job.end_time - float(environ["HPC_DDP_WARN_S"]) - time.time()))
+    preempted = job is not None and job.preempted
+    attempt_of(environ).notice.write_text("preemption" if preempted else "warning signal")
+
+
+def next_port(environ: dict[str, str]) -> int:
+    """Clear away a start whose port was taken, and return another port to try."""
+    attempt = attempt_of(environ)
+    attempt.failed.write_text("")
+    for node in attempt.nodes():
+        node.record.unlink(missing_ok=True)
+    attempt.port_taken.unlink()
+    return free_port(int(environ["HPC_DDP_PORT"]) + 1)
+
+
+def attempt_of(environ: dict[str, str]) -> AttemptFolder:
+    run = RunFolder(Path(environ["HPC_DDP_RUN"]))
+    return AttemptFolder(run.logs / f"attempt-{environ['HPC_DDP_ATTEMPT']}")
+
+
+# --- after the step ------------------------------------------------------------------------
+
+
+def verdict(environ: dict[str, str]) -> int:
+    """Decide how it goes on, journal it, do it; return the exit code for the batch script."""
+    run, attempt = RunFolder(Path(environ["HPC_DDP_RUN"])), attempt_of(environ)
+    journal = run.journal("batch", attempt.number)
+    facts = gather(run, attempt, environ, _ask(environ["SLURM_JOB_ID"]))
+    decided = decide(facts)
+    note(journal, facts, decided)
+    if facts.spec.continue_by == "resubmit":
+        return _end_link(attempt, decided)
+    if decided.action != "requeue":
+        return decided.exit_code
+    if "HPC_DDP_INTERACTIVE" in environ:  # an allocation is not a batch job: nothing to requeue
+        say(f"go on with: hpc-ddp submit --backend allocation --run {shlex.quote(str(run.path))}")
+        return CAN_GO_ON
+    return _requeue(run, environ["SLURM_JOB_ID"], facts)
+
+
+def gather(
+    run: RunFolder,
+    attempt: AttemptFolder,
+    environ: dict[str, str],
+    job: slurm.Job | None,
+) -> Facts:
+    return Facts(
+        spec=JobSpec.from_json(run.job_json.read_text()),
+        attempt=attempt.number,
+        cancelled=run.cancelled.exists(),
+        superseded=not run.is_newest(attempt.number),
+        job=job,
+        restarts=int(environ.get("HPC_DDP_RESTARTS") or 0),
+        nodes=environ["HPC_DDP_NODES"].split(),
+        records=attempt.records(),
+        events=_since_submit(run.events()),
+    )
+
+
+def _since_submit(events: list[Event]) -> list[Event]:
+    """Drop what lies before the newest submit: mended code has its budgets anew."""
+    submitted = max((e["time"] for e in events if e["event"] == "submitted"), default=0.0)
+    return [event for event in events if event["time"] >= submitted]
+
+
+def note(journal: Journal, facts: Facts, decided: Verdict) -> None:
+    """Write the verdict to the journal, and for people to the job's output."""
+    failure = facts.failure if decided.cause == "failed" else None
+    where: dict[str, Any] = {}
+    if failure:
+        where = {"rank": failure.rank, "node": failure.node, "error": failure.error}
+    journal.write(
+        "verdict", cause=decided.cause, action=decided.action, why=decided.why,
+        exit_code=decided.exit_code, progress=facts.progress, step=facts.step, **where,
+    )
+    if failure and failure.rank is not None:
+        folder = AttemptFolder(journal.path.parent.parent / "logs" / f"attempt-{facts.attempt}")
+        say(f"its log: {folder.node(failure.node).rank_log(failure.rank)}")
+    if decided.action == "none":
+        say(f"attempt {facts.attempt}: {decided.why or decided.cause}")
+    else:
+        say(f"attempt {facts.attempt}: {decided.why}: {decided.action}")
+
+
+def _requeue(run: RunFolder, job_id: str, facts: Facts) -> int:
+    """Requeue the job, if it still is ours to requeue. Success ends this process, too.
+
+    A requeue goes by job id. The shell of an attempt that a node failure has cut off would
+    hit its own successor with it, or bring a cancelled job back to life: so ask before each
+    try whether the job still is in this very attempt.
+    """
+    for pause_s in range(REQUEUE_TRIES):
+        time.sleep(pause_s)
+        job = _ask(job_id)
+        if job is None:
+            continue
+        if job.restarts != facts.restarts or not run.is_newest(facts.attempt):
+            say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
+            return 0
+        ending = job.preempted or job.reason == "TimeLimit"
+        if run.cancelled.exists() or not (job.state == "RUNNING" or ending):
+            say(f"the job is {job.state} by now: not requeued")
+            return CAN_GO_ON
+        try:
+            slurm.requeue(job_id)
+        except HpcDdpError as error:
+            say(error.message)
+            continue
+        time.sleep(30)  # Slurm ends this process now
+        return 0
+    say(f"could not requeue; go on with: hpc-ddp submit --run {shlex.quote(str(run.path))}")
+    return CAN_GO_ON
+
+
+def _end_link(attempt: AttemptFolder, decided: Verdict) -> int:
+    """End one job of a chain: the next one waits already, unless there is nothing left to do."""
+    link = read_json(attempt.path / "next.json").get("job_id")
+    if decided.action == "requeue":
+        return 0 if link else CAN_GO_ON
+    if link and decided.cause != "superseded":
+        slurm.cancel([link])
+    return decided.exit_code
+
+
+def main(argv: list[str]) -> int:
+    environ = dict(os.environ)
+    try:
+        match argv:
+            case ["begin"]:
+                print(export_lines(begin(environ)), end="")
+            case ["warned"]:
+                warned(environ)
+            case ["next-port"]:
+                print(next_port(environ))
+            case ["verdict"]:
+                return verdict(environ)
+            case _:
+                say(f"unknown call {argv}")
+                return 2
+    except HpcDdpError as error:
+        say(error.message)
+        if error.hint:
+            say(f"hint: {error.hint}")
+        return error.exit_code
+    return 0

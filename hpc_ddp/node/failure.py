@@ -1,0 +1,82 @@
+"""Which of several failures was the first cause, and what it said."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TAIL_BYTES = 64 * 1024
+
+# What the others say when one of them has gone.
+_COMMUNICATION = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|NCCL|[Gg]loo|ProcessGroup|c10d"
+    r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat",
+)
+_TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker that did not end well. `code` as Popen gives it: negative for a signal."""
+
+    rank: int | None
+    node: str
+    code: int
+    time: float
+    error: str
+
+    @property
+    def kind(self) -> str:
+        """``torn down``, ``communication``, ``signal``, ``exception`` or ``exit``."""
+        if self.code in _TORN_DOWN:
+            return "torn down"
+        if self.code < 0:
+            return "signal"
+        if _COMMUNICATION.search(self.error):
+            return "communication"
+        return "exception" if self.error else "exit"
+
+    @property
+    def exit_code(self) -> int:
+        """The code for the whole job, as a shell would give it (128 + signal)."""
+        return 128 - self.code if self.code < 0 else self.code or 1
+
+    def __str__(self) -> str:
+        rank = "torchrun" if self.rank is None else f"rank {self.rank}"
+        name = signal.Signals(-self.code).name if self.code < 0 else f"exit code {self.code}"
+        return f"{rank} on {self.node}: {self.error or name}"
+
+
+def from_record(record: dict[str, Any]) -> list[Failure]:
+    """Read the failures in what a node recorded of its end."""
+    return [Failure(node=record["node"], **failure) for failure in record.get("failures", [])]
+
+
+def first_cause(failures: Iterable[Failure]) -> Failure | None:
+    """Return the failure that the others follow from.
+
+    A worker whose peer has died says that a connection closed, and one that was ended by the
+    agent died of SIGTERM: neither is a cause where there is another one. Among equals the
+    earliest counts; clocks of nodes differ, so time comes last.
+    """
+    order = {"exception": 0, "signal": 0, "exit": 1, "communication": 2, "torn down": 3}
+    return min(failures, key=lambda f: (order[f.kind], f.time), default=None)
+
+
+def last_exception(log: Path) -> str:
+    """Return the last line of the last traceback in a log, '' when it has none."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    _, found, after = text.rpartition("Traceback (most recent call last):\n")
+    if not found:
+        return ""
+    lines = (line for line in after.splitlines() if line and not line[0].isspace())
+    return next(lines, "")[:500]

@@ -1,0 +1,123 @@
+"""The batch shell's part on one machine: the same attempt, supervisors and verdict, no Slurm.
+
+``python <run>/lib/node.py local <torchrun command line>``
+
+Nodes are processes of this machine. SIGTERM or SIGINT here is the notice that a preempting
+Slurm would send. What Slurm would requeue goes on at once, except after such a notice: then
+it ends with exit code 75, and `dry-run --run` goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hpc_ddp.node.batch import CAN_GO_ON, gather, note, say
+from hpc_ddp.node.network import free_port
+from hpc_ddp.node.supervisor import expand
+from hpc_ddp.node.verdict import Verdict, decide
+from hpc_ddp.run import process
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.folder import AttemptFolder, RunFolder
+from hpc_ddp.run.spec import JobSpec
+
+KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
+
+
+class LocalRun:
+    """Plays attempts of one run, one after the other."""
+
+    def __init__(self, run: RunFolder, command: list[str]) -> None:
+        self.run = run
+        self.command = command
+        self.spec = JobSpec.from_json(run.job_json.read_text())
+        self.nodes = [f"local-{index}" for index in range(self.spec.nodes)]
+        self.notified = False
+        self.parent = os.getppid()
+        self.supervisors: list[subprocess.Popen[bytes]] = []
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._notify)
+
+    def _notify(self, number: int, frame: FrameType | None) -> None:
+        self.notified = True
+        for supervisor in self.supervisors:
+            supervisor.terminate()
+
+    def play(self) -> int:
+        """Run attempts until one is the last; return the exit code."""
+        while True:
+            decided = self.attempt()
+            if decided.action != "requeue":
+                return decided.exit_code
+            if self.notified:
+                return CAN_GO_ON
+
+    def attempt(self) -> Verdict:
+        """Run one attempt to its end, and decide how it goes on."""
+        info = {"host": socket.gethostname(), "pid": os.getpid()}
+        attempt = self.run.claim_attempt(info, _is_live)
+        journal = self.run.journal("batch", attempt.number)
+        journal.write("started", nodes=self.nodes, **info)
+        environ = self._environ(attempt)
+        self._supervise(environ)
+        facts = gather(self.run, attempt, environ, job=None)
+        decided = decide(facts)
+        note(journal, facts, decided)
+        return decided
+
+    def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
+        end_s = self.spec.time_s
+        return {
+            **os.environ,
+            "HPC_DDP_ATTEMPT": str(attempt.number),
+            "HPC_DDP_NODES": " ".join(self.nodes),
+            "HPC_DDP_NNODES": str(len(self.nodes)),
+            "HPC_DDP_HEAD": "127.0.0.1",
+            "HPC_DDP_RDZV_ID": f"{self.run.id}.{attempt.number}",
+            "HPC_DDP_PORT": str(free_port(20000 + os.getpid())),
+            "HPC_DDP_END_TIME": f"{time.time() + end_s:.0f}" if end_s else "",
+            "HPC_DDP_WARN_S": f"{min(self.spec.warn_s, end_s / 10):.0f}" if end_s else "",
+        }
+
+    def _supervise(self, environ: dict[str, str]) -> None:
+        """Run one supervisor per node until all have ended; like srun, kill late ones."""
+        node = self.run.lib / "node.py"
+        argv = [sys.executable, str(node), "supervisor", *expand(self.command, environ)]
+        self.supervisors = [
+            subprocess.Popen(argv, env=dict(environ, HPC_DDP_NODE_INDEX=str(index)))
+            for index in range(len(self.nodes))
+        ]
+        if self.notified:  # before they were there to be told
+            self._notify(signal.SIGTERM, None)
+        end = float(environ["HPC_DDP_END_TIME"] or "inf")
+        while any(supervisor.poll() is None for supervisor in self.supervisors):
+            time.sleep(0.1)
+            if os.getppid() != self.parent and not self.notified:  # nobody watches any more
+                self._notify(signal.SIGTERM, None)
+            if time.time() > end + KILL_WAIT_S:
+                for supervisor in self.supervisors:
+                    supervisor.kill()
+
+
+def _is_live(info: dict[str, Any]) -> bool:
+    return info.get("pid") != os.getpid() and process.is_live(info)
+
+
+def main(command: list[str]) -> int:
+    run = RunFolder(Path(os.environ["HPC_DDP_RUN"]))
+    try:
+        if run.finished():
+            say(f"run {run.path} is finished")
+            return 0
+        run.cancelled.unlink(missing_ok=True)
+        return LocalRun(run, command).play()
+    except HpcDdpError as error:
+        say(error.message)
+        return error.exit_code

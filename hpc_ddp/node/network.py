@@ -1,0 +1,56 @@
+"""What a node finds out about its own network."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import sys
+
+SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
+
+FIRST_PORT, LAST_PORT = 10000, 32767  # below the range that Linux hands out by itself
+
+
+def free_port(start: int) -> int:
+    """Return a port that nobody listens on here, the first one from `start` on.
+
+    `start` is brought into the range first; where all are taken, OSError is raised.
+    """
+    count = LAST_PORT - FIRST_PORT + 1
+    for step in range(count):
+        port = FIRST_PORT + (start + step) % count
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))  # fails for a listener on [::] as well
+            return port
+    raise OSError(f"no free port between {FIRST_PORT} and {LAST_PORT}")
+
+
+def interface_to(host: str) -> str | None:
+    """Return the name of the interface that leads to `host`, None when that can't be told.
+
+    NCCL and Gloo would each pick one by themselves, Gloo from whatever the own host name
+    resolves to, which on many systems is loopback.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: only picks the route
+            address = probe.getsockname()[0]
+    except OSError:
+        return None
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if _address_of(name) == address), None)
+
+
+def _address_of(interface: str) -> str | None:
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    request = struct.pack("256s", interface.encode()[:15])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+    except OSError:
+        return None
+    return socket.inet_ntoa(answer[20:24])

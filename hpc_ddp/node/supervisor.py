@@ -1,0 +1,301 @@
+"""The Slurm task of each node: starts torchrun, and decides what a signal meant.
+
+``python <run>/lib/node.py supervisor <torchrun command line>``
+
+Slurm signals only the task, or every process of the step, depending on the site's proctrack
+plugin. The supervisor is the task, so it always hears of it; it alone decides whether that was
+a notice, says so to the workers in a file, and signals them. A worker that gets SIGTERM
+without that word is being torn down after a peer's crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from types import FrameType
+from typing import Any
+
+from hpc_ddp.node import failure
+from hpc_ddp.node.network import interface_to
+from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json, read_word, write_json
+
+LOOK_EVERY_S = 1.0
+TEARDOWN_S = 4.0  # an aware worker is gone after 2; what is left then hangs
+PEERS_S = 8.0  # how long a failed node waits for its peers' ends before srun kills them
+
+NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this supervisor runs, from the environment that the batch shell exported.
+
+    `nodes` are all node names of the attempt, `index` this one's place among them, the host
+    names to reach them by being name + `suffix`. `end_time` is in unix seconds.
+    """
+
+    run: RunFolder
+    attempt: AttemptFolder
+    nodes: tuple[str, ...]
+    index: int
+    suffix: str
+    end_time: float | None
+    warn_s: float
+    interface: str | None
+
+    @classmethod
+    def from_env(cls, environ: dict[str, str]) -> Place:
+        run = RunFolder(Path(environ["HPC_DDP_RUN"]))
+        end = environ.get("HPC_DDP_END_TIME")
+        return cls(
+            run=run,
+            attempt=AttemptFolder(run.logs / f"attempt-{environ['HPC_DDP_ATTEMPT']}"),
+            nodes=tuple(environ["HPC_DDP_NODES"].split()),
+            index=int(environ.get("HPC_DDP_NODE_INDEX") or environ["SLURM_NODEID"]),
+            suffix=environ.get("HPC_DDP_HOST_SUFFIX", ""),
+            end_time=float(end) if end else None,
+            warn_s=float(environ.get("HPC_DDP_WARN_S") or 0),
+            interface=environ.get("HPC_DDP_INTERFACE") or None,
+        )
+
+    @property
+    def node(self) -> str:
+        return self.nodes[self.index]
+
+    @property
+    def host(self) -> str:
+        """The name or address that the other nodes reach this one by."""
+        local = f"127.0.0.{self.index + 1}"  # nodes that are only processes of one machine
+        return local if self.is_local else self.node + self.suffix
+
+    @property
+    def is_local(self) -> bool:
+        return self.node.startswith("local-")
+
+    @property
+    def peer(self) -> str:
+        """Another node to look for the network by: the first, or the second on the first."""
+        return self.nodes[0 if self.index else min(1, len(self.nodes) - 1)] + self.suffix
+
+
+def split(command: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Split a torchrun command line: ``python node.py agent``, options, script and arguments.
+
+    Options have the form ``--name=value``, so the script is the first word without a dash.
+    """
+    script = next(i for i in range(3, len(command)) if not command[i].startswith("-"))
+    return command[:3], command[3:script], command[script:]
+
+
+def expand(command: list[str], environ: Mapping[str, str]) -> list[str]:
+    """Fill in the variables in torchrun's options where no shell has: under submitit, and locally.
+
+    Never in the script's arguments: those are the user's.
+    """
+    start, options, script = split(command)
+    return [*start, *(Template(word).substitute(environ) for word in options), *script]
+
+
+class Signals:
+    """Notes signals, and wakes the loop. A handler that did more could run at any moment."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self._read, write = socket.socketpair()
+        self._write = write  # kept: the wake-up descriptor must stay open
+        self._read.setblocking(False)
+        write.setblocking(False)
+        signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        for number in (*NOTICE_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGCHLD:
+            self.seen.append(number)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, until a signal comes (a child's end is one)."""
+        if select.select([self._read], [], [], seconds)[0]:
+            self._read.recv(4096)
+
+
+@dataclass
+class Supervisor:
+    """One node's part of one attempt."""
+
+    place: Place
+    command: list[str]
+    signals: Signals = field(default_factory=Signals)
+    notice: str | None = None
+    torn_down: str | None = None
+    _kill_at: float = 0.0
+    _next_look: float = 0.0
+    _log_position: int = 0
+
+    def __post_init__(self) -> None:
+        self.folder = self.place.attempt.node(self.place.node)
+        self.folder.path.mkdir(exist_ok=True)
+        for stale in (*self.folder.path.glob("rank-*.pid"), self.folder.path / "failures.json"):
+            stale.unlink(missing_ok=True)
+        self.journal = self.place.run.journal(self.place.node, self.place.attempt.number)
+
+    def run(self) -> int:
+        """Run torchrun to its end and return the code for the task: 0 also for a polite stop."""
+        if read_word(self.place.attempt.failed):  # a peer failed before this one was up
+            return 1
+        with open(self.folder.agent_log, "ab") as log:
+            agent = subprocess.Popen(
+                self._torchrun(), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                env=self._env(), start_new_session=True,
+            )
+        while agent.poll() is None:
+            self.signals.wait(0.1)
+            self._look(agent)
+            self._show_rank_0()
+        self._show_rank_0()
+        return self._end(agent.returncode)
+
+    def _torchrun(self) -> list[str]:
+        """Add what differs between nodes: who hosts the store, and this node's own name.
+
+        torchrun would guess both from host names, and guesses wrong with several interfaces,
+        aliases, or an /etc/hosts that maps the name to loopback (pytorch issue 73656).
+        """
+        is_host = "1" if self.place.index == 0 else "0"
+        start, options, script = split(self.command)
+        told = [w.removeprefix("--rdzv-conf=") for w in options if w.startswith("--rdzv-conf=")]
+        conf = ",".join([*told, f"is_host={is_host}"])  # torchrun reads only the last --rdzv-conf
+        return [*start, *options, f"--rdzv-conf={conf}", f"--local-addr={self.place.host}", *script]
+
+    def _env(self) -> dict[str, str]:
+        place = self.place
+        env = dict(os.environ, HPC_DDP_NODE=place.node, HPC_DDP_NODE_FOLDER=str(self.folder.path))
+        env["HPC_DDP_NOTICE"] = str(self.folder.notice)
+        interface = place.interface or interface_to("localhost" if place.is_local else place.peer)
+        if interface:
+            env.setdefault("GLOO_SOCKET_IFNAME", interface)
+            env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # = means: exactly this one
+        return env
+
+    def _look(self, agent: subprocess.Popen[bytes]) -> None:
+        """Act on what has come since the last look."""
+        now = time.time()
+        if self.signals.seen:
+            names = [signal.Signals(number).name for number in self.signals.seen]
+            self.signals.seen.clear()
+            self._next_look = 0.0
+            if self._peer_failed():  # srun ends a step whose task failed with SIGTERM, too
+                self._tear_down()
+            else:
+                self._give_notice(names[0], agent)
+        if now >= self._next_look:
+            self._next_look = now + LOOK_EVERY_S
+            self._look_around(agent, now)
+        if self._kill_at and now >= self._kill_at:
+            self._signal_workers(signal.SIGKILL)
+            agent.kill()
+
+    def _look_around(self, agent: subprocess.Popen[bytes], now: float) -> None:
+        place = self.place
+        word = read_word(place.attempt.notice)
+        if self._peer_failed():
+            self._tear_down()
+        elif word:
+            self._give_notice(word, agent)
+        elif place.end_time and now >= place.end_time - place.warn_s:
+            self._give_notice("time limit", agent)
+
+    def _peer_failed(self) -> bool:
+        return read_word(self.place.attempt.failed) not in ("", self.place.node)
+
+    def _give_notice(self, source: str, agent: subprocess.Popen[bytes]) -> None:
+        """Tell the workers that the attempt must end soon; without workers yet, end it."""
+        if self.notice or self.torn_down:
+            return
+        self.notice = source
+        write_json(self.folder.notice, {"source": source, "time": time.time()})
+        self.journal.write("notice", source=source)
+        if not self._signal_workers(signal.SIGTERM):
+            agent.kill()
+
+    def _tear_down(self) -> None:
+        """End the workers of a node whose peer has failed: nothing can come of them."""
+        if not self.torn_down:
+            self.torn_down = read_word(self.place.attempt.failed)
+            self._signal_workers(signal.SIGTERM)
+            self._kill_at = time.time() + TEARDOWN_S
+
+    def _signal_workers(self, number: int) -> int:
+        """Signal every worker that has started; return how many there were."""
+        pids = [int(path.read_text() or 0) for path in self.folder.path.glob("rank-*.pid")]
+        for pid in filter(None, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return len(pids)
+
+    def _show_rank_0(self) -> None:
+        """Copy what rank 0 prints to the job's own output, which is where people look first."""
+        try:
+            with open(self.folder.rank_log(0), "rb") as file:
+                file.seek(self._log_position)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        self._log_position += len(new)
+        if new:
+            sys.stdout.buffer.write(new)
+            sys.stdout.buffer.flush()
+
+    def _end(self, code: int) -> int:
+        """Record how it ended, for the peers and for the verdict."""
+        failures = [] if code == 0 else self._failures(code)
+        record: dict[str, Any] = {
+            "node": self.place.node, "code": code, "notice": self.notice,
+            "torn_down": self.torn_down, "failures": failures,
+        }
+        write_json(self.folder.record, record)
+        if code == 0 or self.notice:
+            return 0
+        if not self.torn_down:
+            self.place.attempt.failed.write_text(self.place.node)
+        if not self.place.attempt.port_taken.exists():
+            self._wait_for_peers()
+        return 1
+
+    def _failures(self, code: int) -> list[dict[str, Any]]:
+        told = read_json(self.folder.path / "failures.json")
+        found: list[dict[str, Any]] = told.get("failures", [])
+        for each in found:
+            log = self.folder.rank_log(each["rank"])
+            each["error"] = failure.last_exception(log) if each["code"] > 0 else ""
+        if not found:
+            error = told.get("agent", "")
+            found = [{"rank": None, "code": code, "time": time.time(), "error": error}]
+        return found
+
+    def _wait_for_peers(self) -> None:
+        """Let the peers end by themselves: srun kills them when this task fails."""
+        give_up = time.time() + PEERS_S
+        waiting = [self.place.attempt.node(node).record for node in self.place.nodes]
+        while time.time() < give_up and not all(record.exists() for record in waiting):
+            time.sleep(0.2)
+
+
+def main(command: list[str]) -> int:
+    return Supervisor(Place.from_env(dict(os.environ)), command).run()
+
+
+def submitit_main(command: list[str]) -> None:
+    """The same as submitit's task, which would end with code 0 whatever a function returned."""
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
+    sys.exit(main(expand(command, os.environ)))

@@ -1,0 +1,194 @@
+"""What is decided after the step of an attempt has ended, and why. Pure: no Slurm, no disk.
+
+=============  ==========================================================================
+cause          action
+=============  ==========================================================================
+finished       none
+superseded     none: Slurm has requeued the job itself, or a newer attempt runs
+cancelled      none, for good
+preempted      requeue, without bound unless ``max_requeues`` is given
+time limit     the same, while attempts make progress
+notice         the same (somebody asked the job to stop, and it can go on)
+node lost      the same (a node ended without a word)
+failed         requeue up to ``max_failures`` times where it may help, else give up
+=============  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_ddp.node.failure import Failure, first_cause, from_record
+from hpc_ddp.run.journal import Event, last_event
+from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.slurm import Job
+
+CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
+TIME_LIMIT_SOURCES = ("time limit", "warning signal", "deadline")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that a verdict rests on.
+
+    Attributes
+    ----------
+    cancelled
+        the user cancelled through hpc-ddp
+    superseded
+        a newer attempt of the run has started
+    job
+        what Slurm says of the job now, None without a Slurm or without an answer
+    restarts
+        the job's restart count when this attempt started
+    nodes, records
+        the attempt's node names, and what the nodes recorded of their ends
+    events
+        the run's journal since the last submit, by attempt and time
+    """
+
+    spec: JobSpec
+    attempt: int
+    cancelled: bool
+    superseded: bool
+    job: Job | None
+    restarts: int
+    nodes: Sequence[str]
+    records: Sequence[dict[str, Any]]
+    events: Sequence[Event]
+
+    def here(self, *names: str) -> Event | None:
+        """Return this attempt's last event with one of the names."""
+        return last_event([e for e in self.events if e["attempt"] == self.attempt], *names)
+
+    @property
+    def verdicts(self) -> list[Event]:
+        """The verdicts of the earlier attempts, oldest first."""
+        return [e for e in self.events if e["event"] == "verdict" and e["attempt"] < self.attempt]
+
+    @property
+    def is_ours(self) -> bool:
+        """The script uses hpc_ddp.training, so that its progress is known."""
+        return any(e["event"] in ("first_step", "restored") for e in self.events)
+
+    @property
+    def progress(self) -> bool:
+        """A newer durable checkpoint exists than at this attempt's start."""
+        return self.here("checkpoint") is not None
+
+    @property
+    def step(self) -> int | None:
+        """The last completed step that the journal knows of in this attempt."""
+        event = self.here("stopped", "failed", "metrics", "checkpoint", "first_step", "restored")
+        return event.get("step") if event else None
+
+    @property
+    def failure(self) -> Failure | None:
+        return first_cause(failure for record in self.records for failure in from_record(record))
+
+    @property
+    def notices(self) -> list[str]:
+        """What the nodes, or the ranks at their agreed stop, gave as the reason to end."""
+        stopped = self.here("stopped")
+        told = [record["notice"] for record in self.records if record.get("notice")]
+        return ([stopped["reason"]] if stopped else []) + told
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`action` is ``none``, ``requeue`` or ``give up``; `exit_code` is for the batch script."""
+
+    cause: str
+    action: str
+    why: str
+    exit_code: int = 0
+
+
+def decide(facts: Facts) -> Verdict:
+    """Return what follows from the facts. The order of the questions matters:
+    who else has already decided, then what the user wanted, then what went wrong."""
+    cause = _cause(facts)
+    if cause in ("finished", "superseded"):
+        return Verdict(cause, "none", "")
+    if cause == "cancelled":
+        return Verdict(cause, "none", "cancelled by the user", CANCELLED_CODE)
+    why_not = _why_not_again(facts, cause)
+    if why_not is None:
+        return Verdict(cause, "requeue", _describe(facts, cause))
+    failure = facts.failure
+    code = failure.exit_code if failure and cause == "failed" else 1
+    return Verdict(cause, "give up", f"{_describe(facts, cause)}; {why_not}", code)
+
+
+def _cause(facts: Facts) -> str:
+    job = facts.job
+    if facts.superseded or (job and job.restarts > facts.restarts):
+        return "superseded"
+    if facts.cancelled or "cancelled" in facts.notices:
+        return "cancelled"
+    codes = [record["code"] for record in facts.records]
+    complete = len(codes) == len(facts.nodes)
+    if facts.here("finished") and (facts.notices or (complete and not any(codes))):
+        return "finished"
+    if job and job.preempted:
+        return "preempted"
+    if job and (job.reason == "TimeLimit" or job.state == "TIMEOUT"):
+        return "time limit"
+    if job and job.state != "RUNNING":  # the batch shell still runs, so somebody ends the job
+        return "cancelled"
+    if facts.notices:
+        return "time limit" if facts.notices[0] in TIME_LIMIT_SOURCES else "notice"
+    if facts.failure:
+        return "failed"
+    return "finished" if complete and not any(codes) else "node lost"
+
+
+def _why_not_again(facts: Facts, cause: str) -> str | None:
+    """Return why another attempt is not to be made, None when it is."""
+    spec = facts.spec
+    if cause == "failed":
+        return _why_no_retry(facts)
+    again = [v for v in facts.verdicts if v["cause"] != "failed"]
+    if spec.max_requeues is not None and len(again) >= spec.max_requeues:
+        return f"it was requeued {len(again)} times already (--max-requeues)"
+    if cause != "time limit":
+        return None
+    if facts.is_ours:
+        return _no_progress(facts)
+    limit = spec.max_failures if spec.max_requeues is None else spec.max_requeues
+    if sum(v["cause"] == cause for v in again) >= limit:
+        return f"the script starts from its beginning each time, and did so {limit + 1} times"
+    return None
+
+
+def _why_no_retry(facts: Facts) -> str | None:
+    failure = facts.failure
+    if failure and failure.kind in ("exception", "exit") and not facts.here("first_step"):
+        return "it came before the first step, and would come again"
+    last = facts.verdicts[-1] if facts.verdicts else None
+    same = last and failure and last.get("error") == str(failure.error) != ""
+    if same and last and last.get("step") == facts.step:
+        return "the same error came at the same step in the attempt before"
+    failed = sum(v["cause"] == "failed" for v in facts.verdicts)
+    if failed >= facts.spec.max_failures:
+        return f"{failed} retries were made already (--max-failures)"
+    return _no_progress(facts) if facts.is_ours else None
+
+
+def _no_progress(facts: Facts) -> str | None:
+    last = facts.verdicts[-1] if facts.verdicts else None
+    stuck = last and last["cause"] in ("failed", "time limit") and not last.get("progress")
+    if stuck and not facts.progress:
+        return "two attempts in a row have ended without a newer checkpoint"
+    return None
+
+
+def _describe(facts: Facts, cause: str) -> str:
+    if cause == "failed":
+        return str(facts.failure)
+    if cause == "node lost":
+        silent = set(facts.nodes) - {record["node"] for record in facts.records}
+        return f"no word from {', '.join(sorted(silent)) or 'a node'}"
+    return cause if facts.step is None else f"{cause}, at step {facts.step}"

@@ -1,0 +1,46 @@
+"""What torchrun starts in place of the user's script: sets the scene, then becomes it.
+
+Run as a file, isolated (``python -ISs worker.py``), since it must not load anything of the
+user's environment before the script itself does. It gives the worker one log file, by global
+rank and on the shared disk, and ties its life to the agent's: torchrun's workers have sessions
+of their own, and outlive an agent that is killed.
+"""
+
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the agent dies; holds across exec (Linux only)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
+        sys.exit("hpc-ddp: the torchrun agent has died")
+
+
+def python_path() -> str:
+    """Put the run's own library and the snapshot of the user's code before all else."""
+    parts = [os.path.join(os.environ["HPC_DDP_RUN"], "lib"), os.environ.get("HPC_DDP_CODE")]
+    return ":".join(part for part in (*parts, os.environ.get("PYTHONPATH")) if part)
+
+
+def main(command: list[str]) -> None:
+    die_with_parent()
+    name = os.path.join(os.environ["HPC_DDP_NODE_FOLDER"], f"rank-{os.environ['RANK']}")
+    with open(f"{name}.pid", "w") as file:
+        file.write(str(os.getpid()))
+    log = os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ["PYTHONPATH"] = python_path()
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

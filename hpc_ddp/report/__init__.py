@@ -1,0 +1,1 @@
+"""What is read afterwards, or meanwhile, on the login node."""

@@ -1,0 +1,164 @@
+"""The state of runs, from their journals and one call to Slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpc_ddp import slurm
+from hpc_ddp.run import process
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.folder import RunFolder, read_json
+from hpc_ddp.run.journal import Event, last_event
+
+
+@dataclass(frozen=True)
+class Status:
+    """One run. `state` is in plain words; `last_checkpoint_s` is the age in seconds."""
+
+    run: str
+    name: str
+    id: str
+    state: str
+    job_id: str | None
+    attempt: int | None
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    last_checkpoint_s: float | None
+    why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def jobs_of(run: RunFolder, events: Sequence[Event]) -> list[str]:
+    """Return all job ids of a run, oldest first, a chain's waiting link included."""
+    ids = [event["job_id"] for event in events if event.get("job_id")]
+    ids += [read_json(a.path / "next.json").get("job_id") for a in run.attempts()]
+    return list(dict.fromkeys(filter(None, ids)))
+
+
+def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
+    """Return the state of one run; `queue` is what Slurm still has, by job id."""
+    events = run.events()
+    started = last_event(events, "started")
+    metrics = last_event(events, "metrics") or {}
+    saved = last_event(events, "checkpoint")
+    jobs = jobs_of(run, events)
+    state, why = _state(run, events, [queue[job] for job in jobs if job in queue])
+    moved = last_event(events, "metrics", "checkpoint", "stopped", "finished", "restored")
+    return Status(
+        run=str(run.path),
+        name=run.name,
+        id=run.id,
+        state=state,
+        job_id=jobs[-1] if jobs else None,
+        attempt=started["attempt"] if started else None,
+        step=moved.get("step") if moved else None,
+        total_steps=metrics.get("total_steps"),
+        loss=metrics.get("loss"),
+        last_checkpoint_s=time.time() - saved["time"] if saved else None,
+        why=why,
+    )
+
+
+_LIVE = {
+    "PENDING": "waiting",
+    "RUNNING": "running",
+    "COMPLETING": "ending",
+    "SUSPENDED": "suspended",
+    "CONFIGURING": "starting",
+}
+
+
+def _state(
+    run: RunFolder, events: Sequence[Event], queued: Sequence[slurm.Queued]
+) -> tuple[str, str]:
+    if run.cancelled.exists():
+        return "cancelled", ""
+    live = next((job for job in queued if job.state in _LIVE), None)
+    if live:
+        reason = live.reason if live.state == "PENDING" else live.nodes
+        return _LIVE[live.state], reason
+    last = last_event(list(events), "submitted", "started", "verdict")
+    if last is None:
+        return "rendered", "never submitted"
+    if last["event"] != "verdict":
+        return _without_verdict(run, last, queued)
+    if last["action"] == "requeue":
+        return "stopped", f"{last['why']}; can go on with --run"
+    return ("failed" if last["action"] == "give up" else last["cause"]), last["why"]
+
+
+def _without_verdict(
+    run: RunFolder, last: Event, queued: Sequence[slurm.Queued]
+) -> tuple[str, str]:
+    """Tell what became of a job that is gone from the queue and has said nothing."""
+    if "pid" in last:
+        return ("running", "on this machine") if process.is_live(last) else ("lost", "ended without a word")
+    gone = next((job.state.lower() for job in queued), "gone from the queue")
+    return "lost", gone
+
+
+def overview(runs: Sequence[RunFolder]) -> list[Status]:
+    """Return the states of runs, with one call to Slurm; without a Slurm, from journals alone."""
+    try:
+        queue = slurm.queue()
+    except HpcDdpError:
+        queue = {}
+    return [status_of(run, queue) for run in runs]
+
+
+def has_ended(run: RunFolder) -> bool:
+    """Tell whether nothing more will come of a run by itself."""
+    return overview([run])[0].state not in {*_LIVE.values(), "rendered"}
+
+
+def cancel(run: RunFolder) -> None:
+    """End a run for good. The mark comes first, so that a verdict just made sees it."""
+    run.cancelled.touch()
+    events = run.events()
+    run.journal("submit").write("cancelled")
+    started = last_event(events, "started")
+    if started and process.is_live(started) and "pid" in started:
+        os.kill(started["pid"], signal.SIGTERM)
+    jobs = jobs_of(run, events)
+    if jobs:
+        slurm.cancel(jobs)
+
+
+COLUMNS = ("name", "id", "job", "state", "attempt", "step", "loss", "saved", "why")
+
+
+def table(rows: Sequence[Status]) -> str:
+    """Return the rows as a table for a person; plain when stdout is no terminal."""
+    cells = [[_cell(value) for value in _row(row)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in ([*COLUMNS], *cells)
+    )
+    return "\n".join(lines)
+
+
+def _row(row: Status) -> tuple[Any, ...]:
+    step = f"{row.step}/{row.total_steps}" if row.total_steps else row.step
+    saved = None if row.last_checkpoint_s is None else f"{_age(row.last_checkpoint_s)} ago"
+    loss = None if row.loss is None else f"{row.loss:.4g}"
+    return row.name, row.id, row.job_id, row.state, row.attempt, step, loss, saved, row.why
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,40 @@
+"""Errors that a person reads.
+
+::
+
+    HpcDdpError          something failed                     exit 1
+    └── UsageError       what was asked for can't be done     exit 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class HpcDdpError(Exception):
+    """One sentence on what was wrong, and a hint: one thing to do about it.
+
+    The message names the bad value and the accepted ones, starts in lower case and has
+    no full stop, so that it reads well behind ``error:``.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(HpcDdpError):
+    """The request itself is wrong: an option, a file, a value."""
+
+    exit_code = 2
+
+
+def closest(value: str, accepted: Iterable[str]) -> str:
+    """Return ``, did you mean 'x'?`` for the accepted word nearest to `value`, or nothing."""
+    import difflib  # on the error path only
+
+    near = difflib.get_close_matches(value, list(accepted), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,301 @@
+"""Every path of a run, in one place.
+
+::
+
+    <runs>/<name>/<run id>/
+        job.json job.sbatch          what was asked for, and the script that runs
+        code/<n>/                    the snapshot of the n-th submit
+        lib/hpc_ddp/                 the node-side part of hpc-ddp, so that no upgrade and no
+                                     environment on the nodes can get in between
+        journal/<writer>.jsonl
+        logs/slurm.out
+        logs/attempt-<k>/attempt.json, notice, failed
+        logs/attempt-<k>/<node>/rank-<r>.log, agent.log, notice, record.json
+        checkpoints/step-<n>/
+        tensorboard/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.journal import Event, Journal, last_event, read_events
+
+
+@dataclass(frozen=True)
+class NodeFolder:
+    """One node's part of an attempt."""
+
+    path: Path
+
+    @property
+    def notice(self) -> Path:
+        """Written by the supervisor, and only by it: the workers' signal was a notice."""
+        return self.path / "notice"
+
+    @property
+    def record(self) -> Path:
+        """How this node's torchrun ended, as JSON."""
+        return self.path / "record.json"
+
+    @property
+    def agent_log(self) -> Path:
+        return self.path / "agent.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.path / f"rank-{rank}.log"
+
+
+@dataclass(frozen=True)
+class AttemptFolder:
+    """One start of a run, ``logs/attempt-<k>``."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name.removeprefix("attempt-"))
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Who runs it: ``job_id``, ``restarts``, or ``host`` and ``pid`` of a local one."""
+        return read_json(self.path / "attempt.json")
+
+    @property
+    def notice(self) -> Path:
+        """Holds a word once the batch shell has one to pass on; empty before.
+
+        It exists from the start: opening a file that exists asks an NFS server for its
+        newest content, while a look-up of a missing name may be answered from a cache.
+        """
+        return self.path / "notice"
+
+    @property
+    def failed(self) -> Path:
+        """Holds the name of a node whose workers failed; empty before (see `notice`)."""
+        return self.path / "failed"
+
+    @property
+    def port_taken(self) -> Path:
+        return self.path / "port-taken"
+
+    def node(self, name: str) -> NodeFolder:
+        return NodeFolder(self.path / name)
+
+    def nodes(self) -> list[NodeFolder]:
+        return [NodeFolder(path) for path in sorted(self.path.iterdir()) if path.is_dir()]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return what the nodes have recorded of their ends so far."""
+        return [read_json(node.record) for node in self.nodes() if node.record.exists()]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One job's life on disk, stable across requeues. `path` is absolute."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def name(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def job_json(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def script(self) -> Path:
+        return self.path / "job.sbatch"
+
+    @property
+    def lib(self) -> Path:
+        return self.path / "lib"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def journal_folder(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def slurm_out(self) -> Path:
+        return self.logs / "slurm.out"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def cancelled(self) -> Path:
+        """Exists once the user has cancelled the run: nothing may requeue it after that."""
+        return self.path / "cancelled"
+
+    def make(self) -> RunFolder:
+        """Create the folder, private to the user, and what must exist before the job starts."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path.chmod(0o700)
+        for folder in (self.journal_folder, self.logs, self.checkpoints):
+            folder.mkdir(exist_ok=True)
+        return self
+
+    def journal(self, writer: str, attempt: int = 0) -> Journal:
+        return Journal(self.journal_folder, writer, attempt)
+
+    def events(self) -> list[Event]:
+        return read_events(self.journal_folder)
+
+    def finished(self) -> bool:
+        """Tell whether the run has reached its end, so that there is nothing to go on with."""
+        verdict = last_event(self.events(), "verdict", "finished")
+        return verdict is not None and "finished" in (verdict["event"], verdict.get("cause"))
+
+    def attempts(self) -> list[AttemptFolder]:
+        """Return the attempts so far, oldest first."""
+        found = [AttemptFolder(path) for path in self.logs.glob("attempt-*")]
+        return sorted(found, key=lambda attempt: attempt.number)
+
+    def claim_attempt(
+        self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
+    ) -> AttemptFolder:
+        """Take the next attempt's number for the caller, whoever else tries at the same time.
+
+        Parameters
+        ----------
+        info
+            who the caller is; kept in ``attempt.json``
+        is_live
+            tells from such an `info` whether that attempt still runs
+
+        Raises
+        ------
+        HpcDdpError
+            the newest attempt is still running: two at once would write over each other
+        """
+        while True:
+            earlier = self.attempts()
+            if earlier and is_live(earlier[-1].info):
+                raise HpcDdpError(
+                    f"run {self.path} is already being run: {_describe(earlier[-1])}",
+                    hint="wait for it, or end it with `hpc-ddp cancel`",
+                )
+            number = earlier[-1].number + 1 if earlier else 0
+            attempt = AttemptFolder(self.logs / f"attempt-{number}")
+            if self._create(attempt, info):
+                return attempt
+
+    def _create(self, attempt: AttemptFolder, info: dict[str, Any]) -> bool:
+        """Put the attempt's folder in place in one step; False when somebody was faster."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
+        (draft / "attempt.json").write_text(json.dumps(info))
+        (draft / "notice").touch()
+        (draft / "failed").touch()
+        try:
+            draft.rename(attempt.path)  # fails on a folder that isn't empty: ours never is
+        except OSError:
+            shutil.rmtree(draft)
+            return False
+        return True
+
+    def is_newest(self, attempt: int) -> bool:
+        """Tell whether no later attempt has started: only then may this one change the run."""
+        return not (self.logs / f"attempt-{attempt + 1}").exists()
+
+
+def _describe(attempt: AttemptFolder) -> str:
+    info = attempt.info
+    who = f"job {info['job_id']}" if info.get("job_id") else f"process {info.get('pid')}"
+    return f"attempt {attempt.number}, {who} on {info.get('host')}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an absent, torn or foreign one reads as empty."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file so that a reader sees all of it or none."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(value, indent=1) + "\n")
+    draft.replace(path)
+
+
+def read_word(path: Path) -> str:
+    """Return what a `notice` or `failed` file holds, '' when it is empty or can't be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def runs_root(runs_dir: str | None, environ: dict[str, str]) -> Path:
+    """Return ``<runs>``: the option, ``HPC_DDP_RUNS``, ``hpc-ddp`` on scratch, or ``./runs``."""
+    chosen = runs_dir or environ.get("HPC_DDP_RUNS")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    scratch = environ.get("SCRATCH")
+    return Path(scratch, "hpc-ddp") if scratch else Path("runs").absolute()
+
+
+def link_job(root: Path, job_id: str, run: RunFolder) -> None:
+    """Note below ``<runs>/.jobs`` which run a job id belongs to, so that a look-up is one step."""
+    index = root / ".jobs"
+    index.mkdir(parents=True, exist_ok=True)
+    link = index / job_id
+    link.unlink(missing_ok=True)
+    link.symlink_to(os.path.relpath(run.path, index))
+
+
+def find_run(root: Path, text: str) -> RunFolder:
+    """Return the run that a person means: a folder, a run id, a run's name (newest), a job id.
+
+    Raises
+    ------
+    UsageError
+        there is no such run
+    """
+    direct = Path(text).expanduser().absolute()
+    candidates = [direct, root / ".jobs" / text, *sorted(root.glob(f"*/{_literal(text)}"))]
+    candidates += sorted(root.glob(f"{_literal(text)}/*"), reverse=True)
+    for path in candidates:
+        if (path / "job.json").is_file():
+            return RunFolder(path.resolve())
+    raise UsageError(
+        f"no run {text!r}: not a run folder, and no run id, run name or job id in {root}",
+        hint="list the runs with `hpc-ddp status`",
+    )
+
+
+def _literal(text: str) -> str:
+    import glob
+
+    return glob.escape(text.replace("/", "\0"))  # a slash can't be part of an id
+
+
+def all_runs(root: Path) -> list[RunFolder]:
+    """Return the runs below `root`, newest first (a run id starts with its time)."""
+    paths = [path.parent for path in root.glob("*/*/job.json")]
+    return [RunFolder(path) for path in sorted(paths, key=lambda path: path.name, reverse=True)]

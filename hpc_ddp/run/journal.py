@@ -1,0 +1,71 @@
+"""The journal of a run: append-only events, one file per writer.
+
+One file per writer because appends from several hosts tear on NFS and Lustre. A reader
+merges them by attempt, then time (clocks differ between hosts, attempts don't overlap).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class Journal:
+    """Appends events to ``<folder>/<writer>.jsonl``.
+
+    A line is one JSON object: ``time`` (unix seconds), ``event``, ``attempt`` (0 for the
+    first), and what belongs to the event. Writing never raises: a full disk must not end a
+    training that could go on. The first failure is said on stderr.
+    """
+
+    def __init__(self, folder: Path, writer: str, attempt: int = 0) -> None:
+        self.path = folder / f"{writer}.jsonl"
+        self.attempt = attempt
+        self._warned = False
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one event; `fields` must be JSON values."""
+        line = {"time": round(time.time(), 3), "event": event, "attempt": self.attempt, **fields}
+        try:
+            self._append(json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            if not self._warned:
+                print(f"hpc-ddp: can't write the journal {self.path}: {error}", file=sys.stderr)
+            self._warned = True
+
+    def _append(self, line: bytes) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab+") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a torn line of a killed writer: close it off
+                    line = b"\n" + line
+            file.write(line)
+
+
+def read_events(folder: Path) -> list[Event]:
+    """Return all events of a journal folder, by attempt and time. Torn lines are skipped."""
+    events = [event for path in sorted(folder.glob("*.jsonl")) for event in _events_of(path)]
+    return sorted(events, key=lambda event: (event["attempt"], event["time"]))
+
+
+def _events_of(path: Path) -> Iterator[Event]:
+    for line in path.read_bytes().splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and {"time", "event", "attempt"} <= event.keys():
+            yield event
+
+
+def last_event(events: list[Event], *names: str) -> Event | None:
+    """Return the last of the events with one of these names, or None."""
+    return next((event for event in reversed(events) if event["event"] in names), None)

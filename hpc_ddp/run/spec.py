@@ -1,0 +1,220 @@
+"""`JobSpec`: what the user asked for, as one frozen value that every layer takes unchanged."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from hpc_ddp.run.errors import UsageError, closest
+
+BACKENDS = ("slurm", "submitit", "local", "allocation")
+CONTINUE_BY = ("requeue", "resubmit")
+
+_TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
+_NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)", re.I)
+_GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job. Field names are Slurm's option names; `validate` has run on every instance.
+
+    Units: `time` is in Slurm's format (``minutes``, ``h:m:s``, ``d-h`` …), `warn_s` in
+    seconds before the time limit. None leaves a value to the site's Slurm.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    name: str = "job"
+    backend: str = "slurm"
+    nodes: int = 1
+    gpus_per_node: str | None = None
+    nproc_per_node: int | None = None
+    cpus_per_task: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    mem: str | None = None
+    exclusive: bool = False
+    nodelist: str | None = None
+    exclude: str | None = None
+    reservation: str | None = None
+    array: str | None = None
+    dependency: str | None = None
+    mail_type: str | None = None
+    mail_user: str | None = None
+    sbatch: tuple[str, ...] = ()
+    fabric: str = "auto"
+    interface: str | None = None
+    host_suffix: str = ""
+    setup: tuple[str, ...] = ()
+    container: str | None = None
+    template: str | None = None
+    python: str = "python3"
+    env: Mapping[str, str] = field(default_factory=dict)
+    env_names: tuple[str, ...] = ()
+    workdir: str = "."
+    warn_s: int = 60
+    continue_by: str = "requeue"
+    max_requeues: int | None = None
+    max_failures: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("args", "sbatch", "setup", "env_names"):  # JSON and TOML have lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        validate(self)
+
+    @property
+    def workers_per_node(self) -> int:
+        """torchrun's ``--nproc-per-node``: as said, else one per GPU, else one."""
+        return self.nproc_per_node or self.gpu_count or 1
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs per node; ``gpus_per_node`` may hold a type as well (``a100:4``)."""
+        match = _GPUS.fullmatch(self.gpus_per_node or "")
+        return int(match["count"]) if match else 0
+
+    @property
+    def time_s(self) -> int | None:
+        """The time limit in seconds, None when it is left to the site."""
+        return None if self.time is None else parse_time(self.time)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> JobSpec:
+        """Read what `to_json` wrote; unknown fields of a newer version are passed over."""
+        known = {spec_field.name for spec_field in fields(cls)}
+        return cls(**{key: value for key, value in json.loads(text).items() if key in known})
+
+
+def parse_time(text: str) -> int:
+    """Return the seconds of a Slurm time: ``m``, ``m:s``, ``h:m:s``, ``d-h``, ``d-h:m``, …"""
+    match = _TIME.fullmatch(text)
+    if not match:
+        raise UsageError(
+            f"time {text!r} is not a Slurm time; accepted: minutes, h:mm:ss, d-hh, d-hh:mm:ss",
+            hint="for twelve hours: --time 12:00:00",
+        )
+    a, b, c = (int(match[group] or 0) for group in "abc")
+    if match["d"] is not None:
+        return int(match["d"]) * 86400 + a * 3600 + b * 60 + c
+    if match["c"] is not None:
+        return a * 3600 + b * 60 + c
+    return a * 60 + b
+
+
+def validate(spec: JobSpec) -> None:
+    """Check each value of a job.
+
+    Raises
+    ------
+    UsageError
+        names the first bad value, what is accepted, and a hint
+    """
+    _check_texts(spec)
+    _check_numbers(spec)
+    _choice("backend", spec.backend, BACKENDS)
+    _choice("continue-by", spec.continue_by, CONTINUE_BY)
+    if not _NAME.fullmatch(spec.name):
+        raise UsageError(
+            f"job name {spec.name!r} can't be the name of a folder; accepted: up to 100 letters,"
+            " digits, spaces and any of . _ + = , @ -, with a letter or digit first",
+            hint="--job-name my-training",
+        )
+    if spec.gpus_per_node is not None and not _GPUS.fullmatch(spec.gpus_per_node):
+        raise UsageError(
+            f"gpus-per-node {spec.gpus_per_node!r} is neither a number nor type:number",
+            hint="--gpus-per-node 4, or --gpus-per-node a100:4",
+        )
+    if spec.time is not None and parse_time(spec.time) <= 0:
+        raise UsageError(f"time {spec.time!r} is no time at all", hint="--time 1:00:00")
+    _check_env(spec)
+
+
+def _check_texts(spec: JobSpec) -> None:
+    """Refuse in ``#SBATCH`` values what ends or splits such a line, and NUL everywhere."""
+    for name, value in directives(spec):
+        if not value.isprintable():
+            raise UsageError(
+                f"{name} {value!r} has a character that an #SBATCH line can't hold",
+                hint=f"leave out line breaks and control characters in --{name}",
+            )
+    for text in (spec.script, spec.workdir, *spec.args, *spec.setup, *spec.env.values()):
+        if "\0" in text:
+            raise UsageError(
+                f"{text!r} holds a NUL, which no command line can", hint="leave out the NUL"
+            )
+
+
+def directives(spec: JobSpec) -> list[tuple[str, str]]:
+    """Return the (option, value) pairs that go to sbatch as they are; flags have value ''."""
+    names = ("nodes", "gpus_per_node", "cpus_per_task", "time", "partition", "account", "qos")
+    names += ("constraint", "mem", "nodelist", "exclude", "reservation", "array", "dependency")
+    names += ("mail_type", "mail_user")
+    pairs = [("job-name", spec.name)]
+    for name in names:
+        value = getattr(spec, name)
+        if value is not None:
+            pairs.append((name.replace("_", "-"), str(value)))
+    if spec.exclusive:
+        pairs.append(("exclusive", ""))
+    return pairs + [_split_raw(raw) for raw in spec.sbatch]
+
+
+def _split_raw(raw: str) -> tuple[str, str]:
+    if not re.match(r"--[a-z]", raw) or not raw.isprintable():
+        raise UsageError(
+            f"sbatch option {raw!r} is not of the form --name or --name=value",
+            hint="--sbatch '--network=disable_rdzv_get'",
+        )
+    name, _, value = raw[2:].partition("=")
+    return name, value
+
+
+def _check_numbers(spec: JobSpec) -> None:
+    least = {"nodes": 1, "nproc_per_node": 1, "cpus_per_task": 1, "warn_s": 0}
+    least |= {"max_requeues": 0, "max_failures": 0}
+    for name, low in least.items():
+        value = getattr(spec, name)
+        if value is None:
+            continue
+        option = name.replace("_", "-")
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise UsageError(
+                f"{option} is {value!r}; accepted: a whole number from {low}",
+                hint=f"--{option} {max(low, 1)}",
+            )
+
+
+def _choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise UsageError(
+            f"{name} {value!r} is unknown; accepted: {', '.join(accepted)}"
+            + closest(value, accepted),
+            hint=f"--{name} {accepted[0]}",
+        )
+
+
+def _check_env(spec: JobSpec) -> None:
+    for name in (*spec.env, *spec.env_names):
+        if not _ENV_NAME.fullmatch(name):
+            raise UsageError(
+                f"{name!r} is not a name of an environment variable",
+                hint="--env NAME, or --env NAME=VALUE",
+            )
+    for name in spec.env:
+        if _SECRET.search(name):
+            raise UsageError(
+                f"the value of {name} looks like a secret and would stand in the job's script",
+                hint=f"export {name} in your shell, then --env {name}",
+            )

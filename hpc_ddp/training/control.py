@@ -1,0 +1,112 @@
+"""The process group, and the small talk between ranks beside the gradients."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports it untyped
+
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.training.facts import DistInfo
+
+TEARDOWN_S = 10.0
+
+
+def choose_device(info: DistInfo) -> torch.device:
+    """Return this rank's GPU and make it the current one, or the CPU where there is none.
+
+    Raises
+    ------
+    HpcDdpError
+        there are GPUs, but fewer than workers on this node
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if info.local_rank >= count:
+        raise HpcDdpError(
+            f"{info.local_world_size} workers on this node, but {count} visible GPU(s)",
+            hint=f"start {count} workers per node, or hide the GPUs with CUDA_VISIBLE_DEVICES=''",
+        )
+    torch.cuda.set_device(info.local_rank)
+    return torch.device("cuda", info.local_rank)
+
+
+def join(info: DistInfo, device: torch.device) -> Control:
+    """Create the default process group and return the control group beside it."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    bind: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    if info.launched:
+        dist.init_process_group(backend, **bind)
+    else:  # a store in memory: a process alone needs no port
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)
+    return Control(info)
+
+
+class Control:
+    """What ranks tell each other on the CPU, over a gloo group of its own.
+
+    Its own group, so that a flag never waits behind gradients, needs no GPU, and can travel
+    while a step computes.
+    """
+
+    def __init__(self, info: DistInfo) -> None:
+        self.rank = info.rank
+        self.world_size = info.world_size
+        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+
+    def start_max(self, values: torch.Tensor) -> Any:
+        """Begin to replace a CPU tensor by its maximum over ranks; `wait` on what is returned."""
+        return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Replace a CPU tensor by its sum over ranks."""
+        dist.all_reduce(values, group=self._group)
+
+    def from_first(self, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def to_first(self, value: Any) -> list[Any]:
+        """Return every rank's value on rank 0, and an empty list elsewhere."""
+        box: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, box, dst=0, group=self._group)
+        return box or []
+
+    def first_copy(self, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor with rank 0's."""
+        on_cpu = tensor.detach().cpu().contiguous()
+        dist.broadcast(on_cpu, src=0, group=self._group)
+        tensor.data.copy_(on_cpu)
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+
+def leave(control: Control, exit_code: int) -> None:
+    """Tear the process group down once all ranks are here; never longer than `TEARDOWN_S`.
+
+    A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by
+    now, so a process that can't get out ends on the spot, with `exit_code`.
+    """
+
+    def tear_down() -> None:
+        control.barrier()
+        dist.destroy_process_group()
+
+    thread = threading.Thread(target=tear_down, daemon=True)
+    thread.start()
+    thread.join(TEARDOWN_S)
+    if thread.is_alive():
+        print("hpc-ddp: the process group did not come down; ending without it", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)

@@ -1,0 +1,54 @@
+"""Measured values on their way to the journal."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hpc_ddp.run.journal import Journal
+from hpc_ddp.training.order import Position
+
+EVERY_S = 0.5
+
+
+class Metrics:
+    """Writes `metrics` events, at most one per `EVERY_S`, and the last one in any case.
+
+    Values are this rank's own (rank 0's in practice): a reduced loss would cost a collective
+    a step. A tensor is read only when a line is due, since reading it waits for the GPU.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._written_at = time.monotonic()
+        self._samples = 0
+        self._latest: dict[str, Any] | None = None
+
+    def add(
+        self, position: Position, samples: int, values: dict[str, Any], total_steps: int | None
+    ) -> None:
+        """Take in a step's values; `samples` is the size of its global batch."""
+        self._samples += samples
+        self._latest = {
+            "step": position.step,
+            "total_steps": total_steps,
+            "epoch": position.epoch,
+            **values,
+        }
+        if time.monotonic() - self._written_at >= EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was added last, unless that has been done."""
+        if self._latest is None:
+            return
+        now = time.monotonic()
+        speed = self._samples / max(now - self._written_at, 1e-9)
+        fields = {name: _plain(value) for name, value in self._latest.items() if value is not None}
+        self._journal.write("metrics", **fields, samples_per_s=round(speed, 1))
+        self._written_at, self._samples, self._latest = now, 0, None
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor's, or a numpy scalar's, value as a Python number; others as they are."""
+    return value.item() if hasattr(value, "item") else value

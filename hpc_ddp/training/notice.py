@@ -1,0 +1,135 @@
+"""Signals and other signs that the attempt must end soon.
+
+Under hpc-ddp's supervisor a SIGTERM can mean two things: the cluster wants the node back
+(all ranks are alive and can save), or torchrun is clearing away the survivors of a crash
+(a collective would hang). The supervisor knows which, and creates a file for the first.
+Under a plain torchrun nobody knows, and SIGTERM itself is the notice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
+REASONS = {CANCELLED: "cancelled", DEADLINE: "deadline", NOTICE: "notice"}
+
+# USR2 is the warning signal of many job scripts. On clusters that signal every process of a
+# step it arrives here too, where its default action would be to kill.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+WORD_S = 2.0  # the cluster may signal everybody before the supervisor has written its file
+POLL_S = 1.0
+TORN_DOWN = 143  # what a shell shows for a death by SIGTERM
+
+
+class Notices:
+    """Listens for notices. `reason` is one of the numbers above, `source` who gave it.
+
+    The signal handler sets nothing but a flag; a thread does the rest, since the main thread
+    may sit in a collective for as long as its peers like. The thread also looks at the files
+    once a second, so a notice without a signal works, and no step ever asks a file system.
+    """
+
+    def __init__(self, notice: Path | None) -> None:
+        self.reason = NONE
+        self.source: str | None = None
+        self.stop_file: Path | None = None
+        self._notice = notice
+        self._ended = False
+        self._reader, self._writer = socket.socketpair()
+
+    def install(self) -> None:
+        """Take the signals over and start listening; main thread only."""
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, _flag)
+        os.register_at_fork(after_in_child=_give_back)
+        threading.Thread(target=self._listen, name="hpc-ddp notices", daemon=True).start()
+
+    def end(self) -> None:
+        """Ignore what comes now: the work is safe, and only the exit code could suffer.
+
+        Ignored and not handled, because Python gives handled signals back to their deadly
+        default a good while before the process is gone.
+        """
+        self._ended = True
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _listen(self) -> None:
+        while not self._ended:
+            ready, _, _ = select.select([self._reader], [], [], POLL_S)
+            for number in self._reader.recv(4096) if ready else b"":
+                self._signalled(signal.Signals(number))
+            self._look()
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if self._notice is None:
+            self._note(NOTICE, number.name)
+            return
+        deadline = time.monotonic() + WORD_S
+        while self.reason != NOTICE and time.monotonic() < deadline:
+            self._look()
+            time.sleep(0.02)
+        if self.reason != NOTICE and number != signal.SIGUSR2 and not self._ended:
+            text = f"hpc-ddp: {number.name} without a notice: a peer has failed; ending\n"
+            os.write(2, text.encode())
+            os._exit(TORN_DOWN)
+
+    def _look(self) -> None:
+        if self._notice is not None and self.reason != NOTICE:
+            text = _read(self._notice)
+            if text:
+                self._note(NOTICE, _source(text))
+        if self.stop_file is not None and self.reason == NONE and self.stop_file.exists():
+            self._note(CANCELLED, "cancelled")
+
+    def _note(self, reason: int, source: str) -> None:
+        if reason > self.reason:
+            self.source, self.reason = source, reason
+
+
+def _flag(number: int, frame: FrameType | None) -> None:
+    """Do nothing: that a handler exists makes Python write the number to the wake-up socket."""
+
+
+def _give_back() -> None:
+    """In a forked child: stop writing to the parent's socket, and be as deadly as any process."""
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        if signal.getsignal(number) is _flag:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def ignore_in_loader(worker: int) -> None:
+    """``worker_init_fn``: outlive a notice, since the rank still needs its batches until it stops.
+
+    A loader worker ends when its parent says so, or is gone.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _source(text: str) -> str:
+    """Return the ``source`` of a notice file; a file that holds a plain word is its own source."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text[:100]
+    return str(value.get("source", "notice")) if isinstance(value, dict) else str(value)

@@ -1,0 +1,112 @@
+"""Where this run lives: as the launcher says, or below ``./runs`` under a plain start."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.training.control import Control
+from hpc_ddp.training.facts import DistInfo, Surroundings
+
+
+def find(said: Surroundings, info: DistInfo, control: Control) -> tuple[RunFolder, int]:
+    """Return the run's folder and this attempt's number, the same on all ranks.
+
+    Raises
+    ------
+    HpcDdpError
+        another process is at work in the folder
+    """
+    if said.run is not None and said.attempt is not None:
+        return RunFolder(said.run), said.attempt
+    # Rank 0 alone looks and claims; its error has to reach the others, who wait for a place.
+    answer: Any = None
+    if info.rank == 0:
+        try:
+            answer = _claim_local(said, info)
+        except HpcDdpError as error:
+            answer = error
+    answer = control.from_first(answer)
+    if isinstance(answer, HpcDdpError):
+        raise answer
+    path, attempt = answer
+    return RunFolder(path), attempt
+
+
+def _claim_local(said: Surroundings, info: DistInfo) -> tuple[Path, int]:
+    """Make ``<runs>/<script's name>/local``, or take it up again where it is unfinished."""
+    run = RunFolder(said.runs / said.stem / "local")
+    if run.path.exists() and run.finished():
+        _move_away(run.path)
+    run.make()
+    attempt = run.claim_attempt(
+        {"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid())}, _is_live
+    )
+    if not run.job_json.exists():
+        run.job_json.write_text(_job(said, info).to_json())
+    elif (asked := list(JobSpec.from_json(run.job_json.read_text()).args)) != sys.argv[1:]:
+        print(
+            f"hpc-ddp: {run.path} was begun with other arguments ({' '.join(asked) or 'none'});"
+            " remove or rename the folder to start afresh",
+            file=sys.stderr,
+        )
+    run.journal("rank-0", attempt.number).write("started", backend="local")
+    return run.path, attempt.number
+
+
+def _job(said: Surroundings, info: DistInfo) -> JobSpec:
+    return JobSpec(
+        script=os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else said.stem,
+        args=tuple(sys.argv[1:]),
+        name=re.sub(r"[^\w .+=,@-]|^\W+", "_", said.stem)[:100],
+        backend="local",
+        nproc_per_node=info.world_size,
+        workdir=os.getcwd(),
+    )
+
+
+def _move_away(path: Path) -> None:
+    number = 1
+    while (kept := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    path.rename(kept)
+
+
+def _is_live(info: dict[str, Any]) -> bool:
+    """Tell whether the process of a local attempt still runs; unknown on another host: no."""
+    pid = info.get("pid")
+    if info.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    began = _began(pid)
+    return began is not None and began == info.get("began")
+
+
+def _began(pid: int) -> str | None:
+    """Return when a process started, in a form that only compares; None when there is none.
+
+    Process numbers are used again, so the number alone proves nothing.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return _exists(pid)
+    state, *rest = stat.rpartition(")")[2].split()  # a name may hold spaces and brackets
+    return None if state == "Z" else rest[18]
+
+
+def _exists(pid: int) -> str | None:
+    """The same where there is no /proc: only whether it exists."""
+    if Path("/proc/self").exists():
+        return None
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return None
+    return "running"

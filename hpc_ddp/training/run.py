@@ -1,0 +1,425 @@
+"""`start` and `Run`: what a training script talks to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.journal import Journal
+from hpc_ddp.training import control as groups
+from hpc_ddp.training import place, randomness, state
+from hpc_ddp.training.checkpoint import Checkpoints
+from hpc_ddp.training.control import Control
+from hpc_ddp.training.exchange import Decision
+from hpc_ddp.training.facts import DistInfo, Surroundings
+from hpc_ddp.training.failure import FailureHook
+from hpc_ddp.training.loader import Loader, Shard
+from hpc_ddp.training.metrics import Metrics
+from hpc_ddp.training.notice import NONE, REASONS, Notices
+from hpc_ddp.training.order import Position, derive
+from hpc_ddp.training.pace import Pace
+from hpc_ddp.training.settle import settle
+
+SAVE_EVERY_S = 300.0
+
+
+def start(
+    seed: int = 0,
+    *,
+    save_every: float | None = SAVE_EVERY_S,
+    save_every_steps: int | None = None,
+) -> Run:
+    """Join the process group, listen for notices, and open the run's folder.
+
+    Call it first, on every rank: until then a SIGTERM just ends the process. Seeds all
+    generators with `seed`, the same on all ranks, so that they build the same model and data;
+    `Run.epochs` then gives each rank its own.
+
+    Parameters
+    ----------
+    seed
+        decides initial weights, order of the data, and every other random number
+    save_every
+        seconds between checkpoints, None for no such clock; ``HPC_DDP_SAVE_EVERY`` overrides
+    save_every_steps
+        a checkpoint after every so many optimizer steps as well
+
+    Raises
+    ------
+    UsageError
+        a variable of the environment, or a parameter, makes no sense
+    HpcDdpError
+        more workers than GPUs on this node, or another process works in the run's folder
+    """
+    if save_every_steps is not None and save_every_steps < 1:
+        raise UsageError(
+            f"save_every_steps is {save_every_steps}; accepted: a whole number from 1, or None"
+        )
+    info, said = DistInfo.from_env(), Surroundings.from_env()
+    notices = Notices(said.notice)
+    notices.install()
+    hook = FailureHook(info, said.node)
+    hook.install()
+    device = groups.choose_device(info)
+    control = groups.join(info, device)
+    folder, attempt = place.find(said, info, control)
+    hook.journal = journal = folder.journal(f"rank-{info.rank}", attempt)
+    if info.rank == 0:
+        notices.stop_file = folder.cancelled
+    every = save_every if said.save_every is None else said.save_every
+    pace = Pace(control, notices, said.end_time, every, save_every_steps)
+    checkpoints = Checkpoints(folder, attempt, control, journal)
+    hosts = sorted(set(control.to_first(said.node)))
+    randomness.seed_all(seed, device)
+    inner = _Parts(control, notices, pace, checkpoints, journal, Metrics(journal), hosts)
+    return Run(info, device, folder, seed, inner)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a Run works with and a script has no use for. `hosts` is filled on rank 0."""
+
+    control: Control
+    notices: Notices
+    pace: Pace
+    checkpoints: Checkpoints
+    journal: Journal
+    metrics: Metrics
+    hosts: list[str]
+
+
+class Run:
+    """One worker's view of a run; `start` makes it. A context manager that finishes the run.
+
+    `device` is this rank's, `folder` the run's, `position` where the training is.
+    """
+
+    def __init__(
+        self, info: DistInfo, device: torch.device, folder: RunFolder, seed: int, parts: _Parts
+    ) -> None:
+        self.rank, self.world_size = info.rank, info.world_size
+        self.device, self.folder, self.seed = device, folder, seed
+        self.position = Position()
+        self._parts = parts
+        self._objects: dict[str, Any] = {}
+        self._loader: Loader | None = None
+        self._rng: dict[str, Any] | None = None  # of a checkpoint, until the training starts
+        self._saved: Position | None = None
+        self._save_due = False
+        self._stepped = False
+        self._epochs: int | None = None
+
+    # -- before the loop -------------------------------------------------------------------
+
+    def wrap(self, model: torch.nn.Module, **options: Any) -> torch.nn.Module:
+        """Move a model to the device and wrap it in DistributedDataParallel.
+
+        `options` go to DDP as they are. A model with nothing to train is only moved.
+        """
+        model = model.to(self.device)
+        if not any(each.requires_grad for each in model.parameters()):
+            return model
+        if self.device.type == "cuda":
+            options.setdefault("device_ids", [self.device.index])
+        ddp = DistributedDataParallel(model, **options)
+        settle(ddp)
+        return ddp
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Loader:
+        """Return the loader of the training data, one per run, to be iterated in `epochs`.
+
+        Parameters
+        ----------
+        dataset
+            map-style; what it draws at random depends on (seed, epoch, index) only
+        batch_size
+            samples per rank and step
+        drop_last
+            drops the last incomplete global batch; without it the last step of an epoch has
+            fewer samples, on some ranks maybe none that count (see `backward`)
+
+        Raises
+        ------
+        UsageError
+            the run has a loader already, or `batch_size` is below 1
+        """
+        if self._loader is not None:
+            raise UsageError(
+                "the run has a training loader already, and its position belongs to that one",
+                hint="for evaluation use run.shard",
+            )
+        if batch_size < 1:
+            raise UsageError(f"batch_size is {batch_size}; accepted: a whole number from 1")
+        self._loader = Loader(
+            dataset,
+            batch_size=batch_size,
+            seed=self.seed,
+            rank=self.rank,
+            world_size=self.world_size,
+            position=self.position,
+            device=self.device,
+            check=self._check_epoch,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+        )
+        return self._loader
+
+    def track(self, **objects: Any) -> None:
+        """Name what a checkpoint holds, and take it up from the newest one if there is any.
+
+        Each object has ``state_dict`` and ``load_state_dict``, which speak in tensors and
+        plain values. A wrapped model is stored without its wrapper.
+
+        Raises
+        ------
+        HpcDdpError
+            the checkpoint is of other objects, or was made with another seed
+        """
+        if self._objects:
+            raise UsageError("run.track was called twice", hint="name all objects in one call")
+        self._objects = dict(objects)
+        found = self._parts.checkpoints.restore()
+        if found is None:
+            return
+        self._check_facts(found.facts)
+        state.put_back(self._objects, found.objects, found.position.step)
+        vars(self.position).update(vars(found.position))  # the loader holds this very object
+        self._saved = replace(self.position)
+        self._rng = found.rng
+
+    # -- the loop --------------------------------------------------------------------------
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left, of `total`.
+
+        The first one may be partly done: the loader then yields the rest of it. What the
+        script does at the end of an epoch is part of it: a checkpoint made afterwards goes on
+        with the next epoch, one made before does it again, from the same state.
+        """
+        self._epochs = total
+        self._start_random()
+        while self.position.epoch < total:
+            self._parts.pace.restart_step()
+            yield self.position.epoch
+            self.position.epoch += 1
+            self.position.samples = 0
+            self._act(self._parts.pace.epoch_done())
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward of this rank's mean loss over its batch, a scalar.
+
+        It is weighted by the number of samples that this rank really has, so that the averaged
+        gradient is the mean over the global batch, also where the batches differ in size at
+        the end of an epoch.
+        """
+        share = self._loader.share if self._loader else None
+        weight = 1.0 if share is None else share.weight
+        torch.autograd.backward(loss if weight == 1.0 else loss * weight)
+
+    def step(self, **values: Any) -> None:
+        """End an optimizer step: here the run saves, and stops when it has to.
+
+        Every rank calls it after every ``optimizer.step()``. `values` (numbers or scalar
+        tensors; this rank's own) go into the journal, from rank 0 and about twice a second.
+
+        Raises
+        ------
+        SystemExit
+            code 0: all ranks have agreed to stop, and all is saved
+        HpcDdpError
+            three checkpoints in a row could not be saved
+        SupersededError
+            a later attempt of this run has started
+        """
+        self.position.step += 1
+        if self.rank == 0:
+            self._report(values)
+        decision = self._parts.pace.step_done(self.position.step)
+        if decision.save and decision.reason == NONE and self._ends_epoch():
+            self._save_due = True  # at the end of the epoch, which is about to come
+            return
+        self._act(decision)
+
+    def finish(self) -> None:
+        """Save the last state, journal that the run is done, and leave the process group."""
+        self._save_surely()
+        if self.rank == 0:
+            self._parts.metrics.flush()
+            self._parts.journal.write("finished", step=self.position.step)
+        self._parts.notices.end()
+        groups.leave(self._parts.control, 0)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.finish()
+
+    # -- beside the loop -------------------------------------------------------------------
+
+    def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard:
+        """Return this rank's part of an evaluation set, every sample on exactly one rank.
+
+        `options`: ``num_workers``, ``collate_fn``.
+        """
+        return Shard(
+            dataset,
+            batch_size=batch_size,
+            seed=self.seed,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.device,
+            **options,
+        )
+
+    @contextmanager
+    def evaluating(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """Give the plain model, in eval mode and without gradients, the same on all ranks.
+
+        The plain one, because the DDP wrapper may talk to its peers in every forward, and
+        they may have fewer batches. Buffers (running means of batch norm, say) are rank 0's,
+        as in a checkpoint. All ranks must enter.
+        """
+        plain: torch.nn.Module = state.unwrap(model)
+        for buffer in plain.buffers():
+            self._parts.control.first_copy(buffer)
+        was_training = plain.training
+        plain.eval()
+        try:
+            with torch.no_grad():
+                yield plain
+        finally:
+            plain.train(was_training)
+
+    def sum(self, *values: float | torch.Tensor) -> list[float]:
+        """Return the sums of numbers over all ranks, in double precision. All ranks call it."""
+        sums = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        self._parts.control.sum(sums)
+        numbers: list[float] = sums.tolist()
+        return numbers
+
+    def print(self, *values: Any) -> None:
+        """Print on rank 0 only, at once."""
+        if self.rank == 0:
+            print(*values, flush=True)
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _start_random(self) -> None:
+        """Give the generators the state of the checkpoint, or one of this rank's own.
+
+        Not before the loop: what the script draws until here must not matter to a resume.
+        """
+        if self._rng is not None:
+            randomness.restore(self._rng, self.device)
+        else:
+            seed = derive(self.seed, self.position.step, self.rank)
+            randomness.seed_all(seed, self.device)
+        self._rng = None
+
+    def _check_epoch(self) -> None:
+        if self._epochs is None:
+            raise UsageError(
+                "the training loader was iterated outside run.epochs",
+                hint="write `for epoch in run.epochs(n):` around the loop over batches",
+            )
+
+    def _check_facts(self, facts: dict[str, Any]) -> None:
+        samples = self._loader.samples if self._loader else None
+        for name, here in (("seed", self.seed), ("samples", samples)):
+            if facts.get(name) != here:
+                raise UsageError(
+                    f"{name} is {here}, but {facts.get(name)} in the run's checkpoint: the order"
+                    " of the data would not be the same",
+                    hint="start another run, or go on with the same value",
+                )
+
+    def _ends_epoch(self) -> bool:
+        return self._loader is not None and self._loader.last_of_epoch()
+
+    def _total_steps(self) -> int | None:
+        if self._loader is None or self._epochs is None:
+            return None
+        later = (self._epochs - self.position.epoch - 1) * len(self._loader)
+        return self.position.step + self._loader.steps(self.position.samples) + later
+
+    def _report(self, values: dict[str, Any]) -> None:
+        parts = self._parts
+        if not self._stepped:
+            parts.journal.write(
+                "first_step",
+                step=self.position.step,
+                world_size=self.world_size,
+                hosts=parts.hosts,
+            )
+            self._stepped = True
+        share = self._loader.share if self._loader else None
+        samples = share.total if share else 0
+        parts.metrics.add(self.position, samples, values, self._total_steps())
+
+    def _act(self, decision: Decision) -> None:
+        if decision.reason != NONE:
+            self._stop(decision.reason)
+        if decision.save or self._save_due:
+            self._save()
+
+    def _save(self) -> bool:
+        """Save unless this very position is saved; False after a failure."""
+        self._save_due = False
+        if self._saved == self.position:
+            return True
+        objects = state.collect(self._objects) if self.rank == 0 else {}
+        if self._saved is None:
+            state.check_loadable(objects, "state")
+        facts = {"seed": self.seed, "samples": self._loader.samples if self._loader else None}
+        rng = randomness.snapshot(self.device)
+        done = self._parts.checkpoints.save(self.position, facts, objects, rng)
+        if done:
+            self._saved = replace(self.position)
+            self._parts.pace.save_s = self._parts.checkpoints.slowest_save_s
+        self._parts.pace.saved()
+        return done
+
+    def _save_surely(self) -> None:
+        while not self._save():  # raises after some failures
+            time.sleep(1.0)
+
+    def _stop(self, reason: int) -> NoReturn:
+        parts = self._parts
+        self._save_surely()
+        if self.rank == 0:
+            parts.metrics.flush()
+            source = {"source": parts.notices.source} if parts.notices.source else {}
+            parts.journal.write(
+                "stopped", step=self.position.step, reason=REASONS[reason], **source
+            )
+        parts.notices.end()
+        groups.leave(parts.control, 0)
+        raise SystemExit(0)
