@@ -65,9 +65,9 @@ def accuracy(run: Run, model: nn.Module, test_set: TensorDataset) -> float:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small ConvNet on 8x8 digits.")
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=0.002, help="learning rate of Adam")
+    parser.add_argument("--lr", type=float, default=0.005, help="learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--step-seconds",

@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -277,11 +278,13 @@ def find_run(root: Path, text: str) -> RunFolder:
     UsageError
         there is no such run
     """
-    direct = Path(text).expanduser().absolute()
-    candidates = [direct, root / ".jobs" / text, *sorted(root.glob(f"*/{_literal(text)}"))]
-    candidates += sorted(root.glob(f"{_literal(text)}/*"), reverse=True)
+    candidates = [Path(text).absolute()] if text else []
+    if text and not set(text) & {"/", "\0"}:
+        name = glob.escape(text)
+        candidates += [root / ".jobs" / text, *root.glob(f"[!.]*/{name}")]
+        candidates += sorted(root.glob(f"{name}/*"), reverse=True)
     for path in candidates:
-        if (path / "job.json").is_file():
+        if "\0" not in text and (path / "job.json").is_file():
             return RunFolder(path.resolve())
     raise UsageError(
         f"no run {text!r}: not a run folder, and no run id, run name or job id in {root}",
@@ -289,13 +292,7 @@ def find_run(root: Path, text: str) -> RunFolder:
     )
 
 
-def _literal(text: str) -> str:
-    import glob
-
-    return glob.escape(text.replace("/", "\0"))  # a slash can't be part of an id
-
-
 def all_runs(root: Path) -> list[RunFolder]:
     """Return the runs below `root`, newest first (a run id starts with its time)."""
-    paths = [path.parent for path in root.glob("*/*/job.json")]
+    paths = [path.parent for path in root.glob("[!.]*/*/job.json")]
     return [RunFolder(path) for path in sorted(paths, key=lambda path: path.name, reverse=True)]

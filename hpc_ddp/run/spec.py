@@ -150,10 +150,19 @@ def _check_texts(spec: JobSpec) -> None:
                 hint=f"leave out line breaks and control characters in --{name}",
             )
     for text in (spec.script, spec.workdir, *spec.args, *spec.setup, *spec.env.values()):
-        if "\0" in text:
+        if "\0" in text or not _is_unicode(text):
             raise UsageError(
-                f"{text!r} holds a NUL, which no command line can", hint="leave out the NUL"
+                f"{text!r} holds a NUL or bytes that are no UTF-8, which a script can't",
+                hint="rename it, or leave those characters out",
             )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Python's stand-ins for bytes that it could not decode
+        return False
+    return True
 
 
 def directives(spec: JobSpec) -> list[tuple[str, str]]:

@@ -12,14 +12,15 @@ EVERY_S = 0.5
 
 
 class Metrics:
-    """Writes `metrics` events, at most one per `EVERY_S`, and the last one in any case.
+    """Writes `first_step`, then `metrics`: at most one per `EVERY_S`, and the last one always.
 
     Values are this rank's own (rank 0's in practice): a reduced loss would cost a collective
     a step. A tensor is read only when a line is due, since reading it waits for the GPU.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, world_size: int, hosts: list[str]) -> None:
         self._journal = journal
+        self._first: dict[str, Any] = {"world_size": world_size, "hosts": hosts}
         self._written_at = time.monotonic()
         self._samples = 0
         self._latest: dict[str, Any] | None = None
@@ -28,6 +29,9 @@ class Metrics:
         self, position: Position, samples: int, values: dict[str, Any], total_steps: int | None
     ) -> None:
         """Take in a step's values; `samples` is the size of its global batch."""
+        if self._first:
+            self._journal.write("first_step", step=position.step, **self._first)
+            self._first = {}
         self._samples += samples
         self._latest = {
             "step": position.step,

@@ -33,7 +33,7 @@ class Pace:
         self._save_every_s, self._save_every_steps = save_every_s, save_every_steps
         self._saved_at = self._stepped_at = time.monotonic()
         self._slowest_s = self._slowest_before_s = 0.0
-        self.save_s = FIRST_SAVE_S  # how long a save takes; set from measured ones
+        self._save_s = FIRST_SAVE_S
 
     def step_done(self, step: int) -> Decision:
         """Count a step, and return what all ranks do after it."""
@@ -55,8 +55,10 @@ class Pace:
         """Start the clock of a step: what came before (an evaluation, a save) is not part of it."""
         self._stepped_at = time.monotonic()
 
-    def saved(self) -> None:
+    def saved(self, slowest_s: float) -> None:
+        """Start the clock of the next save; `slowest_s` is the longest save so far."""
         self._saved_at = time.monotonic()
+        self._save_s = slowest_s or self._save_s
         self.restart_step()
 
     def _turn(self) -> Decision:
@@ -77,7 +79,7 @@ class Pace:
             # Two exchanges pass, at most, between this word and the stop.
             step_s = max(self._slowest_s, self._slowest_before_s)
             steps = 2 * self._exchange.period + 1
-            need_s = MARGIN_S + 1.5 * self.save_s + steps * step_s
+            need_s = MARGIN_S + 1.5 * self._save_s + steps * step_s
             if time.time() + need_s >= self._end_time:
                 return DEADLINE
         return self._notices.reason

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -14,21 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import Journal
 from hpc_ddp.training import control as groups
-from hpc_ddp.training import place, randomness, state
-from hpc_ddp.training.checkpoint import Checkpoints
-from hpc_ddp.training.control import Control
 from hpc_ddp.training.exchange import Decision
-from hpc_ddp.training.facts import DistInfo, Surroundings
-from hpc_ddp.training.failure import FailureHook
 from hpc_ddp.training.loader import Loader, Shard
-from hpc_ddp.training.metrics import Metrics
-from hpc_ddp.training.notice import NONE, REASONS, Notices
-from hpc_ddp.training.order import Position, derive
-from hpc_ddp.training.pace import Pace
+from hpc_ddp.training.notice import NONE, REASONS
+from hpc_ddp.training.parts import Parts, assemble
 from hpc_ddp.training.settle import settle
+from hpc_ddp.training.state import unwrap
 
 SAVE_EVERY_S = 300.0
 
@@ -65,37 +55,7 @@ def start(
         raise UsageError(
             f"save_every_steps is {save_every_steps}; accepted: a whole number from 1, or None"
         )
-    info, said = DistInfo.from_env(), Surroundings.from_env()
-    notices = Notices(said.notice)
-    notices.install()
-    hook = FailureHook(info, said.node)
-    hook.install()
-    device = groups.choose_device(info)
-    control = groups.join(info, device)
-    folder, attempt = place.find(said, info, control)
-    hook.journal = journal = folder.journal(f"rank-{info.rank}", attempt)
-    if info.rank == 0:
-        notices.stop_file = folder.cancelled
-    every = save_every if said.save_every is None else said.save_every
-    pace = Pace(control, notices, said.end_time, every, save_every_steps)
-    checkpoints = Checkpoints(folder, attempt, control, journal)
-    hosts = sorted(set(control.to_first(said.node)))
-    randomness.seed_all(seed, device)
-    inner = _Parts(control, notices, pace, checkpoints, journal, Metrics(journal), hosts)
-    return Run(info, device, folder, seed, inner)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What a Run works with and a script has no use for. `hosts` is filled on rank 0."""
-
-    control: Control
-    notices: Notices
-    pace: Pace
-    checkpoints: Checkpoints
-    journal: Journal
-    metrics: Metrics
-    hosts: list[str]
+    return Run(assemble(seed, save_every, save_every_steps), seed)
 
 
 class Run:
@@ -104,20 +64,14 @@ class Run:
     `device` is this rank's, `folder` the run's, `position` where the training is.
     """
 
-    def __init__(
-        self, info: DistInfo, device: torch.device, folder: RunFolder, seed: int, parts: _Parts
-    ) -> None:
-        self.rank, self.world_size = info.rank, info.world_size
-        self.device, self.folder, self.seed = device, folder, seed
-        self.position = Position()
+    def __init__(self, parts: Parts, seed: int) -> None:
+        self.rank, self.world_size = parts.info.rank, parts.info.world_size
+        self.device, self.folder, self.seed = parts.device, parts.folder, seed
+        self.position = parts.position
         self._parts = parts
-        self._objects: dict[str, Any] = {}
         self._loader: Loader | None = None
-        self._rng: dict[str, Any] | None = None  # of a checkpoint, until the training starts
-        self._saved: Position | None = None
-        self._save_due = False
-        self._stepped = False
         self._epochs: int | None = None
+        self._save_due = False
 
     # -- before the loop -------------------------------------------------------------------
 
@@ -196,17 +150,7 @@ class Run:
         HpcDdpError
             the checkpoint is of other objects, or was made with another seed
         """
-        if self._objects:
-            raise UsageError("run.track was called twice", hint="name all objects in one call")
-        self._objects = dict(objects)
-        found = self._parts.checkpoints.restore()
-        if found is None:
-            return
-        self._check_facts(found.facts)
-        state.put_back(self._objects, found.objects, found.position.step)
-        vars(self.position).update(vars(found.position))  # the loader holds this very object
-        self._saved = replace(self.position)
-        self._rng = found.rng
+        self._parts.keeper.track(objects, self._loader.samples if self._loader else None)
 
     # -- the loop --------------------------------------------------------------------------
 
@@ -218,7 +162,7 @@ class Run:
         with the next epoch, one made before does it again, from the same state.
         """
         self._epochs = total
-        self._start_random()
+        self._parts.keeper.start_random()
         while self.position.epoch < total:
             self._parts.pace.restart_step()
             yield self.position.epoch
@@ -263,12 +207,7 @@ class Run:
 
     def finish(self) -> None:
         """Save the last state, journal that the run is done, and leave the process group."""
-        self._save_surely()
-        if self.rank == 0:
-            self._parts.metrics.flush()
-            self._parts.journal.write("finished", step=self.position.step)
-        self._parts.notices.end()
-        groups.leave(self._parts.control, 0)
+        self._end("finished")
 
     def __enter__(self) -> Run:
         return self
@@ -307,7 +246,7 @@ class Run:
         they may have fewer batches. Buffers (running means of batch norm, say) are rank 0's,
         as in a checkpoint. All ranks must enter.
         """
-        plain: torch.nn.Module = state.unwrap(model)
+        plain: torch.nn.Module = unwrap(model)
         for buffer in plain.buffers():
             self._parts.control.first_copy(buffer)
         was_training = plain.training
@@ -332,18 +271,6 @@ class Run:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _start_random(self) -> None:
-        """Give the generators the state of the checkpoint, or one of this rank's own.
-
-        Not before the loop: what the script draws until here must not matter to a resume.
-        """
-        if self._rng is not None:
-            randomness.restore(self._rng, self.device)
-        else:
-            seed = derive(self.seed, self.position.step, self.rank)
-            randomness.seed_all(seed, self.device)
-        self._rng = None
-
     def _check_epoch(self) -> None:
         if self._epochs is None:
             raise UsageError(
@@ -351,75 +278,36 @@ class Run:
                 hint="write `for epoch in run.epochs(n):` around the loop over batches",
             )
 
-    def _check_facts(self, facts: dict[str, Any]) -> None:
-        samples = self._loader.samples if self._loader else None
-        for name, here in (("seed", self.seed), ("samples", samples)):
-            if facts.get(name) != here:
-                raise UsageError(
-                    f"{name} is {here}, but {facts.get(name)} in the run's checkpoint: the order"
-                    " of the data would not be the same",
-                    hint="start another run, or go on with the same value",
-                )
-
     def _ends_epoch(self) -> bool:
         return self._loader is not None and self._loader.last_of_epoch()
 
-    def _total_steps(self) -> int | None:
-        if self._loader is None or self._epochs is None:
-            return None
-        later = (self._epochs - self.position.epoch - 1) * len(self._loader)
-        return self.position.step + self._loader.steps(self.position.samples) + later
-
     def _report(self, values: dict[str, Any]) -> None:
-        parts = self._parts
-        if not self._stepped:
-            parts.journal.write(
-                "first_step",
-                step=self.position.step,
-                world_size=self.world_size,
-                hosts=parts.hosts,
-            )
-            self._stepped = True
-        share = self._loader.share if self._loader else None
-        samples = share.total if share else 0
-        parts.metrics.add(self.position, samples, values, self._total_steps())
+        samples, total = 0, None
+        if self._loader is not None and self._epochs is not None:
+            later = (self._epochs - self.position.epoch - 1) * len(self._loader)
+            total = self.position.step + self._loader.steps(self.position.samples) + later
+            samples = self._loader.share.total if self._loader.share else 0
+        self._parts.metrics.add(self.position, samples, values, total)
 
     def _act(self, decision: Decision) -> None:
         if decision.reason != NONE:
             self._stop(decision.reason)
         if decision.save or self._save_due:
-            self._save()
-
-    def _save(self) -> bool:
-        """Save unless this very position is saved; False after a failure."""
-        self._save_due = False
-        if self._saved == self.position:
-            return True
-        objects = state.collect(self._objects) if self.rank == 0 else {}
-        if self._saved is None:
-            state.check_loadable(objects, "state")
-        facts = {"seed": self.seed, "samples": self._loader.samples if self._loader else None}
-        rng = randomness.snapshot(self.device)
-        done = self._parts.checkpoints.save(self.position, facts, objects, rng)
-        if done:
-            self._saved = replace(self.position)
-            self._parts.pace.save_s = self._parts.checkpoints.slowest_save_s
-        self._parts.pace.saved()
-        return done
-
-    def _save_surely(self) -> None:
-        while not self._save():  # raises after some failures
-            time.sleep(1.0)
+            self._save_due = False
+            self._parts.keeper.save()
+            self._parts.pace.saved(self._parts.keeper.slowest_save_s)
 
     def _stop(self, reason: int) -> NoReturn:
+        source = self._parts.notices.source
+        self._end("stopped", reason=REASONS[reason], **({"source": source} if source else {}))
+        raise SystemExit(0)
+
+    def _end(self, event: str, **fields: str) -> None:
+        """Save, journal the event, and leave; all ranks come here together."""
         parts = self._parts
-        self._save_surely()
+        parts.keeper.save_surely()
         if self.rank == 0:
             parts.metrics.flush()
-            source = {"source": parts.notices.source} if parts.notices.source else {}
-            parts.journal.write(
-                "stopped", step=self.position.step, reason=REASONS[reason], **source
-            )
+            parts.journal.write(event, step=self.position.step, **fields)
         parts.notices.end()
         groups.leave(parts.control, 0)
-        raise SystemExit(0)

@@ -25,7 +25,7 @@ from functools import partial
 from types import FrameType
 from typing import NoReturn
 
-from cluster_build import GPUS, Machinery, Proctrack
+from cluster_build import GPUS, KEEPER, Machinery, Proctrack
 from cluster_machine import (
     INSTANCES,
     ClusterError,
@@ -44,7 +44,6 @@ from cluster_machine import (
 __all__ = ["ATTACH", "Cluster", "ClusterError", "available", "cgroup_reason", "ensure_packages"]
 
 ATTACH = "HPC_DDP_CLUSTER"  # names the instance that `up` left running
-KEEPER = "keeper"  # the process that holds the lock for `up`
 
 
 class Cluster(Machinery):
@@ -89,7 +88,7 @@ class Cluster(Machinery):
             os.close(free)
             raise ClusterError(f"no test cluster {instance} is up on this machine")
         self = cls(instance)
-        self._load()
+        vars(self).update({k: v for k, v in self._recorded().items() if k != "processes"})
         if not self.conf.exists() or not self.address:
             raise ClusterError(f"test cluster {instance} is not ready to be used")
         return self
@@ -103,7 +102,7 @@ class Cluster(Machinery):
         self._lock = None
 
     def _take_down(self) -> None:
-        keeper = self._processes.pop(KEEPER, None)
+        keeper = self._processes.get(KEEPER)
         self._clear()
         # Unlinked while it is held, so that nobody can lock a file that is about to go.
         self.folder.with_suffix(".lock").unlink(missing_ok=True)
@@ -140,7 +139,7 @@ class Cluster(Machinery):
         self.proctrack = proctrack or self.proctrack
         self.extra = self.extra if extra is None else extra
         self._write_conf()
-        self._save()
+        self._save(self._processes)
         self._stop("slurmctld", *(f"slurmd.{n}" for n in self.nodes))
         self._start_ctld()
         self._start_slurmds()
@@ -261,7 +260,6 @@ def _down(instance: int | None) -> int:
         if cluster._lock is not None:  # nobody has it: remove what a killed holder has left
             cluster.down()
         elif _kept(number):
-            cluster._load()
             cluster._take_down()
         else:
             raise ClusterError(f"test cluster {number} is in use, and goes with its user")
@@ -269,9 +267,7 @@ def _down(instance: int | None) -> int:
 
 
 def _kept(instance: int) -> bool:
-    cluster = Cluster(instance)
-    cluster._load()
-    return cluster._alive(KEEPER)
+    return Cluster(instance)._alive(KEEPER)
 
 
 def main() -> int:

@@ -38,6 +38,7 @@ Proctrack = Literal["linuxproc", "cgroup"]
 HERE = Path(__file__).resolve().parent
 NODES = range(1, 5)
 GPUS = 4
+KEEPER = "keeper"  # the process that holds the lock of a cluster without a user
 # What a job or a shell inside a job has, and what must not leak into the commands of a test.
 SLURM_VARIABLE = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|SCANCEL|SQUEUE|SINFO|SACCT|PMI)_")
 
@@ -60,7 +61,6 @@ class Machinery:
         self.proctrack: Proctrack = "linuxproc"
         self.extra = ""
         self._children: list[subprocess.Popen[bytes]] = []
-        self._processes: dict[str, Process] = {}
 
     # --- commands ---
 
@@ -305,18 +305,19 @@ class Machinery:
                 pass_fds=keep,
             )
         self._children.append(child)
-        self._processes[name] = Process.of(child.pid)
-        self._save()
+        self._save({**self._processes, name: Process.of(child.pid)})
 
     def _stop(self, *names: str, number: signal.Signals = signal.SIGTERM) -> None:
         """End daemons, and wait until they are gone: the next ones need their ports and files."""
-        processes = [self._processes[name] for name in names if name in self._processes]
+        known = self._processes
+        processes = [known[name] for name in names if name in known]
         if not kill(processes, number, 15):
             kill(processes, signal.SIGKILL, 5)
         self._reap()
 
     def _alive(self, name: str) -> bool:
-        return name in self._processes and self._processes[name].alive()
+        process = self._processes.get(name)
+        return process is not None and process.alive()
 
     def _await(self, ready: Callable[[], bool], name: str, what: str, timeout: float = 30) -> None:
         if not poll(lambda: ready() or not self._alive(name), timeout) or not ready():
@@ -330,21 +331,24 @@ class Machinery:
     def _reap(self) -> None:
         self._children = [child for child in self._children if child.poll() is None]
 
-    def _save(self) -> None:
+    @property
+    def _processes(self) -> dict[str, Process]:
+        """What was started, from the disk: also who is attached starts and ends daemons."""
+        return {k: Process(*v) for k, v in self._recorded().get("processes", {}).items()}
+
+    def _recorded(self) -> dict[str, Any]:
+        try:
+            state: dict[str, Any] = json.loads((self.folder / "cluster.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return state
+
+    def _save(self, processes: dict[str, Process]) -> None:
         state = {k: getattr(self, k) for k in ("address", "accounting", "proctrack", "extra")}
-        state["processes"] = {k: [p.pid, p.start] for k, p in self._processes.items()}
+        state["processes"] = {k: [p.pid, p.start] for k, p in processes.items()}
         new = self.folder / "cluster.json.new"
         new.write_text(json.dumps(state))
         new.rename(self.folder / "cluster.json")
-
-    def _load(self) -> None:
-        try:
-            state = json.loads((self.folder / "cluster.json").read_text())
-        except (OSError, ValueError):
-            return
-        processes = state.pop("processes")
-        self._processes = {k: Process(*v) for k, v in processes.items()}
-        vars(self).update(state)
 
     def _residents(self) -> list[Process]:
         """All processes on our nodes, known by the network namespace that they are in."""
@@ -352,6 +356,7 @@ class Machinery:
         for node in self.nodes:
             with contextlib.suppress(OSError):
                 spaces.add(os.stat(f"/run/netns/{self._netns(node)}").st_ino)
+        spaces.discard(os.stat("/proc/self/ns/net").st_ino)  # whatever is amiss: never our own
         found = []
         for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
             with contextlib.suppress(OSError):
@@ -363,14 +368,10 @@ class Machinery:
         """Remove every trace of this instance, whoever of its holders left it."""
         if self.folder.is_symlink() or (self.folder.exists() and self.folder.stat().st_uid != 0):
             raise ClusterError(f"{self.folder} is somebody else's; remove it first")
-        if not self._processes:
-            wanted = self.proctrack, self.accounting, self.extra
-            self._load()
-            self.proctrack, self.accounting, self.extra = wanted
-        kill(self._processes.values(), signal.SIGKILL, 10)
+        daemons = [p for name, p in self._processes.items() if name != KEEPER]
+        kill(daemons, signal.SIGKILL, 10)
         poll(lambda: kill(self._residents(), signal.SIGKILL, 1) and not self._residents(), 20)
         self._reap()
-        self._processes = {}
         self._remove_network()
         self._remove_cgroups()
         for device in Path("/dev").glob(f"hpc-ddp-{self.instance}-gpu*"):

@@ -1,0 +1,144 @@
+"""Real worker processes on gloo, several per test, without waiting for torch each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.journal import Event
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+class Zygote:
+    def __init__(self) -> None:
+        env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def end(self) -> None:
+        self._process.communicate(timeout=10)
+
+
+@dataclass
+class Launch:
+    """Some ranks at work."""
+
+    zygote: Zygote
+    pids: list[int]
+    logs: list[Path]
+
+    def signal(self, number: int, *ranks: int) -> None:
+        for rank in ranks or range(len(self.pids)):
+            os.kill(self.pids[rank], number)
+
+    def wait(self, timeout_s: float = 60.0) -> list[int]:
+        """Return the exit codes by rank; what runs on after the time is killed (code -9)."""
+        deadline = time.monotonic() + timeout_s
+        codes: list[int] = []
+        for pid in self.pids:
+            while (code := self.zygote.ask({"wait": pid})["code"]) is None:
+                if time.monotonic() > deadline:
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(0.02)
+            codes.append(code)
+        return codes
+
+    def output(self) -> str:
+        return "".join(log.read_text() for log in self.logs)
+
+    def until(self, text: str, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output():
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.02)
+
+
+@dataclass
+class Crew:
+    """A run folder, and the workers that are sent to it, attempt by attempt."""
+
+    zygote: Zygote
+    base: Path
+    run: RunFolder
+    attempt: int = -1
+
+    @property
+    def weights(self) -> bytes:
+        """What the run's script left behind at its end."""
+        return (self.run.path / "weights").read_bytes()
+
+    def launch(self, world_size: int, *argv: str, script: str = "script.py", **env: str) -> Launch:
+        """Start the next attempt as hpc-ddp's launcher would, less the supervisor."""
+        self.attempt += 1
+        (self.run.logs / f"attempt-{self.attempt}").mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        logs = [self.base / f"{self.attempt}-{rank}.log" for rank in range(world_size)]
+        workers = []
+        for rank, log in enumerate(logs):
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+            ranks |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
+            ours = {"HPC_DDP_RUN": self.run.path, "HPC_DDP_ATTEMPT": self.attempt}
+            told = {name: str(value) for name, value in {**ranks, **ours}.items()}
+            told |= {"MASTER_ADDR": "127.0.0.1", "HPC_DDP_NODE": "here", **env}
+            line = [str(HERE / script), *argv]
+            workers.append({"env": told, "argv": line, "log": str(log), "cwd": str(self.base)})
+        return Launch(self.zygote, self.zygote.ask({"workers": workers})["pids"], logs)
+
+    def go(self, world_size: int, *argv: str, **env: str) -> str:
+        """Start an attempt that ends well; return what it printed."""
+        launch = self.launch(world_size, *argv, **env)
+        codes = launch.wait()
+        assert codes == [0] * world_size, launch.output()
+        return launch.output()
+
+    def events(self, *names: str) -> list[Event]:
+        return [event for event in self.run.events() if event["event"] in names]
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    process = Zygote()
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def make_crew(zygote: Zygote, tmp_path: Path) -> Callable[[str], Crew]:
+    def make(name: str) -> Crew:
+        base = tmp_path / name
+        return Crew(zygote, base, RunFolder(base / "run").make())
+
+    return make
+
+
+@pytest.fixture
+def crew(make_crew: Callable[[str], Crew]) -> Crew:
+    return make_crew("crew")

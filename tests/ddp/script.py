@@ -1,0 +1,106 @@
+"""The training that the tests interrupt: several gradient buckets, and every kind of randomness."""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from hpc_ddp.training import run as run_module
+from hpc_ddp.training import start
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--samples", type=int, default=203)
+parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--width", type=int, default=16)
+parser.add_argument("--layers", type=int, default=2)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--save-every-steps", type=int)
+parser.add_argument("--step-seconds", type=float, default=0.0)
+parser.add_argument("--at", type=int, default=-1, help="the step, from 1, in which to ...")
+parser.add_argument("--signal", type=int, help="... send a signal to this very process,")
+parser.add_argument("--wait", help="... wait for a file,")
+parser.add_argument("--make", help="... make a folder,")
+parser.add_argument("--exit", type=int, help="... leave with a code,")
+parser.add_argument("--fail", action="store_true", help="... raise,")
+parser.add_argument("--ranks", default="0123", help="... on these ranks")
+parser.add_argument("--unsettled", action="store_true")
+args = parser.parse_args()
+
+if args.unsettled:
+    run_module.settle = lambda ddp: None
+
+
+class Noisy(Dataset):
+    """Sample i is i in the first number, and noise from all three generators in the others."""
+
+    def __len__(self):
+        return args.samples
+
+    def __getitem__(self, index):
+        noise = torch.randn(30)
+        more = torch.tensor([float(index), random.random(), numpy.random.random()])
+        return torch.cat([more, noise]), torch.tensor(index % 10)
+
+
+def act(run) -> None:
+    if run.position.step + 1 != args.at or str(run.rank) not in args.ranks:
+        return
+    print("ACTING", flush=True)
+    if args.make:
+        Path(args.make).mkdir()
+    if args.wait:
+        while not Path(args.wait).exists():
+            time.sleep(0.01)
+    if args.signal:
+        os.kill(os.getpid(), args.signal)
+        if args.signal == signal.SIGTERM:
+            time.sleep(0.1)  # for the listening thread
+    if args.exit:
+        sys.exit(args.exit)
+    if args.fail:
+        raise ValueError("a bad batch")
+
+
+run = start(args.seed, save_every_steps=args.save_every_steps)
+layers: list[nn.Module] = [nn.Linear(33, args.width)]
+for _ in range(args.layers):
+    layers += [nn.ReLU(), nn.Dropout(0.1), nn.Linear(args.width, args.width)]
+    layers += [nn.BatchNorm1d(args.width)]
+model = run.wrap(nn.Sequential(*layers, nn.Linear(args.width, 10)), bucket_cap_mb=1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+batches = run.loader(Noisy(), args.batch_size, num_workers=args.workers)
+run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+
+for epoch in run.epochs(args.epochs):
+    seen: list[int] = []
+    for x, y in batches:
+        share = batches.share
+        assert share is not None
+        seen = x[:, 0].int().tolist() if share.weight else []
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        run.backward(loss)
+        optimizer.step()
+        with open(run.folder.path / f"seen-{run.rank}", "a") as file:
+            file.write(f"{epoch} {run.position.step + 1} {' '.join(map(str, seen))}\n")
+        time.sleep(args.step_seconds)
+        act(run)
+        run.step(loss=loss)
+    scheduler.step()
+    run.print(f"END OF EPOCH {epoch} lr {scheduler.get_last_lr()[0]:.6f}")
+
+if run.rank == 0:
+    state = model.module.state_dict()
+    (run.folder.path / "weights").write_bytes(b"".join(v.numpy().tobytes() for v in state.values()))
+run.finish()

@@ -1,0 +1,85 @@
+"""A run that was interrupted is the run that was not."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+WIDE = ("--width", "512", "--layers", "5")  # 6 MB in buckets of 1 MB
+
+
+def interrupted(crew: Any, how: signal.Signals, *argv: str) -> bytes:
+    """Let four ranks be signalled in step 9 of 21, and others go on; return the weights."""
+    ranks = "1" if how is signal.SIGTERM else "0123"
+    first = crew.launch(4, *argv, "--at", "9", "--signal", str(int(how)), "--ranks", ranks)
+    assert first.wait() == [0 if how is signal.SIGTERM else -how] * 4, first.output()
+    crew.go(4, *argv)
+    weights: bytes = crew.weights
+    return weights
+
+
+def test_four_ranks_end_with_the_same_bits(make_crew: Callable[[str], Any]) -> None:
+    whole = make_crew("whole")
+    whole.go(4, *WIDE)
+    stopped = make_crew("stopped")
+    assert interrupted(stopped, signal.SIGTERM, *WIDE) == whole.weights
+    killed = make_crew("killed")
+    # The kill comes in step 9: the steps from 6 on are done again.
+    assert interrupted(killed, signal.SIGKILL, *WIDE, "--save-every-steps", "5") == whole.weights
+
+    (stop,) = stopped.events("stopped")
+    assert stop["reason"] == "notice"
+    assert 9 <= stop["step"] <= 12  # an exchange or two after the signal
+    assert [event["step"] for event in stopped.events("first_step")] == [1, stop["step"] + 1]
+    assert [event["step"] for event in killed.events("restored")] == [5]
+    assert [event["step"] for event in killed.events("finished")] == [21]
+
+
+def test_without_settled_buckets_they_would_not(make_crew: Callable[[str], Any]) -> None:
+    whole = make_crew("whole")
+    whole.go(4, *WIDE, "--unsettled")
+    stopped = make_crew("stopped")
+    assert interrupted(stopped, signal.SIGTERM, *WIDE, "--unsettled") != whole.weights
+
+
+def test_loader_workers_change_nothing(make_crew: Callable[[str], Any]) -> None:
+    plain, helped = make_crew("plain"), make_crew("helped")
+    plain.go(2)
+    stop = helped.launch(2, "--workers", "2", "--at", "5", "--signal", "15", "--ranks", "0")
+    assert stop.wait() == [0, 0], stop.output()
+    helped.go(2, "--workers", "1")
+    assert plain.weights == helped.weights
+
+
+def test_another_number_of_ranks_sees_each_sample_once(crew: Any) -> None:
+    common = ("--samples", "201", "--batch-size", "3", "--epochs", "2", "--seed", "5")
+    for ranks, at in ((4, "4"), (2, "14")):
+        launch = crew.launch(ranks, *common, "--at", at, "--signal", "15", "--ranks", "0")
+        assert launch.wait() == [0] * ranks, launch.output()
+    crew.go(3, *common)
+    stops = [event["step"] for event in crew.events("stopped")]
+    assert len(stops) == 2
+    assert stops[1] * 12 < 201  # both stops were in the first epoch
+
+    seen = {0: Counter[int](), 1: Counter[int]()}
+    for path in crew.run.path.glob("seen-*"):
+        for line in path.read_text().splitlines():
+            epoch, _, *indices = map(int, line.split())
+            seen[epoch].update(indices)
+    assert seen == {epoch: Counter(range(201)) for epoch in (0, 1)}
+
+
+def test_the_end_of_an_epoch_runs_once(make_crew: Callable[[str], Any]) -> None:
+    one_epoch = ("--samples", "40", "--epochs", "2")  # 5 steps an epoch on one rank
+    whole = make_crew("whole").go(1, *one_epoch)
+    # The word goes out in step 3 and is heard in step 5, the last one.
+    crew = make_crew("stopped")
+    output = ""
+    while not crew.events("finished"):
+        at = str(4 + crew.attempt)
+        output += crew.go(1, *one_epoch, "--at", at, "--signal", "15", "--step-seconds", "0.1")
+    assert crew.attempt >= 2
+    ends = [line for line in output.splitlines() if "END OF EPOCH" in line]
+    assert ends == [line for line in whole.splitlines() if "END OF EPOCH" in line]

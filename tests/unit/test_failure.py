@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_ddp.node.failure import Failure, first_cause, last_exception
+
+
+def _failure(rank: int, code: int = 1, error: str = "", time: float = 0.0) -> Failure:
+    return Failure(rank=rank, node="n", code=code, time=time, error=error)
+
+
+CAUSE = _failure(3, error="ValueError: boom", time=2.0)
+
+
+@pytest.mark.parametrize(
+    "follower",
+    [
+        _failure(0, error="RuntimeError: [.../gloo/transport/tcp/pair.cc] Connection closed by peer"),
+        _failure(1, error="torch.distributed.DistBackendError: NCCL communicator was aborted"),
+        _failure(2, code=-15),
+        _failure(2, code=143),
+    ],
+)
+def test_what_follows_is_not_the_cause(follower: Failure) -> None:
+    assert first_cause([follower, CAUSE]) == CAUSE
+
+
+def test_among_equals_the_earliest() -> None:
+    early = _failure(1, error="KeyError: 1", time=1.0)
+    assert first_cause([CAUSE, early]) == early
+    assert first_cause([]) is None
+
+
+def test_says_rank_node_and_what() -> None:
+    assert str(CAUSE) == "rank 3 on n: ValueError: boom"
+    assert str(_failure(0, code=-9)) == "rank 0 on n: SIGKILL"
+    assert _failure(0, code=-9).exit_code == 137
+    assert str(_failure(0, code=3)) == "rank 0 on n: exit code 3"
+
+
+def test_last_exception_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "Traceback (most recent call last):\n  File x\nKeyError: 'first'\n\nDuring …\n\n"
+        "Traceback (most recent call last):\n  File x\n    y\nValueError: boom é\nbye\n"
+    )
+    assert last_exception(log) == "ValueError: boom é"
+    log.write_text("all fine\n")
+    assert last_exception(log) == ""
+    assert last_exception(tmp_path / "none") == ""

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.folder import RunFolder, all_runs, find_run, link_job, runs_root
+
+
+def _run(root: Path, name: str = "n", run_id: str = "20260101-000000-aa") -> RunFolder:
+    run = RunFolder(root / name / run_id).make()
+    run.job_json.write_text("{}")
+    return run
+
+
+def test_attempts_are_numbered_and_only_one_lives(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    first = run.claim_attempt({"job_id": "1"}, lambda info: True)
+    assert first.number == 0
+    assert first.notice.read_text() == first.failed.read_text() == ""
+    with pytest.raises(HpcDdpError, match="attempt 0, job 1"):
+        run.claim_attempt({"job_id": "2"}, lambda info: True)
+    assert run.claim_attempt({"job_id": "2"}, lambda info: False).number == 1
+    assert run.is_newest(1)
+    assert not run.is_newest(0)
+
+
+def test_of_many_that_claim_at_once_one_wins(tmp_path: Path) -> None:
+    run, won = _run(tmp_path), []
+
+    def claim(me: int) -> None:
+        try:
+            won.append(run.claim_attempt({"me": me}, lambda info: True).number)
+        except HpcDdpError:
+            pass
+
+    threads = [threading.Thread(target=claim, args=(me,)) for me in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert won == [0]
+    assert [path.name for path in run.logs.iterdir()] == ["attempt-0"]
+
+
+def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
+    old, new = _run(tmp_path, run_id="20250101-000000-aa"), _run(tmp_path)
+    link_job(tmp_path, "77", old)
+    assert find_run(tmp_path, str(old.path)) == old
+    assert find_run(tmp_path, old.id) == old
+    assert find_run(tmp_path, "n") == new
+    assert find_run(tmp_path, "77") == old
+    assert all_runs(tmp_path) == [new, old]
+
+
+@pytest.mark.parametrize("text", ["nope", "*", "../..", "", "a/b", "[", "~nobody-here/x", "\0"])
+def test_an_unknown_run_is_an_error_with_a_hint(tmp_path: Path, text: str) -> None:
+    _run(tmp_path)
+    with pytest.raises(UsageError, match="no run") as caught:
+        find_run(tmp_path, text)
+    assert "hpc-ddp status" in str(caught.value.hint)
+
+
+def test_run_folders_are_private(tmp_path: Path) -> None:
+    assert _run(tmp_path).path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("option", "environ", "expected"),
+    [
+        ("/a", {"HPC_DDP_RUNS": "/b", "SCRATCH": "/c"}, "/a"),
+        (None, {"HPC_DDP_RUNS": "/b", "SCRATCH": "/c"}, "/b"),
+        (None, {"SCRATCH": "/c"}, "/c/hpc-ddp"),
+    ],
+)
+def test_runs_root(option: str | None, environ: dict[str, Any], expected: str) -> None:
+    assert runs_root(option, environ) == Path(expected)

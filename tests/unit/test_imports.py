@@ -1,0 +1,82 @@
+"""What may import what: the rooms of the package, and the weight of the command line."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "hpc_ddp"
+FORBIDDEN = ("torch", "torchvision", "numpy", "submitit", "rich")
+STDLIB = set(sys.stdlib_module_names)
+
+# Room: (our rooms that it may import, other packages).
+MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
+    "run": ({"run"}, set()),
+    "slurm": ({"run"}, set()),
+    "launch": ({"run", "slurm", "launch"}, {"jinja2", "submitit", "tomli"}),
+    "node": ({"run", "slurm", "node"}, set()),
+    "training": ({"run", "training"}, {"torch", "numpy"}),
+    "report": ({"run", "slurm", "report"}, {"rich", "jinja2"}),
+    "cli": ({"run", "slurm", "launch", "report", "cli"}, {"click"}),
+}
+# The agent is torchrun, so it runs where torch is; submitit is given the supervisor by name.
+EXCEPTIONS = {("node/agent.py", "torch"), ("launch/backends.py", "hpc_ddp.node.supervisor")}
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            deeper = node.module == "hpc_ddp"
+            found |= {f"hpc_ddp.{a.name}" for a in node.names} if deeper else {node.module}
+    return found
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_rooms_import_one_way(room: str) -> None:
+    ours, others = MAY_IMPORT[room]
+    paths = [PACKAGE / "slurm.py"] if room == "slurm" else sorted((PACKAGE / room).glob("*.py"))
+    assert paths
+    for path in paths:
+        name = str(path.relative_to(PACKAGE))
+        for module in _imports(path):
+            top, _, rest = module.partition(".")
+            if (name, module) in EXCEPTIONS or (name, top) in EXCEPTIONS:
+                continue
+            if top == "hpc_ddp":
+                assert rest.split(".")[0] in ours | {"__version__"}, f"{name} imports {module}"
+            else:
+                assert top in STDLIB | others, f"{name} imports {module}"
+
+
+def test_command_line_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, hpc_ddp.cli.main;"
+        f"print([name for name in {FORBIDDEN!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_submitting_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    code = (
+        "import sys; from hpc_ddp.cli.main import main;"
+        "main(['render', '--backend', sys.argv[1], 'train.py'], standalone_mode=False);"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "slurm"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stderr.splitlines()[-1] == "False", done.stderr
+
+
+def test_package_itself_imports_nothing() -> None:
+    assert not _imports(PACKAGE / "__init__.py")

@@ -1,0 +1,150 @@
+"""The batch script: whole against kept copies, and its quoting through a real shell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpc_ddp.launch.render import Rendering, sbatch_line
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.spec import JobSpec
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gpus": {"nodes": 2, "gpus_per_node": "a100:4", "cpus_per_task": 32, "time": "12:00:00"},
+    "site": {
+        "partition": "gpu", "account": "p1", "qos": "long", "constraint": "a100&nvlink",
+        "mem": "0", "exclusive": True, "reservation": "r", "mail_type": "END,FAIL",
+        "nodelist": "n[1-4]", "exclude": "n3", "sbatch": ("--network=x y", "--uenv"),
+    },
+    "fabric": {"fabric": "infiniband", "env": {"NCCL_IB_TIMEOUT": "50", "A": "it's $HOME"}},
+    "environment": {
+        "setup": ("module purge", "source env/bin/activate"), "python": "python",
+        "container": "apptainer exec --nv 'my image.sif'", "interface": "ib0", "host_suffix": "i",
+    },
+    "hostile": {
+        "script": "/home/me/a b;$(touch x)/tr'ain\".py", "args": ("a b", "$(touch x)", "`x`", "é\n'\""),
+        "workdir": "/home/me/it's", "name": "a b",
+    },
+    "chain": {"continue_by": "resubmit", "array": "0-3"},
+}
+
+
+def _render(path: str = "/scratch/me/hpc-ddp/job/20260101-000000-abcd", **values: Any) -> Rendering:
+    spec = JobSpec(**{"script": "/home/me/train.py", "workdir": "/home/me", **values})
+    code = Path(path) / "code" / "0"
+    script = Path(spec.script)
+    return Rendering(spec, RunFolder(Path(path)), code, code / script.parent.name / script.name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_script_is_as_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To accept a change: ``HPC_DDP_ACCEPT=1 pytest tests/unit/test_render.py``, and read the diff."""
+    monkeypatch.setattr(sys, "executable", "/home/me/env/bin/python")
+    text, kept = _render(**CASES[name]).whole(), GOLDEN / f"{name}.sbatch"
+    if os.environ.get("HPC_DDP_ACCEPT"):
+        kept.write_text(text)
+    assert text == kept.read_text()
+
+
+def test_kept_scripts_are_bash() -> None:
+    for path in GOLDEN.glob("*.sbatch"):
+        subprocess.run(["bash", "-n", path], check=True)
+
+
+def _words_of_srun(rendering: Rendering, folder: Path) -> list[str]:
+    """Run the blocks that hold the user's values in bash, and return what srun is given."""
+    script = "\n".join(
+        [
+            "srun() { printf '%s\\0' \"$@\" >words; }",
+            rendering.block("settings").replace("cd ", "true "),
+            "node=/lib/node.py cpus=1 SLURM_NNODES=1 HPC_DDP_PORT='$(touch port)'",
+            rendering.block("step"),
+        ]
+    )
+    subprocess.run(["bash", "-c", script], cwd=folder, check=True, capture_output=True)
+    return (folder / "words").read_bytes().decode().split("\0")[:-1]
+
+
+TEXT = st.text(
+    st.one_of(st.sampled_from("'\"\\$`;&|<>(){}[]*?!#~ \t\n-=%é€"), st.characters(codec="utf-8")),
+    max_size=30,
+).filter(lambda text: "\0" not in text)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(args=st.lists(TEXT, max_size=4), name=TEXT.filter(lambda t: t and "/" not in t))
+def test_every_word_arrives_and_nothing_is_executed(
+    args: list[str], name: str, tmp_path: Path
+) -> None:
+    before = set(tmp_path.iterdir()) - {tmp_path / "words"}
+    rendering = _render(script=f"/s/{name}.py", args=tuple(args), env={"A": "".join(args)})
+    words = _words_of_srun(rendering, tmp_path)
+    script = words.index(f"/scratch/me/hpc-ddp/job/20260101-000000-abcd/code/0/s/{name}.py")
+    assert words[script + 1 :] == args
+    assert set(tmp_path.iterdir()) - {tmp_path / "words"} == before
+
+
+@pytest.mark.parametrize("text", ["$(touch x)", "`touch x`", "a'b\"c", "\n; touch x", "é $HOME"])
+def test_the_named_hostile_words_arrive(text: str, tmp_path: Path) -> None:
+    assert _words_of_srun(_render(args=(text,)), tmp_path)[-1] == text
+    assert [path.name for path in tmp_path.iterdir()] == ["words"]
+
+
+def test_a_line_break_in_a_directive_is_refused() -> None:
+    with pytest.raises(UsageError, match="#SBATCH"):
+        _render(account="a\n#SBATCH --uid=0")
+
+
+def test_plain_values_stand_as_typed() -> None:
+    assert sbatch_line("nodelist", "n[1-3,5]") == "#SBATCH --nodelist=n[1-3,5]"
+    assert sbatch_line("exclusive", "") == "#SBATCH --exclusive"
+    assert sbatch_line("comment", 'a "b" \\') == '#SBATCH --comment="a \\"b\\" \\\\"'
+
+
+def test_a_users_template_overrides_a_block(tmp_path: Path) -> None:
+    own = tmp_path / "own.j2"
+    own.write_text(
+        "{% extends 'job.sbatch.j2' %}{% block setup %}echo {{ run | q }}; {{ super() }}{% endblock %}"
+    )
+    text = _render(template=str(own), setup=("module load x",)).whole()
+    assert "echo /scratch/me/hpc-ddp/job/20260101-000000-abcd; module load x" in " ".join(text.split())
+    assert "srun" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{% extends 'job.sbatch.j2' %}\n{% block x %}", "line 2"),
+        ("{{ no_such_name }}", "no_such_name"),
+        ("{% extends 'gone.j2' %}", "gone.j2"),
+    ],
+)
+def test_a_broken_template_is_an_error_at_render_time(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.j2"
+    own.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        _render(template=str(own)).whole()
+
+
+def test_unknown_fabric_names_the_known_ones() -> None:
+    with pytest.raises(UsageError, match=r"auto, ethernet, infiniband.*did you mean 'infiniband'"):
+        _render(fabric="infinibnd")
+
+
+def test_a_colon_in_the_run_folder_is_refused() -> None:
+    with pytest.raises(UsageError, match="colon"):
+        _render(path="/scratch/a:b/job/x")
+
+

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from hpc_ddp.slurm import clean_env, parse_job
+
+SHOWN = """\
+JobId=7 JobName=x Restarts=9 JobState=FAILED
+   UserId=me(1000) GroupId=me(1000) MCS_label=N/A
+   JobState=COMPLETING Reason=TimeLimit Dependency=(null)
+   Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:00:05 TimeLimit=00:01:00 TimeMin=N/A
+   StartTime=2026-11-21T10:00:00 EndTime=2026-11-21T10:01:00 Deadline=N/A
+   PreemptEligibleTime=2026-11-21T10:00:00 PreemptTime=2026-11-21T10:00:30
+"""
+
+
+def test_a_name_can_not_pass_for_a_field() -> None:
+    job = parse_job(SHOWN)
+    assert (job.state, job.reason, job.restarts, job.preempted) == ("COMPLETING", "TimeLimit", 2, True)
+    assert job.end_time is not None
+
+
+def test_unknown_times_are_none() -> None:
+    text = SHOWN.replace("2026-11-21T10:01:00", "Unknown").replace("2026-11-21T10:00:30", "None")
+    job = parse_job(text)
+    assert job.end_time is None
+    assert not job.preempted
+
+
+def test_what_an_outer_job_left_is_dropped() -> None:
+    environ = {"SLURM_CPU_BIND": "x", "SBATCH_A": "x", "SRUN_B": "x", "SLURM_CONF": "/c", "HOME": "/"}
+    assert clean_env(environ) == {"SLURM_CONF": "/c", "HOME": "/"}

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.spec import JobSpec, parse_time
+
+
+def test_survives_json() -> None:
+    spec = JobSpec("train.py", args=("a b", "$(x)", "é\n"), env={"A": "1"}, sbatch=("--x=1",))
+    assert JobSpec.from_json(spec.to_json()) == spec
+
+
+def test_json_of_a_newer_version_is_read() -> None:
+    text = JobSpec("train.py").to_json().replace("{", '{"invented_later": 1,', 1)
+    assert JobSpec.from_json(text) == JobSpec("train.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1", 60), ("1:30", 90), ("1:00:00", 3600), ("1-2", 93600), ("1-2:30", 95400)],
+)
+def test_time(text: str, seconds: int) -> None:
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("values", "named", "accepted"),
+    [
+        ({"nodes": 0}, "0", "from 1"),
+        ({"nproc_per_node": -1}, "-1", "from 1"),
+        ({"gpus_per_node": "a100"}, "'a100'", "type:number"),
+        ({"time": "soon"}, "'soon'", "h:mm:ss"),
+        ({"time": "0"}, "'0'", "no time"),
+        ({"backend": "slrum"}, "'slrum'", "did you mean 'slurm'?"),
+        ({"continue_by": "magic"}, "'magic'", "requeue, resubmit"),
+        ({"name": "../x"}, "'../x'", "letters"),
+        ({"name": "a\nb"}, "", "#SBATCH"),
+        ({"partition": "a\n#SBATCH --account=x"}, "partition", "#SBATCH"),
+        ({"sbatch": ("network=x",)}, "'network=x'", "--name=value"),
+        ({"sbatch": ("--a=\n",)}, "", "--name=value"),
+        ({"args": ("a\0b",)}, "NUL", "NUL"),
+        ({"env": {"1A": "x"}}, "'1A'", "environment variable"),
+        ({"env": {"WANDB_API_KEY": "x"}}, "WANDB_API_KEY", "secret"),
+        ({"env": {"HF_TOKEN": "x"}}, "HF_TOKEN", "secret"),
+    ],
+)
+def test_refuses_and_says_what_is_accepted(
+    values: dict[str, object], named: str, accepted: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        JobSpec("train.py", **values)  # type: ignore[arg-type]
+    assert named in caught.value.message
+    assert accepted in caught.value.message
+    assert caught.value.hint
+    assert caught.value.exit_code == 2
+
+
+def test_workers_follow_gpus() -> None:
+    assert JobSpec("t.py").workers_per_node == 1
+    assert JobSpec("t.py", gpus_per_node="a100:4").workers_per_node == 4
+    assert JobSpec("t.py", gpus_per_node="4", nproc_per_node=2).workers_per_node == 2

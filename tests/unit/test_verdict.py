@@ -1,0 +1,160 @@
+"""The table of verdicts. Each row is a bad day; what it needs of Slurm is shown in tests/slurm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpc_ddp.node.verdict import Facts, Verdict, decide
+from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.slurm import Job
+
+RUNNING = Job("RUNNING", "None", 0, False, None)
+
+
+def _event(event: str, attempt: int = 0, **fields: Any) -> dict[str, Any]:
+    return {"event": event, "attempt": attempt, "time": 0.0, **fields}
+
+
+def _record(node: str, notice: str | None = None, **failure: Any) -> dict[str, Any]:
+    failures = [{"rank": 0, "code": 1, "time": 1.0, "error": "", **failure}] if failure else []
+    return {"node": node, "code": len(failures), "notice": notice, "failures": failures}
+
+
+FINE = (_record("n1"), _record("n2"))
+BASE = Facts(
+    spec=JobSpec("t.py"), attempt=0, cancelled=False, superseded=False, job=RUNNING, restarts=0,
+    nodes=("n1", "n2"), records=FINE, events=(_event("first_step", step=1),),
+)
+
+
+def _decide(**changes: Any) -> Verdict:
+    return decide(replace(BASE, **changes))
+
+
+def _failed(**failure: Any) -> tuple[dict[str, Any], ...]:
+    return (_record("n1", **{"error": "ValueError: boom", **failure}), _record("n2", code=-15))
+
+
+def test_finished() -> None:
+    assert _decide() == Verdict("finished", "none", "")
+
+
+def test_finished_although_a_notice_came_in_the_last_moment() -> None:
+    records = (_record("n1", notice="SIGTERM"), _record("n2"))
+    assert _decide(records=records, events=(_event("finished", step=9),)).cause == "finished"
+
+
+def test_a_crash_after_the_training_is_a_crash() -> None:
+    events = (_event("first_step", step=1), _event("checkpoint", step=9), _event("finished"))
+    assert _decide(records=_failed(), events=events).cause == "failed"
+
+
+@pytest.mark.parametrize(
+    ("job", "cause", "action"),
+    [
+        (replace(RUNNING, preempted=True), "preempted", "requeue"),
+        (replace(RUNNING, state="COMPLETING", reason="TimeLimit"), "time limit", "requeue"),
+        (replace(RUNNING, state="COMPLETING"), "cancelled", "none"),
+        (replace(RUNNING, state="CANCELLED"), "cancelled", "none"),
+        (replace(RUNNING, state="COMPLETING", restarts=1), "superseded", "none"),
+        (replace(RUNNING, state="PENDING", restarts=1), "superseded", "none"),
+        (RUNNING, "notice", "requeue"),
+        (None, "notice", "requeue"),
+    ],
+)
+def test_after_a_notice_slurm_tells_why(job: Job | None, cause: str, action: str) -> None:
+    records = (_record("n1", notice="SIGTERM"), _record("n2", notice="SIGTERM"))
+    verdict = _decide(job=job, records=records, events=(_event("stopped", step=5, reason="notice"),))
+    assert (verdict.cause, verdict.action) == (cause, action)
+
+
+def test_a_worker_that_dies_of_the_notice_is_preempted_not_failed() -> None:
+    records = (_record("n1", "SIGTERM", code=-15), _record("n2", "SIGTERM", error="gloo"))
+    verdict = _decide(job=replace(RUNNING, preempted=True), records=records, events=())
+    assert (verdict.cause, verdict.action) == ("preempted", "requeue")
+
+
+def test_cancelled_through_us_whatever_else() -> None:
+    assert _decide(cancelled=True, records=_failed()).action == "none"
+
+
+@pytest.mark.parametrize("source", ["time limit", "warning signal", "deadline"])
+def test_the_deadline_is_the_time_limit(source: str) -> None:
+    verdict = _decide(events=(_event("stopped", step=5, reason=source), _event("checkpoint")))
+    assert (verdict.cause, verdict.action) == ("time limit", "requeue")
+
+
+def test_preemption_is_without_bound_unless_one_is_given() -> None:
+    before = [_event("verdict", k, cause="preempted", action="requeue") for k in range(50)]
+    job = replace(RUNNING, preempted=True)
+    assert _decide(job=job, attempt=50, events=before).action == "requeue"
+    spec = JobSpec("t.py", max_requeues=50)
+    verdict = _decide(job=job, attempt=50, events=before, spec=spec)
+    assert (verdict.action, verdict.exit_code) == ("give up", 1)
+    assert "--max-requeues" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("failure", "stepped", "action", "code"),
+    [
+        ({"error": "ValueError: boom"}, False, "give up", 1),
+        ({"error": "", "code": 3}, False, "give up", 3),
+        ({"error": "ValueError: boom"}, True, "requeue", 0),
+        ({"error": "", "code": -9}, False, "requeue", 0),
+        ({"error": "RuntimeError: Connection closed by peer"}, False, "requeue", 0),
+    ],
+)
+def test_what_is_retried(failure: dict[str, Any], stepped: bool, action: str, code: int) -> None:
+    events = (_event("first_step", step=1),) if stepped else ()
+    verdict = _decide(records=_failed(**failure), events=events)
+    assert (verdict.cause, verdict.action, verdict.exit_code) == ("failed", action, code)
+
+
+def test_the_same_error_at_the_same_step_is_not_retried() -> None:
+    last = _event(
+        "verdict", 0, cause="failed", action="requeue", error="ValueError: boom", step=7, progress=True
+    )
+    here = [_event("first_step", 1, step=5), _event("failed", 1, step=7), _event("checkpoint", 1)]
+    verdict = _decide(attempt=1, records=_failed(), events=[last, *here[:1], here[2], here[1]])
+    assert (verdict.action, verdict.exit_code) == ("give up", 1)
+    assert "same step" in verdict.why
+    other = [last, here[0], here[2], _event("failed", 1, step=8)]
+    assert _decide(attempt=1, records=_failed(), events=other).action == "requeue"
+
+
+def test_two_attempts_without_progress_end_it() -> None:
+    first = _event("verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False)
+    events = [first, _event("first_step", 1, step=1)]
+    verdict = _decide(attempt=1, records=_failed(error="", code=-9), events=events)
+    assert "without a newer checkpoint" in verdict.why
+    preempted = [{**first, "cause": "preempted"}, *events[1:]]
+    assert _decide(attempt=1, records=_failed(error="", code=-9), events=preempted).action == "requeue"
+
+
+def test_failures_have_a_budget() -> None:
+    before = [
+        _event("verdict", k, cause="failed", action="requeue", error="", step=k, progress=True)
+        for k in range(3)
+    ]
+    records = _failed(error="", code=-9)
+    verdict = _decide(attempt=3, records=records, events=[*before, _event("checkpoint", 3)])
+    assert (verdict.action, verdict.exit_code) == ("give up", 137)
+    assert _decide(attempt=2, records=records, events=before[:2]).action == "requeue"
+
+
+def test_a_plain_script_at_the_time_limit_starts_over_as_often_as_allowed() -> None:
+    job = replace(RUNNING, state="COMPLETING", reason="TimeLimit")
+    spec = JobSpec("t.py", max_requeues=1)
+    assert _decide(job=job, events=(), spec=spec).action == "requeue"
+    before = [_event("verdict", 0, cause="time limit", action="requeue")]
+    assert _decide(job=job, attempt=1, events=before, spec=spec).action == "give up"
+    three = [_event("verdict", k, cause="time limit", action="requeue") for k in range(3)]
+    assert _decide(job=job, attempt=3, events=three).action == "give up"
+
+
+def test_a_silent_node_is_lost() -> None:
+    verdict = _decide(records=FINE[:1])
+    assert (verdict.cause, verdict.action, verdict.why) == ("node lost", "requeue", "no word from n2")
