@@ -21,7 +21,9 @@ lint: .venv/ready
 	$(BIN)/python -m ruff check
 
 types: .venv/ready
-	$(BIN)/python -m mypy
+	$(BIN)/python -m mypy hpc_ddp jobs bench tests/unit tests/cli
+	$(BIN)/python -m mypy tests/ddp
+	$(BIN)/python -m mypy tests/slurm
 
 cluster: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell

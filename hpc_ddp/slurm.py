@@ -49,7 +49,7 @@ def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
             f"{argv[0]} gave no answer within {TIMEOUT_S:.0f} s", hint="scontrol ping"
         ) from None
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}")
+        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         said = re.sub(rf"^{argv[0]}: (error: )?", "", said, flags=re.M).replace("\n", "; ")
         raise HpcDdpError(f"{argv[0]} refused: {said}", hint=f"see `man {argv[0]}`")
     return done.stdout

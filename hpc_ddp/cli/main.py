@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from hpc_ddp import __version__, slurm
+from hpc_ddp import __version__
 from hpc_ddp.cli.options import given, job_options
 from hpc_ddp.launch import backends, config, prepare
 from hpc_ddp.launch.prepare import Prepared

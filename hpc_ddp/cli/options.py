@@ -14,7 +14,9 @@ Command = Callable[..., Any]
 _OPTIONS = [
     click.option("-N", "--nodes", type=int, help="Number of nodes (default 1)."),
     click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs per node; a worker for each."),
-    click.option("--nproc-per-node", type=int, help="Workers per node (default: one per GPU, or 1)."),
+    click.option(
+        "--nproc-per-node", type=int, help="Workers per node (default: one per GPU, or 1)."
+    ),
     click.option("-c", "--cpus-per-task", type=int, help="CPUs per node, for all its workers."),
     click.option("-t", "--time", metavar="TIME", help="Time limit of one attempt, as 12:00:00."),
     click.option("-p", "--partition"),
@@ -31,27 +33,49 @@ _OPTIONS = [
     click.option("-J", "--job-name", metavar="NAME", help="Default: the script's name."),
     click.option("--mail-type"),
     click.option("--mail-user"),
-    click.option("--sbatch", multiple=True, metavar="OPTION",
-                 help="Any other option of sbatch, as --sbatch '--network=…'; may be repeated."),
-    click.option("--backend", metavar="|".join(BACKENDS), help="How it is started (default slurm)."),
+    click.option(
+        "--sbatch",
+        multiple=True,
+        metavar="OPTION",
+        help="Any other option of sbatch, as --sbatch '--network=…'; may be repeated.",
+    ),
+    click.option(
+        "--backend", metavar="|".join(BACKENDS), help="How it is started (default slurm)."
+    ),
     click.option("--site", metavar="NAME", help="A site file of templates/sites or yours."),
     click.option("--fabric", metavar="NAME", help="The interconnect: auto, ethernet, infiniband."),
     click.option("--interface", metavar="NAME", help="Network interface (default: looked up)."),
-    click.option("--setup", multiple=True, metavar="LINE",
-                 help="A shell line to run before the job, as 'module load cuda'; repeatable."),
-    click.option("--container", metavar="COMMAND",
-                 help="What enters a container, as 'apptainer exec --nv image.sif'."),
+    click.option(
+        "--setup",
+        multiple=True,
+        metavar="LINE",
+        help="A shell line to run before the job, as 'module load cuda'; repeatable.",
+    ),
+    click.option(
+        "--container",
+        metavar="COMMAND",
+        help="What enters a container, as 'apptainer exec --nv image.sif'.",
+    ),
     click.option("--template", metavar="FILE", help="A template that extends job.sbatch.j2."),
     click.option("--python", metavar="PATH", help="The Python that has torch."),
-    click.option("--env", multiple=True, metavar="NAME[=VALUE]",
-                 help="NAME: taken from here (secrets too). NAME=VALUE: written into the script."),
+    click.option(
+        "--env",
+        multiple=True,
+        metavar="NAME[=VALUE]",
+        help="NAME: taken from here (secrets too). NAME=VALUE: written into the script.",
+    ),
     click.option("--runs-dir", metavar="DIR", help="Where run folders are made."),
     click.option("--no-snapshot", is_flag=True, help="Run the live code, not a copy of it."),
     click.option("--max-requeues", type=int, help="Bound on requeues (default: none)."),
     click.option("--max-failures", type=int, help="Retries after failures (default 3)."),
-    click.option("--continue-by", metavar="|".join(CONTINUE_BY),
-                 help="How a job goes on: requeue, or a chain of jobs where that is refused."),
-    click.option("--run", "run_text", metavar="RUN", help="Go on with a run: folder, id, name or job id."),
+    click.option(
+        "--continue-by",
+        metavar="|".join(CONTINUE_BY),
+        help="How a job goes on: requeue, or a chain of jobs where that is refused.",
+    ),
+    click.option(
+        "--run", "run_text", metavar="RUN", help="Go on with a run: folder, id, name or job id."
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 ]
 

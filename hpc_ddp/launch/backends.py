@@ -142,9 +142,13 @@ class SubmititBackend:
             ],
             teardown=[prepared.rendering.block("verdict")],
             srun_args=[
-                f"--output={str(run.slurm_out).replace('%', '%%')}", "--open-mode=append",
-                "--ntasks-per-node=1", f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}",
-                "--kill-on-bad-exit=1", f"--wait={WAIT_S}",
+                f"--output={str(run.slurm_out).replace('%', '%%')}",
+                "--open-mode=append",
+                "--ntasks-per-node=1",
+                f"--nodes={spec.nodes}",
+                f"--ntasks={spec.nodes}",
+                "--kill-on-bad-exit=1",
+                f"--wait={WAIT_S}",
             ],
             additional_parameters=pairs,
         )

@@ -119,7 +119,7 @@ def _kind(key: str) -> tuple[str, tuple[type, ...]]:
     if key in _FLAGS:
         return "true or false", (bool,)
     if key == "gpus-per-node":
-        return "a number or \"type:number\"", (int, str)
+        return 'a number or "type:number"', (int, str)
     return ("a table", (dict,)) if key == "env" else ("a string", (str,))
 
 

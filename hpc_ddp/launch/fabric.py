@@ -24,11 +24,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         it can't be read, or isn't TOML; the message has the line
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return values
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(
-            f"{path} can't be read as TOML: {error}", hint=f"look at {path}"
-        ) from None
+        raise UsageError(f"{path} can't be read as TOML: {error}", hint=f"look at {path}") from None
 
 
 def fabric_env(name: str) -> dict[str, str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 
@@ -16,6 +17,8 @@ from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec, directives
+
+T = TypeVar("T")
 
 BASE = "job.sbatch.j2"
 WAIT_S = 600  # srun ends the step this long after the first node's task has ended well
@@ -84,10 +87,11 @@ class Rendering:
     """
 
     def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:
-        if ":" in str(run.path):
+        if {":", "\\"} & set(str(run.path)):
             raise UsageError(
-                f"the run folder {str(run.path)!r} has a colon, which PYTHONPATH can't hold",
-                hint="--runs-dir, without a colon",
+                f"the run folder {str(run.path)!r} has a colon, which PYTHONPATH can't hold,"
+                " or a backslash, which Slurm takes out of the name of an output file",
+                hint="--runs-dir, without them",
             )
         self._spec = spec
         self._context: dict[str, Any] = {
@@ -127,7 +131,9 @@ class Rendering:
         environment = jinja2.Environment(
             loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(path) for path in paths]),
             undefined=jinja2.StrictUndefined,
-            trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
         )  # no autoescape: this is no HTML; every value goes through `q` or `in_double_quotes`
         environment.filters["q"] = lambda value: shlex.quote(str(value))
         environment.filters["in_double_quotes"] = _in_double_quotes
@@ -140,11 +146,13 @@ def _in_double_quotes(word: str) -> str:
     return f'{name}="{value}"' if "$" in value else word
 
 
-def _guarded(work: Any) -> Any:
+def _guarded(work: Callable[[], T]) -> T:
     try:
         return work()
     except jinja2.TemplateNotFound as error:
-        raise UsageError(f"template {error.name!r} does not exist", hint="--template FILE") from None
+        raise UsageError(
+            f"template {error.name!r} does not exist", hint="--template FILE"
+        ) from None
     except jinja2.TemplateError as error:
         line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise UsageError(

@@ -27,7 +27,9 @@ def carry_library(run: RunFolder) -> None:
     package = draft / "hpc_ddp"
     package.mkdir(parents=True)
     for name in TRAVELS:
-        shutil.copytree(PACKAGE / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            PACKAGE / name, package / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("__init__.py", "slurm.py", "py.typed"):
         shutil.copy(PACKAGE / name, package / name)
     shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
@@ -86,8 +88,11 @@ def _plain_files(root: Path, runs: Path) -> Iterator[str]:
     for folder, folders, files in os.walk(root):
         here = Path(folder)
         folders[:] = [
-            name for name in sorted(folders)
-            if not name.startswith(".") and name != "__pycache__" and here / name != runs
+            name
+            for name in sorted(folders)
+            if not name.startswith(".")
+            and name != "__pycache__"
+            and here / name != runs
             and not (here / name / "pyvenv.cfg").exists()
         ]
         for name in sorted(files):

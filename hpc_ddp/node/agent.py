@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hpc_ddp.node.supervisor import split
 from hpc_ddp.run.folder import AttemptFolder, write_json
@@ -41,9 +41,7 @@ def launch(argv: list[str]) -> dict[str, Any] | None:
     _, options, script = split(["", "", "", *argv])
     args = run.parse_args([*options, "--no-python", "--signals-to-handle=SIGINT", "script"])
     args.training_script = sys.executable
-    args.training_script_args = escape(
-        ["-ISs", str(WORKER), sys.executable, "-u", *script]
-    )
+    args.training_script_args = escape(["-ISs", str(WORKER), sys.executable, "-u", *script])
     config, command, command_args = run.config_from_args(args)
     try:
         elastic_launch(config=config, entrypoint=command)(*command_args)
@@ -56,7 +54,7 @@ def _failure(rank: int, failure: Any) -> dict[str, Any]:
     return {"rank": rank, "code": failure.exitcode, "time": failure.timestamp}
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.environ["HPC_DDP_AGENT_PID"] = str(os.getpid())
     folder = Path(os.environ["HPC_DDP_NODE_FOLDER"])
@@ -67,7 +65,9 @@ def main(argv: list[str]) -> int:
             AttemptFolder(folder.parent).port_taken.touch()
         write_json(folder / "failures.json", {"agent": f"{type(error).__name__}: {error}"})
         raise
-    if ended is None:
-        return 0
-    write_json(folder / "failures.json", ended)
-    return 1
+    if ended is not None:
+        write_json(folder / "failures.json", ended)
+    # Nothing is left to do, and taking torch apart takes a second of a preempted job's grace.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if ended is None else 1)

@@ -219,8 +219,14 @@ def note(journal: Journal, facts: Facts, decided: Verdict) -> None:
     if failure:
         where = {"rank": failure.rank, "node": failure.node, "error": failure.error}
     journal.write(
-        "verdict", cause=decided.cause, action=decided.action, why=decided.why,
-        exit_code=decided.exit_code, progress=facts.progress, step=facts.step, **where,
+        "verdict",
+        cause=decided.cause,
+        action=decided.action,
+        why=decided.why,
+        exit_code=decided.exit_code,
+        progress=facts.progress,
+        step=facts.step,
+        **where,
     )
     if failure and failure.rank is not None:
         folder = AttemptFolder(journal.path.parent.parent / "logs" / f"attempt-{facts.attempt}")
@@ -232,7 +238,7 @@ def note(journal: Journal, facts: Facts, decided: Verdict) -> None:
 
 
 def _requeue(run: RunFolder, job_id: str, facts: Facts) -> int:
-    """Requeue the job, if it still is ours to requeue. Success ends this process, too.
+    """Requeue the job, if it still is ours to requeue; Slurm then ends the batch shell, too.
 
     A requeue goes by job id. The shell of an attempt that a node failure has cut off would
     hit its own successor with it, or bring a cancelled job back to life: so ask before each
@@ -255,8 +261,7 @@ def _requeue(run: RunFolder, job_id: str, facts: Facts) -> int:
         except HpcDdpError as error:
             say(error.message)
             continue
-        time.sleep(30)  # Slurm ends this process now
-        return 0
+        return 0  # at once: Slurm would wait KillWait for a shell that lives on
     say(f"could not requeue; go on with: hpc-ddp submit --run {shlex.quote(str(run.path))}")
     return CAN_GO_ON
 

@@ -16,6 +16,7 @@ _COMMUNICATION = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|NCCL|[Gg]loo|ProcessGroup|c10d"
     r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat",
 )
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.M)  # torch's own, and ours
 _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -75,6 +76,7 @@ def last_exception(log: Path) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
+    text = _RANK_PREFIX.sub("", text)
     _, found, after = text.rpartition("Traceback (most recent call last):\n")
     if not found:
         return ""

@@ -155,8 +155,12 @@ class Supervisor:
             return 1
         with open(self.folder.agent_log, "ab") as log:
             agent = subprocess.Popen(
-                self._torchrun(), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                env=self._env(), start_new_session=True,
+                self._torchrun(),
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=self._env(),
+                start_new_session=True,
             )
         while agent.poll() is None:
             self.signals.wait(0.1)
@@ -260,8 +264,11 @@ class Supervisor:
         """Record how it ended, for the peers and for the verdict."""
         failures = [] if code == 0 else self._failures(code)
         record: dict[str, Any] = {
-            "node": self.place.node, "code": code, "notice": self.notice,
-            "torn_down": self.torn_down, "failures": failures,
+            "node": self.place.node,
+            "code": code,
+            "notice": self.notice,
+            "torn_down": self.torn_down,
+            "failures": failures,
         }
         write_json(self.folder.record, record)
         if code == 0 or self.notice:

@@ -81,8 +81,8 @@ class Facts:
     @property
     def step(self) -> int | None:
         """The last completed step that the journal knows of in this attempt."""
-        event = self.here("stopped", "failed", "metrics", "checkpoint", "first_step", "restored")
-        return event.get("step") if event else None
+        here = (e for e in reversed(self.events) if e["attempt"] == self.attempt)
+        return next((e["step"] for e in here if e.get("step") is not None), None)
 
     @property
     def failure(self) -> Failure | None:
@@ -139,7 +139,7 @@ def _cause(facts: Facts) -> str:
     if job and job.state != "RUNNING":  # the batch shell still runs, so somebody ends the job
         return "cancelled"
     if facts.notices:
-        return "time limit" if facts.notices[0] in TIME_LIMIT_SOURCES else "notice"
+        return "time limit" if set(facts.notices) & set(TIME_LIMIT_SOURCES) else "notice"
     if facts.failure:
         return "failed"
     return "finished" if complete and not any(codes) else "node lost"

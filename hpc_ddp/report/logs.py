@@ -35,7 +35,8 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     if not found:
         ranks = {p.stem.removeprefix("rank-") for p in run.logs.glob("attempt-*/*/rank-*.log")}
         raise UsageError(
-            f"no log of rank {wanted}" + (f" in attempt {attempt}" if attempt is not None else "")
+            f"no log of rank {wanted}"
+            + (f" in attempt {attempt}" if attempt is not None else "")
             + f"; ranks: {', '.join(sorted(ranks, key=int)) or 'none yet'};"
             + f" attempts: {', '.join(str(a.number) for a in run.attempts()) or 'none yet'}",
             hint=f"hpc-ddp logs {run.id}",

@@ -22,8 +22,10 @@ def watch(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("step {task.completed}/{task.total}"), BarColumn(),
-        TextColumn("{task.fields[told]}"), TimeRemainingColumn(),
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(),
+        TextColumn("{task.fields[told]}"),
+        TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None, told="starting")
@@ -35,7 +37,8 @@ def watch(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
             metrics = last_event(run.events(), "metrics")
             if metrics:
                 told = "  ".join(
-                    f"{key} {metrics[key]:.4g}" for key in ("epoch", "loss", "samples_per_s")
+                    f"{key} {metrics[key]:.4g}"
+                    for key in ("epoch", "loss", "samples_per_s")
                     if metrics.get(key) is not None
                 )
                 progress.update(

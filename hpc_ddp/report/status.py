@@ -100,7 +100,11 @@ def _without_verdict(
 ) -> tuple[str, str]:
     """Tell what became of a job that is gone from the queue and has said nothing."""
     if "pid" in last:
-        return ("running", "on this machine") if process.is_live(last) else ("lost", "ended without a word")
+        return (
+            ("running", "on this machine")
+            if process.is_live(last)
+            else ("lost", "ended without a word")
+        )
     gone = next((job.state.lower() for job in queued), "gone from the queue")
     return "lost", gone
 

@@ -6,12 +6,18 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
 
 from hpc_ddp.run.errors import UsageError, closest
 
 BACKENDS = ("slurm", "submitit", "local", "allocation")
 CONTINUE_BY = ("requeue", "resubmit")
+
+# The fields that are sbatch options of the same name, and need nothing but to be passed on.
+SBATCH_FIELDS = (
+    *("nodes", "gpus_per_node", "cpus_per_task", "time", "partition", "account", "qos"),
+    *("constraint", "mem", "nodelist", "exclude", "reservation", "array", "dependency"),
+    *("mail_type", "mail_user"),
+)
 
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 _NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
@@ -167,11 +173,8 @@ def _is_unicode(text: str) -> bool:
 
 def directives(spec: JobSpec) -> list[tuple[str, str]]:
     """Return the (option, value) pairs that go to sbatch as they are; flags have value ''."""
-    names = ("nodes", "gpus_per_node", "cpus_per_task", "time", "partition", "account", "qos")
-    names += ("constraint", "mem", "nodelist", "exclude", "reservation", "array", "dependency")
-    names += ("mail_type", "mail_user")
     pairs = [("job-name", spec.name)]
-    for name in names:
+    for name in SBATCH_FIELDS:
         value = getattr(spec, name)
         if value is not None:
             pairs.append((name.replace("_", "-"), str(value)))

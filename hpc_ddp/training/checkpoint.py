@@ -198,12 +198,13 @@ def _write(folder: Path, contents: dict[str, Any]) -> dict[str, FileFacts] | str
     """Write this rank's files of a draft; return what goes into the manifest, or the error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return {
-            name: storage.write_file(folder / name, lambda file, v=value: torch.save(v, file))  # type: ignore[misc]  # the default binds the loop's value
-            for name, value in contents.items()
-        }
+        return {name: _save(folder / name, value) for name, value in contents.items()}
     except OSError as error:
         return str(error)
+
+
+def _save(path: Path, value: dict[str, Any]) -> FileFacts:
+    return storage.write_file(path, lambda file: torch.save(value, file))
 
 
 def _load(path: Path) -> dict[str, Any]:

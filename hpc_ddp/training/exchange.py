@@ -11,6 +11,7 @@ from hpc_ddp.training.control import Control
 from hpc_ddp.training.notice import NONE
 
 PERIOD_US = 100_000  # an exchange costs about 0.2 ms: well under 1 % at one per 0.1 s
+LEAST_STEP_US = 500  # so that never more than 200 steps pass, should they turn slow
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,13 @@ class Decision:
     save: bool = False
 
 
-def next_period(current: int, slowest_us: int) -> int:
-    """Return the number of steps until the next exchange: about 0.1 s worth of them.
+def next_period(current: int, step_us: int) -> int:
+    """Return the number of steps until the next exchange: about 0.1 s of `step_us` each.
 
     It at most doubles, so that some quick steps in a row do not make the ranks deaf for long
     should the following ones be slow.
     """
-    return max(1, min(2 * current, PERIOD_US // max(slowest_us, 1)))
+    return max(1, min(2 * current, PERIOD_US // max(step_us, LEAST_STEP_US)))
 
 
 class Exchange:
@@ -56,11 +57,11 @@ class Exchange:
         values, work = self._pending
         self._pending = None
         work.wait()
-        reason, save, slowest_us = values.tolist()
-        self.period = next_period(self.period, slowest_us)
+        reason, save, step_us = values.tolist()
+        self.period = next_period(self.period, step_us)
         return Decision(reason, bool(save))
 
-    def send(self, reason: int, save: bool, slowest_s: float) -> None:
-        """Send this rank's word; `slowest_s` is its slowest step since the last one, in seconds."""
-        values = torch.tensor([reason, int(save), int(slowest_s * 1e6)])
+    def send(self, reason: int, save: bool, step_s: float) -> None:
+        """Send this rank's word, and how long its steps take on average, in seconds."""
+        values = torch.tensor([reason, int(save), int(step_s * 1e6)])
         self._pending = (values, self._control.start_max(values))

@@ -1,12 +1,16 @@
-"""How a worker ends when something goes wrong: say it once, and be gone.
+"""How a worker ends early: say it once, and be gone.
 
-An ordinary exit would wait for the process group, and that for peers which may never come.
+After an error an ordinary exit would wait for the process group, and that for peers which may
+never come. After a stop it would take torch apart object by object, a second or more of a grace
+time that may be short.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import textwrap
 import traceback
 from types import TracebackType
 
@@ -14,6 +18,7 @@ from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training.checkpoint import SupersededError
 from hpc_ddp.training.facts import DistInfo
+from hpc_ddp.training.order import Position
 
 
 class FailureHook:
@@ -25,46 +30,57 @@ class FailureHook:
 
     def __init__(self, info: DistInfo, node: str) -> None:
         self.journal: Journal | None = None
+        self.position: Position | None = None
         self._info, self._node = info, node
 
     def install(self) -> None:
+        """Take over; again after init_process_group, which puts a hook of its own around ours
+        that would hold back what we print until we return."""
         sys.excepthook = self
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        code = 1
+        code = error.exit_code if isinstance(error, HpcDdpError) else 1
         try:
-            self._journal(error)
-            code = self._show(kind, error, trace)
+            text = "".join(traceback.format_exception(kind, error, trace))
+            self._write(error, text)
+            self._show(error, text)
             _tell_torchrun(error)
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
             os._exit(code)
 
-    def _journal(self, error: BaseException) -> None:
+    def _write(self, error: BaseException, text: str) -> None:
         # A superseded attempt writes nothing: the files belong to its successor.
         if self.journal is None or isinstance(error, SupersededError):
             return
-        lines = traceback.format_exception(error)
+        line = traceback.format_exception_only(error)[-1].strip()
+        step = self.position.step if self.position else None
         self.journal.write(
-            "failed",
-            rank=self._info.rank,
-            node=self._node,
-            error=lines[-1].strip(),
-            traceback="".join(lines),
+            "failed", rank=self._info.rank, node=self._node, step=step, error=line, traceback=text
         )
 
-    def _show(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> int:
-        if not isinstance(error, HpcDdpError):
-            sys.__excepthook__(kind, error, trace)
-            return 1
-        hint = f"\nhint: {error.hint}" if error.hint else ""
-        print(f"error: {error.message}{hint}", file=sys.stderr)
-        return error.exit_code
+    def _show(self, error: BaseException, text: str) -> None:
+        if isinstance(error, HpcDdpError):
+            text = f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else "")
+        if self._info.world_size > 1:  # they may all write to one terminal
+            text = textwrap.indent(text, f"[rank{self._info.rank}]: ", lambda line: True)
+        sys.stderr.write(text)
+
+
+def leave_quickly() -> None:
+    """Arrange for an exit that runs all exit functions, the script's own too, but no more."""
+
+    def leave() -> None:
+        atexit.unregister(leave)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    atexit.register(leave)  # the last one registered is the first to run
 
 
 def _tell_torchrun(error: BaseException) -> None:

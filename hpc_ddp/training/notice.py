@@ -43,10 +43,10 @@ class Notices:
         self.stop_file: Path | None = None
         self._notice = notice
         self._ended = False
-        self._reader, self._writer = socket.socketpair()
 
     def install(self) -> None:
         """Take the signals over and start listening; main thread only."""
+        self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -69,7 +69,8 @@ class Notices:
         while not self._ended:
             ready, _, _ = select.select([self._reader], [], [], POLL_S)
             for number in self._reader.recv(4096) if ready else b"":
-                self._signalled(signal.Signals(number))
+                if number in SIGNALS:  # the socket hears of all handled ones: SIGCHLD, for one
+                    self._signalled(signal.Signals(number))
             self._look()
 
     def _signalled(self, number: signal.Signals) -> None:

@@ -26,7 +26,7 @@ class Position:
 class Share:
     """One rank's part of one global batch.
 
-    `indices` are never empty: a rank that has none left repeats one, with `weight` zero.
+    `indices` are never empty: a rank that has none left repeats some, with `weight` zero.
     """
 
     indices: tuple[int, ...]
@@ -63,7 +63,8 @@ def share_of(block: torch.Tensor, rank: int, world_size: int) -> Share:
     """
     mine = block[rank::world_size].tolist()
     weight = len(mine) * world_size / len(block)
-    return Share(tuple(mine) or (int(block[0]),), weight, len(block))
+    repeated = block[:2].tolist()  # two, since batch norm refuses a single one
+    return Share(tuple(mine or repeated), weight, len(block))
 
 
 def shares(

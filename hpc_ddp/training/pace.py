@@ -32,13 +32,14 @@ class Pace:
         self._notices, self._end_time = notices, end_time
         self._save_every_s, self._save_every_steps = save_every_s, save_every_steps
         self._saved_at = self._stepped_at = time.monotonic()
-        self._slowest_s = self._slowest_before_s = 0.0
+        self._steps: list[float] = []  # the durations since the last exchange, in seconds
+        self._slowest_before_s = 0.0
         self._save_s = FIRST_SAVE_S
 
     def step_done(self, step: int) -> Decision:
         """Count a step, and return what all ranks do after it."""
         now = time.monotonic()
-        self._slowest_s = max(self._slowest_s, now - self._stepped_at)
+        self._steps.append(now - self._stepped_at)
         self._stepped_at = now
         decision = self._turn() if self._exchange.due() else Decision()
         if self._save_every_steps and step % self._save_every_steps == 0:
@@ -65,8 +66,11 @@ class Pace:
         """Read the last exchange and send the next."""
         decision = self._exchange.read()
         # A save that has just been decided is not due once more.
-        self._exchange.send(self._reason(), self._save_due() and not decision.save, self._slowest_s)
-        self._slowest_before_s, self._slowest_s = self._slowest_s, 0.0
+        save = self._save_due() and not decision.save
+        mean_s = sum(self._steps) / max(len(self._steps), 1)
+        self._exchange.send(self._reason(), save, mean_s)
+        self._slowest_before_s = max(self._steps, default=0.0)
+        self._steps.clear()
         return decision
 
     def _save_due(self) -> bool:
@@ -77,7 +81,7 @@ class Pace:
     def _reason(self) -> int:
         if self._notices.reason == NONE and self._end_time is not None:
             # Two exchanges pass, at most, between this word and the stop.
-            step_s = max(self._slowest_s, self._slowest_before_s)
+            step_s = max(self._steps, default=self._slowest_before_s)
             steps = 2 * self._exchange.period + 1
             need_s = MARGIN_S + 1.5 * self._save_s + steps * step_s
             if time.time() + need_s >= self._end_time:

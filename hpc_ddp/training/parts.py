@@ -46,12 +46,13 @@ def assemble(seed: int, save_every_s: float | None, save_every_steps: int | None
     hook.install()
     device = groups.choose_device(info)
     control = groups.join(info, device)
+    hook.install()
     folder, attempt = place.find(said, info, control)
     hook.journal = journal = folder.journal(f"rank-{info.rank}", attempt)
     if info.rank == 0:
         notices.stop_file = folder.cancelled
     every_s = save_every_s if said.save_every is None else said.save_every
-    position = Position()
+    hook.position = position = Position()
     checkpoints = Checkpoints(folder, attempt, control, journal)
     hosts = sorted(set(control.to_first(said.node)))
     randomness.seed_all(seed, device)

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training import control as groups
 from hpc_ddp.training.exchange import Decision
+from hpc_ddp.training.failure import leave_quickly
 from hpc_ddp.training.loader import Loader, Shard
 from hpc_ddp.training.notice import NONE, REASONS
 from hpc_ddp.training.parts import Parts, assemble
@@ -109,7 +110,8 @@ class Run:
             samples per rank and step
         drop_last
             drops the last incomplete global batch; without it the last step of an epoch has
-            fewer samples, on some ranks maybe none that count (see `backward`)
+            fewer samples, on some ranks maybe none that count (see `backward`); batch norm
+            refuses a single one, so use `drop_last` with it
 
         Raises
         ------
@@ -200,10 +202,15 @@ class Run:
         if self.rank == 0:
             self._report(values)
         decision = self._parts.pace.step_done(self.position.step)
-        if decision.save and decision.reason == NONE and self._ends_epoch():
-            self._save_due = True  # at the end of the epoch, which is about to come
+        if not self._ends_epoch():
+            self._act(decision)
             return
-        self._act(decision)
+        # The end of the epoch comes first, so that no start finds an epoch without a batch, where
+        # a script may trip over what its loop has not set. What makes all ranks stop makes them
+        # stop there too. Saved here all the same: they may not be given the time.
+        self._save_due = self._save_due or decision.save
+        if decision.reason != NONE:
+            self._parts.keeper.save()
 
     def finish(self) -> None:
         """Save the last state, journal that the run is done, and leave the process group."""
@@ -300,6 +307,7 @@ class Run:
     def _stop(self, reason: int) -> NoReturn:
         source = self._parts.notices.source
         self._end("stopped", reason=REASONS[reason], **({"source": source} if source else {}))
+        leave_quickly()
         raise SystemExit(0)
 
     def _end(self, event: str, **fields: str) -> None:

@@ -70,8 +70,8 @@ class ChecksummedFile:
         return FileFacts(self._size, self._crc32)
 
 
-def write_file(path: Path, fill: Callable[[ChecksummedFile], object]) -> FileFacts:
-    """Create a file, let `fill` write into it, and make it durable; raises OSError."""
+def write_file(path: Path, fill: Callable[[Any], object]) -> FileFacts:
+    """Create a file, let `fill` write into a file object, and make it durable; raises OSError."""
     with open(path, "wb", buffering=0) as raw:
         file = ChecksummedFile(raw)
         fill(file)

@@ -26,6 +26,7 @@ ROOT = HERE.parents[1]
 class Zygote:
     def __init__(self) -> None:
         env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        self.running: set[int] = set()
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "zygote.py")],
             stdin=subprocess.PIPE,
@@ -41,6 +42,14 @@ class Zygote:
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
+
+    def clear(self) -> None:
+        """Kill what a failed test has left running."""
+        for pid in self.running:
+            os.kill(pid, signal.SIGKILL)
+            while self.ask({"wait": pid})["code"] is None:
+                time.sleep(0.02)
+        self.running.clear()
 
     def end(self) -> None:
         self._process.communicate(timeout=10)
@@ -67,6 +76,7 @@ class Launch:
                 if time.monotonic() > deadline:
                     os.kill(pid, signal.SIGKILL)
                 time.sleep(0.02)
+            self.zygote.running.discard(pid)
             codes.append(code)
         return codes
 
@@ -109,8 +119,11 @@ class Crew:
             told = {name: str(value) for name, value in {**ranks, **ours}.items()}
             told |= {"MASTER_ADDR": "127.0.0.1", "HPC_DDP_NODE": "here", **env}
             line = [str(HERE / script), *argv]
+            log.touch()
             workers.append({"env": told, "argv": line, "log": str(log), "cwd": str(self.base)})
-        return Launch(self.zygote, self.zygote.ask({"workers": workers})["pids"], logs)
+        pids = self.zygote.ask({"workers": workers})["pids"]
+        self.zygote.running |= set(pids)
+        return Launch(self.zygote, pids, logs)
 
     def go(self, world_size: int, *argv: str, **env: str) -> str:
         """Start an attempt that ends well; return what it printed."""
@@ -131,12 +144,13 @@ def zygote() -> Iterator[Zygote]:
 
 
 @pytest.fixture
-def make_crew(zygote: Zygote, tmp_path: Path) -> Callable[[str], Crew]:
+def make_crew(zygote: Zygote, tmp_path: Path) -> Iterator[Callable[[str], Crew]]:
     def make(name: str) -> Crew:
         base = tmp_path / name
         return Crew(zygote, base, RunFolder(base / "run").make())
 
-    return make
+    yield make
+    zygote.clear()
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from hpc_ddp.training import Run, start
 from hpc_ddp.training import run as run_module
-from hpc_ddp.training import start
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=3)
@@ -37,22 +37,22 @@ parser.add_argument("--unsettled", action="store_true")
 args = parser.parse_args()
 
 if args.unsettled:
-    run_module.settle = lambda ddp: None
+    vars(run_module)["settle"] = lambda ddp: None
 
 
-class Noisy(Dataset):
+class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Sample i is i in the first number, and noise from all three generators in the others."""
 
-    def __len__(self):
-        return args.samples
+    def __len__(self) -> int:
+        return int(args.samples)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         noise = torch.randn(30)
         more = torch.tensor([float(index), random.random(), numpy.random.random()])
         return torch.cat([more, noise]), torch.tensor(index % 10)
 
 
-def act(run) -> None:
+def act(run: Run) -> None:
     if run.position.step + 1 != args.at or str(run.rank) not in args.ranks:
         return
     print("ACTING", flush=True)
@@ -75,8 +75,9 @@ run = start(args.seed, save_every_steps=args.save_every_steps)
 layers: list[nn.Module] = [nn.Linear(33, args.width)]
 for _ in range(args.layers):
     layers += [nn.ReLU(), nn.Dropout(0.1), nn.Linear(args.width, args.width)]
-    layers += [nn.BatchNorm1d(args.width)]
-model = run.wrap(nn.Sequential(*layers, nn.Linear(args.width, 10)), bucket_cap_mb=1)
+    layers += [nn.BatchNorm1d(args.width) if args.batch_size > 3 else nn.LayerNorm(args.width)]
+net = nn.Sequential(*layers, nn.Linear(args.width, 10))
+model = run.wrap(net, bucket_cap_mb=1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 batches = run.loader(Noisy(), args.batch_size, num_workers=args.workers)
@@ -87,7 +88,7 @@ for epoch in run.epochs(args.epochs):
     for x, y in batches:
         share = batches.share
         assert share is not None
-        seen = x[:, 0].int().tolist() if share.weight else []
+        seen = x[:, 0].round().int().tolist() if share.weight else []
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         run.backward(loss)
@@ -101,6 +102,6 @@ for epoch in run.epochs(args.epochs):
     run.print(f"END OF EPOCH {epoch} lr {scheduler.get_last_lr()[0]:.6f}")
 
 if run.rank == 0:
-    state = model.module.state_dict()
+    state = net.state_dict()
     (run.folder.path / "weights").write_bytes(b"".join(v.numpy().tobytes() for v in state.values()))
 run.finish()

@@ -56,12 +56,13 @@ def test_loader_workers_change_nothing(make_crew: Callable[[str], Any]) -> None:
 def test_another_number_of_ranks_sees_each_sample_once(crew: Any) -> None:
     common = ("--samples", "201", "--batch-size", "3", "--epochs", "2", "--seed", "5")
     for ranks, at in ((4, "4"), (2, "14")):
-        launch = crew.launch(ranks, *common, "--at", at, "--signal", "15", "--ranks", "0")
+        stop = ("--at", at, "--signal", "15", "--ranks", "0", "--step-seconds", "0.05")
+        launch = crew.launch(ranks, *common, *stop)
         assert launch.wait() == [0] * ranks, launch.output()
     crew.go(3, *common)
     stops = [event["step"] for event in crew.events("stopped")]
     assert len(stops) == 2
-    assert stops[1] * 12 < 201  # both stops were in the first epoch
+    assert stops[0] * 12 + (stops[1] - stops[0]) * 6 < 201  # both were in the first epoch
 
     seen = {0: Counter[int](), 1: Counter[int]()}
     for path in crew.run.path.glob("seen-*"):
@@ -72,14 +73,14 @@ def test_another_number_of_ranks_sees_each_sample_once(crew: Any) -> None:
 
 
 def test_the_end_of_an_epoch_runs_once(make_crew: Callable[[str], Any]) -> None:
-    one_epoch = ("--samples", "40", "--epochs", "2")  # 5 steps an epoch on one rank
-    whole = make_crew("whole").go(1, *one_epoch)
-    # The word goes out in step 3 and is heard in step 5, the last one.
+    twice_five = ("--samples", "40", "--epochs", "2", "--step-seconds", "0.11")
+    whole = make_crew("whole").go(1, *twice_five)
     crew = make_crew("stopped")
-    output = ""
-    while not crew.events("finished"):
-        at = str(4 + crew.attempt)
-        output += crew.go(1, *one_epoch, "--at", at, "--signal", "15", "--step-seconds", "0.1")
-    assert crew.attempt >= 2
+    # Steps this slow exchange each time: the word of step 4 is heard in step 5, the last one.
+    output = crew.go(1, *twice_five, "--at", "4", "--signal", "15")
+    assert [event["step"] for event in crew.events("stopped")] == [5]
+    assert "END OF EPOCH" not in output
+    output += crew.go(1, *twice_five, "--at", "9", "--signal", "15")
+    output += crew.go(1, *twice_five)
     ends = [line for line in output.splitlines() if "END OF EPOCH" in line]
     assert ends == [line for line in whole.splitlines() if "END OF EPOCH" in line]

@@ -88,6 +88,7 @@ class Cluster(Machinery):
             os.close(free)
             raise ClusterError(f"no test cluster {instance} is up on this machine")
         self = cls(instance)
+        self.attached = True
         vars(self).update({k: v for k, v in self._recorded().items() if k != "processes"})
         if not self.conf.exists() or not self.address:
             raise ClusterError(f"test cluster {instance} is not ready to be used")

@@ -61,6 +61,7 @@ class Machinery:
         self.proctrack: Proctrack = "linuxproc"
         self.extra = ""
         self._children: list[subprocess.Popen[bytes]] = []
+        self.attached = False
 
     # --- commands ---
 
@@ -304,6 +305,8 @@ class Machinery:
                 start_new_session=True,  # a Ctrl-C is for us, and we end it in order
                 pass_fds=keep,
             )
+        if self.attached:
+            child.returncode = 0  # it outlives this process, of which Popen would warn
         self._children.append(child)
         self._save({**self._processes, name: Process.of(child.pid)})
 

@@ -17,7 +17,9 @@ CAUSE = _failure(3, error="ValueError: boom", time=2.0)
 @pytest.mark.parametrize(
     "follower",
     [
-        _failure(0, error="RuntimeError: [.../gloo/transport/tcp/pair.cc] Connection closed by peer"),
+        _failure(
+            0, error="RuntimeError: [.../gloo/transport/tcp/pair.cc] Connection closed by peer"
+        ),
         _failure(1, error="torch.distributed.DistBackendError: NCCL communicator was aborted"),
         _failure(2, code=-15),
         _failure(2, code=143),

@@ -22,18 +22,31 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "gpus": {"nodes": 2, "gpus_per_node": "a100:4", "cpus_per_task": 32, "time": "12:00:00"},
     "site": {
-        "partition": "gpu", "account": "p1", "qos": "long", "constraint": "a100&nvlink",
-        "mem": "0", "exclusive": True, "reservation": "r", "mail_type": "END,FAIL",
-        "nodelist": "n[1-4]", "exclude": "n3", "sbatch": ("--network=x y", "--uenv"),
+        "partition": "gpu",
+        "account": "p1",
+        "qos": "long",
+        "constraint": "a100&nvlink",
+        "mem": "0",
+        "exclusive": True,
+        "reservation": "r",
+        "mail_type": "END,FAIL",
+        "nodelist": "n[1-4]",
+        "exclude": "n3",
+        "sbatch": ("--network=x y", "--uenv"),
     },
     "fabric": {"fabric": "infiniband", "env": {"NCCL_IB_TIMEOUT": "50", "A": "it's $HOME"}},
     "environment": {
-        "setup": ("module purge", "source env/bin/activate"), "python": "python",
-        "container": "apptainer exec --nv 'my image.sif'", "interface": "ib0", "host_suffix": "i",
+        "setup": ("module purge", "source env/bin/activate"),
+        "python": "python",
+        "container": "apptainer exec --nv 'my image.sif'",
+        "interface": "ib0",
+        "host_suffix": "i",
     },
     "hostile": {
-        "script": "/home/me/a b;$(touch x)/tr'ain\".py", "args": ("a b", "$(touch x)", "`x`", "é\n'\""),
-        "workdir": "/home/me/it's", "name": "a b",
+        "script": "/home/me/a b;$(touch x)/tr'ain\".py",
+        "args": ("a b", "$(touch x)", "`x`", "é\n'\""),
+        "workdir": "/home/me/it's",
+        "name": "a b",
     },
     "chain": {"continue_by": "resubmit", "array": "0-3"},
 }
@@ -48,7 +61,7 @@ def _render(path: str = "/scratch/me/hpc-ddp/job/20260101-000000-abcd", **values
 
 @pytest.mark.parametrize("name", CASES)
 def test_script_is_as_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To accept a change: ``HPC_DDP_ACCEPT=1 pytest tests/unit/test_render.py``, and read the diff."""
+    """To accept a change, run with ``HPC_DDP_ACCEPT=1``, and read the diff."""
     monkeypatch.setattr(sys, "executable", "/home/me/env/bin/python")
     text, kept = _render(**CASES[name]).whole(), GOLDEN / f"{name}.sbatch"
     if os.environ.get("HPC_DDP_ACCEPT"):
@@ -114,10 +127,13 @@ def test_plain_values_stand_as_typed() -> None:
 def test_a_users_template_overrides_a_block(tmp_path: Path) -> None:
     own = tmp_path / "own.j2"
     own.write_text(
-        "{% extends 'job.sbatch.j2' %}{% block setup %}echo {{ run | q }}; {{ super() }}{% endblock %}"
+        "{% extends 'job.sbatch.j2' %}"
+        "{% block setup %}echo {{ run | q }}; {{ super() }}{% endblock %}"
     )
     text = _render(template=str(own), setup=("module load x",)).whole()
-    assert "echo /scratch/me/hpc-ddp/job/20260101-000000-abcd; module load x" in " ".join(text.split())
+    assert "echo /scratch/me/hpc-ddp/job/20260101-000000-abcd; module load x" in " ".join(
+        text.split()
+    )
     assert "srun" in text
 
 
@@ -143,8 +159,7 @@ def test_unknown_fabric_names_the_known_ones() -> None:
         _render(fabric="infinibnd")
 
 
-def test_a_colon_in_the_run_folder_is_refused() -> None:
+@pytest.mark.parametrize("path", ["/scratch/a:b/job/x", "/scratch/a\\b/job/x"])
+def test_a_run_folder_that_slurm_can_not_hold_is_refused(path: str) -> None:
     with pytest.raises(UsageError, match="colon"):
-        _render(path="/scratch/a:b/job/x")
-
-
+        _render(path=path)

@@ -15,7 +15,12 @@ JobId=7 JobName=x Restarts=9 JobState=FAILED
 
 def test_a_name_can_not_pass_for_a_field() -> None:
     job = parse_job(SHOWN)
-    assert (job.state, job.reason, job.restarts, job.preempted) == ("COMPLETING", "TimeLimit", 2, True)
+    assert (job.state, job.reason, job.restarts, job.preempted) == (
+        "COMPLETING",
+        "TimeLimit",
+        2,
+        True,
+    )
     assert job.end_time is not None
 
 
@@ -27,5 +32,11 @@ def test_unknown_times_are_none() -> None:
 
 
 def test_what_an_outer_job_left_is_dropped() -> None:
-    environ = {"SLURM_CPU_BIND": "x", "SBATCH_A": "x", "SRUN_B": "x", "SLURM_CONF": "/c", "HOME": "/"}
+    environ = {
+        "SLURM_CPU_BIND": "x",
+        "SBATCH_A": "x",
+        "SRUN_B": "x",
+        "SLURM_CONF": "/c",
+        "HOME": "/",
+    }
     assert clean_env(environ) == {"SLURM_CONF": "/c", "HOME": "/"}

@@ -25,8 +25,15 @@ def _record(node: str, notice: str | None = None, **failure: Any) -> dict[str, A
 
 FINE = (_record("n1"), _record("n2"))
 BASE = Facts(
-    spec=JobSpec("t.py"), attempt=0, cancelled=False, superseded=False, job=RUNNING, restarts=0,
-    nodes=("n1", "n2"), records=FINE, events=(_event("first_step", step=1),),
+    spec=JobSpec("t.py"),
+    attempt=0,
+    cancelled=False,
+    superseded=False,
+    job=RUNNING,
+    restarts=0,
+    nodes=("n1", "n2"),
+    records=FINE,
+    events=(_event("first_step", step=1),),
 )
 
 
@@ -67,7 +74,9 @@ def test_a_crash_after_the_training_is_a_crash() -> None:
 )
 def test_after_a_notice_slurm_tells_why(job: Job | None, cause: str, action: str) -> None:
     records = (_record("n1", notice="SIGTERM"), _record("n2", notice="SIGTERM"))
-    verdict = _decide(job=job, records=records, events=(_event("stopped", step=5, reason="notice"),))
+    verdict = _decide(
+        job=job, records=records, events=(_event("stopped", step=5, reason="notice"),)
+    )
     assert (verdict.cause, verdict.action) == (cause, action)
 
 
@@ -115,7 +124,13 @@ def test_what_is_retried(failure: dict[str, Any], stepped: bool, action: str, co
 
 def test_the_same_error_at_the_same_step_is_not_retried() -> None:
     last = _event(
-        "verdict", 0, cause="failed", action="requeue", error="ValueError: boom", step=7, progress=True
+        "verdict",
+        0,
+        cause="failed",
+        action="requeue",
+        error="ValueError: boom",
+        step=7,
+        progress=True,
     )
     here = [_event("first_step", 1, step=5), _event("failed", 1, step=7), _event("checkpoint", 1)]
     verdict = _decide(attempt=1, records=_failed(), events=[last, *here[:1], here[2], here[1]])
@@ -131,7 +146,9 @@ def test_two_attempts_without_progress_end_it() -> None:
     verdict = _decide(attempt=1, records=_failed(error="", code=-9), events=events)
     assert "without a newer checkpoint" in verdict.why
     preempted = [{**first, "cause": "preempted"}, *events[1:]]
-    assert _decide(attempt=1, records=_failed(error="", code=-9), events=preempted).action == "requeue"
+    assert (
+        _decide(attempt=1, records=_failed(error="", code=-9), events=preempted).action == "requeue"
+    )
 
 
 def test_failures_have_a_budget() -> None:
@@ -157,4 +174,8 @@ def test_a_plain_script_at_the_time_limit_starts_over_as_often_as_allowed() -> N
 
 def test_a_silent_node_is_lost() -> None:
     verdict = _decide(records=FINE[:1])
-    assert (verdict.cause, verdict.action, verdict.why) == ("node lost", "requeue", "no word from n2")
+    assert (verdict.cause, verdict.action, verdict.why) == (
+        "node lost",
+        "requeue",
+        "no word from n2",
+    )

@@ -1,0 +1,70 @@
+"""The example jobs as a user starts them: by python and by torchrun, nothing of hpc-ddp around."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hpc_ddp.run.folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def command(job: str, ranks: int, *argv: str) -> list[str]:
+    start = [sys.executable] if ranks == 0 else [*TORCHRUN, "--nproc-per-node", str(ranks)]
+    return [*start, str(ROOT / "jobs" / job), *argv]
+
+
+def environment() -> dict[str, str]:
+    env = {name: text for name, text in os.environ.items() if not name.startswith("HPC_DDP_")}
+    return env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def start(where: Path, job: str, ranks: int, *argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(job, ranks, *argv),
+        cwd=where,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_digits_stops_and_goes_on_under_torchrun(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "runs" / "digits" / "local")
+    first = start(tmp_path, "digits.py", 2, "--step-seconds", "0.1")
+    deadline = time.monotonic() + 60
+    while not any(event["event"] == "metrics" for event in run.events()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    first.send_signal(signal.SIGTERM)  # to the agent, which passes it on and then fails
+    first.communicate(timeout=60)
+    (stopped,) = [event for event in run.events() if event["event"] == "stopped"]
+    assert not run.finished()
+
+    second = start(tmp_path, "digits.py", 2)
+    output, errors = second.communicate(timeout=120)
+    assert second.returncode == 0, errors
+    assert f"going on from step {stopped['step']} " in errors
+    assert run.finished()
+    found = re.search(r"^test accuracy (0\.\d+)$", output, re.MULTILINE)
+    assert found, output
+    assert float(found[1]) >= 0.95
+
+
+def test_linear_regression_in_one_process(tmp_path: Path) -> None:
+    for _ in range(2):  # a finished run is put aside
+        job = start(tmp_path, "linear_regression.py", 0)
+        output, errors = job.communicate(timeout=60)
+        assert job.returncode == 0, errors
+        assert re.search(r"^y = (2\.9|3\.0)\d+ x \+ (0\.9|1\.0)\d+$", output, re.MULTILINE), output
+        assert not errors
+    names = sorted(path.name for path in (tmp_path / "runs" / "linear_regression").iterdir())
+    assert names == ["local", "local-1"]

@@ -1,0 +1,138 @@
+"""hpc-ddp as typed on the login node of the tests' cluster, and its jobs, watched from outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster import Cluster
+from cluster_machine import poll
+
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.journal import Event
+
+REPO = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+DIGITS = REPO / "jobs" / "digits.py"
+# 2 epochs of 45 steps on 4 ranks: some ten seconds of steps, so that there is time to disturb.
+DIGITS_ARGS = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.05")
+TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
+
+
+@dataclass
+class Job:
+    """A submitted run, watched from outside."""
+
+    cluster: Cluster
+    id: str
+    run: RunFolder
+
+    def events(self, name: str, attempt: int | None = None) -> list[Event]:
+        found = [event for event in self.run.events() if event["event"] == name]
+        return [event for event in found if attempt in (None, event["attempt"])]
+
+    def event(self, name: str, attempt: int = 0, timeout: float = 90) -> Event:
+        """Wait for an attempt's event, and return it."""
+        self.until(lambda: bool(self.events(name, attempt)), timeout, f"{name} of {attempt}")
+        return self.events(name, attempt)[-1]
+
+    def until(self, true: Callable[[], bool], timeout: float, what: str) -> None:
+        if not poll(true, timeout=timeout, pause=0.2):
+            pytest.fail(f"no {what} within {timeout} s; job {self.show()}\n{self.output()}")
+
+    def show(self) -> dict[str, str]:
+        text = self.cluster.run("scontrol", "show", "job", self.id).stdout
+        return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def state(self) -> str:
+        return self.show()["JobState"]
+
+    def end(self, timeout: float = 120) -> str:
+        """Wait until the job is over for good, and return Slurm's state for it."""
+        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+        self.until(lambda: self.state() in over, timeout, "end")
+        return self.state()
+
+    def nodes(self) -> str:
+        return self.show()["NodeList"]
+
+    def at_step(self, step: int, attempt: int = 0) -> None:
+        """Wait until an attempt has come to a step."""
+        self.until(
+            lambda: any(e["step"] >= step for e in self.events("metrics", attempt)),
+            90,
+            f"step {step}",
+        )
+
+    def preempt(self) -> None:
+        """Send a job to the partition that preempts, onto the nodes that this job has."""
+        nodes = self.nodes()
+        self.cluster.run(
+            "sbatch",
+            "--partition=high",
+            f"--nodelist={nodes}",
+            "--nodes=2",
+            "--gpus-per-node=4",
+            "--output=/dev/null",
+            "--wrap=sleep 1",
+        )
+
+    def worker(self, rank: int, attempt: int = 0) -> int:
+        """Return the process id of a rank."""
+        (path,) = self.run.logs.glob(f"attempt-{attempt}/*/rank-{rank}.pid")
+        return int(path.read_text())
+
+    def output(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.run.logs.glob("slurm*.out")))
+
+    def verdicts(self) -> list[tuple[str, str]]:
+        return [(event["cause"], event["action"]) for event in self.events("verdict")]
+
+    def weights(self) -> dict[str, Any]:
+        """Return the model in the newest checkpoint."""
+        steps = self.run.checkpoints.glob("step-*[0-9]")
+        newest = max(steps, key=lambda path: int(path.name.removeprefix("step-")))
+        state = torch.load(newest / "state.pt", weights_only=True)
+        model: dict[str, Any] = state["objects"]["model"]
+        return model
+
+
+@dataclass
+class Hpc:
+    """Runs hpc-ddp as a user of the cluster's login node would."""
+
+    cluster: Cluster
+    runs: Path
+
+    def __call__(
+        self, *words: str, cwd: Path = REPO, env: dict[str, str] | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        environ = self.cluster.env() | {"HPC_DDP_RUNS": str(self.runs)} | (env or {})
+        argv = [sys.executable, "-m", "hpc_ddp", *words]
+        environ |= {"PYTHONPATH": str(REPO)}
+        done = subprocess.run(argv, cwd=cwd, env=environ, capture_output=True, text=True)
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    def submit(self, *words: str, env: dict[str, str] | None = None) -> Job:
+        told = json.loads(self("submit", "--json", *words, env=env).stdout)
+        return Job(self.cluster, told["job_id"], RunFolder(Path(told["run"])))
+
+
+def same_weights(one: Job, other: Job) -> bool:
+    """Tell whether two runs ended with the same weights, bit for bit."""
+    a, b = one.weights(), other.weights()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def in_one_go(job: Job) -> bool:
+    """Tell whether each attempt went on at the step after the one that the last had stopped at."""
+    firsts = [event["step"] for event in job.events("first_step")][1:]
+    return firsts == [event["step"] + 1 for event in job.events("stopped")]

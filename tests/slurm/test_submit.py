@@ -1,0 +1,146 @@
+"""A job that nothing happens to, by each way of starting it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from harness import DIGITS, DIGITS_ARGS, SCRIPTS, TWO_BY_TWO, Hpc, Job, same_weights
+
+from hpc_ddp.run.folder import RunFolder
+
+
+def _ran_on_two_nodes(job: Job) -> bool:
+    first = job.events("first_step")[0]
+    return first["world_size"] == 4 and len(set(first["hosts"])) == 2
+
+
+def test_slurm(undisturbed: Job) -> None:
+    assert _ran_on_two_nodes(undisturbed)
+    assert undisturbed.verdicts() == [("finished", "none")]
+    assert "test accuracy" in undisturbed.output()
+    assert "Traceback" not in undisturbed.output()
+
+
+def test_submitit(hpc: Hpc, undisturbed: Job) -> None:
+    job = hpc.submit("--backend", "submitit", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    assert job.end() == "COMPLETED", job.output()
+    assert _ran_on_two_nodes(job)
+    assert same_weights(job, undisturbed)
+    assert "test accuracy" in job.output()
+
+
+def test_a_rendered_script_by_hand(
+    hpc: Hpc, cluster: Cluster, undisturbed: Job, tmp_path: Path
+) -> None:
+    done = hpc("render", "--json", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    run = RunFolder(Path(json.loads(done.stdout)["run"]))
+    printed = cluster.run("sbatch", "--parsable", str(run.script), cwd=tmp_path).stdout
+    job = Job(cluster, printed.strip(), run)
+    assert job.end() == "COMPLETED", job.output()
+    assert _ran_on_two_nodes(job)
+    assert same_weights(job, undisturbed)
+
+
+def test_inside_an_allocation(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
+    shown = cluster.run(
+        "salloc",
+        "--nodes=2",
+        "--gpus-per-node=2",
+        "env",
+        f"HPC_DDP_RUNS={tmp_path}",
+        f"PYTHONPATH={DIGITS.parents[1]}",
+        sys.executable,
+        "-m",
+        "hpc_ddp",
+        "submit",
+        "--backend",
+        "allocation",
+        *TWO_BY_TWO,
+        str(SCRIPTS / "plain.py"),
+    )
+    assert "done" in shown.stdout
+    assert "attempt 0: finished" in shown.stderr
+
+
+def test_every_word_arrives_in_the_worker(hpc: Hpc, tmp_path: Path) -> None:
+    folder = tmp_path / "my $(touch x) 'co;de' é"
+    folder.mkdir()
+    script = folder / 'tr"ain $HOME.py'
+    script.write_bytes((SCRIPTS / "plain.py").read_bytes())
+    words = [
+        "a b",
+        "'",
+        '"',
+        ";",
+        "$(touch x)",
+        "$$",
+        "${local_rank}",
+        "one\ntwo",
+        "é",
+        "--",
+        "-x",
+        "",
+    ]
+    job = hpc.submit(*TWO_BY_TWO, str(script), *words)
+    assert job.end() == "COMPLETED", job.output()
+    (line,) = (line for line in job.output().splitlines() if line.startswith('{"argv"'))
+    seen = json.loads(line)["argv"]
+    assert seen[1:] == words
+    assert Path(seen[0]).name == script.name
+    assert not list(tmp_path.rglob("x"))
+    assert not Path("x").exists()
+
+
+@pytest.mark.parametrize("folder", ["it's", 'a "b" per%j cent $(touch x);é'])
+def test_runs_may_lie_in_a_folder_of_any_name(hpc: Hpc, folder: str, tmp_path: Path) -> None:
+    hpc.runs = tmp_path / folder
+    job = hpc.submit("--nodes", "1", "--job-name", "a b", str(SCRIPTS / "plain.py"))
+    assert job.end() == "COMPLETED", job.output()
+    assert "done" in job.output()
+    assert not Path("x").exists()
+
+
+def test_two_jobs_on_one_node(hpc: Hpc, cluster: Cluster) -> None:
+    node = cluster.nodes[0]
+    words = ("--nodes", "1", "--nproc-per-node", "2", "--nodelist", node)
+    jobs = [hpc.submit(*words, str(SCRIPTS / "plain.py")) for _ in range(2)]
+    assert [job.end() for job in jobs] == ["COMPLETED"] * 2
+    assert [job.nodes() for job in jobs] == [node] * 2
+
+
+def test_a_taken_port_is_no_failure(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
+    """The port is taken after it was looked up: the set-up line stands in for the other job."""
+    template = tmp_path / "own.j2"
+    template.write_text(
+        "{% extends 'job.sbatch.j2' %}\n{% block attempt %}{{ super() }}\n"
+        "python3 -c 'import socket, sys, time; s = socket.socket();"
+        ' s.bind(("", int(sys.argv[1]))); s.listen(); time.sleep(60)\' "$HPC_DDP_PORT" &\n'
+        "sleep 1\n{% endblock %}"
+    )
+    job = hpc.submit(*TWO_BY_TWO, "--template", str(template), str(SCRIPTS / "plain.py"))
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("finished", "none")]
+
+
+def test_what_an_outer_job_left_does_not_matter(hpc: Hpc) -> None:
+    env = {
+        "SLURM_CPU_BIND": "map_cpu:99",
+        "SBATCH_PARTITION": "gone",
+        "SRUN_CPUS_PER_TASK": "77",
+        "SLURM_NTASKS": "9",
+        "SBATCH_EXPORT": "NONE",
+    }
+    job = hpc.submit(*TWO_BY_TWO, str(SCRIPTS / "plain.py"), env=env)
+    assert job.end() == "COMPLETED", job.output()
+
+
+def test_a_refused_submit_leaves_nothing_behind(hpc: Hpc) -> None:
+    done = hpc("submit", "--partition", "nope", str(DIGITS), check=False)
+    assert done.returncode == 1
+    assert "invalid partition specified: nope" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(hpc.runs.glob("digits/*"))

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_ddp.run.journal import Journal, read_events
+from hpc_ddp.training.exchange import Decision, next_period
+from hpc_ddp.training.metrics import Metrics
+from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
+from hpc_ddp.training.order import Position
+from hpc_ddp.training.pace import Pace
+
+
+class Alone:
+    """A control group of one rank: what it sends is the maximum."""
+
+    rank = 0
+
+    def start_max(self, values: torch.Tensor) -> Any:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def make_pace(notices: Notices, **options: Any) -> Pace:
+    values: dict[str, Any] = {"end_time": None, "save_every_s": None, "save_every_steps": None}
+    return Pace(Alone(), notices, **{**values, **options})  # type: ignore[arg-type]  # a stand-in
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**8))
+def test_the_period_is_a_tenth_of_a_second_and_grows_slowly(current: int, step_us: int) -> None:
+    period = next_period(current, step_us)
+    assert 1 <= period <= 2 * current
+    assert period == 1 or period * step_us <= 100_000
+
+
+def test_short_steps_exchange_rarely_and_slow_ones_each_time() -> None:
+    period = 1
+    for _ in range(20):
+        period = next_period(period, 1000)
+    assert period == 100
+    assert next_period(period, 500_000) == 1
+
+
+def test_a_notice_is_acted_on_at_the_next_exchange() -> None:
+    notices = Notices(None)
+    pace = make_pace(notices)
+    assert pace.step_done(1) == Decision()
+    notices.reason = NOTICE
+    decisions = [pace.step_done(step).reason for step in range(2, 12)]
+    assert NOTICE in decisions
+    assert decisions[0] == NONE
+    assert pace.epoch_done().reason == NOTICE
+
+
+def test_the_deadline_leaves_time_for_a_save() -> None:
+    for save_s, left_s, reason in ((1, 60, NONE), (60, 60, DEADLINE), (1, 3, DEADLINE)):
+        pace = make_pace(Notices(None), end_time=time.time() + left_s)
+        pace.saved(save_s)
+        assert pace.epoch_done().reason == reason
+
+
+def test_saves_are_due_by_steps_and_by_time() -> None:
+    pace = make_pace(Notices(None), save_every_steps=3)
+    assert [pace.step_done(step).save for step in range(1, 7)] == [False, False, True] * 2
+    pace = make_pace(Notices(None), save_every_s=0.0)
+    due = [pace.step_done(step).save for step in range(1, 4)]
+    assert True in due
+    assert due != [True] * 3  # not again before the save has been made
+    assert not make_pace(Notices(None), save_every_s=1000.0).epoch_done().save
+
+
+@pytest.mark.parametrize(
+    ("content", "source"), [('{"source": "USR2"}', "USR2"), ("preemption\n", "preemption")]
+)
+def test_a_notice_file_names_its_source(tmp_path: Path, content: str, source: str) -> None:
+    path = tmp_path / "notice"
+    notices = Notices(path)
+    notices.stop_file = tmp_path / "cancelled"
+    notices._look()
+    path.touch()  # empty: no word yet
+    notices._look()
+    assert notices.reason == NONE
+    notices.stop_file.touch()
+    notices._look()
+    assert (notices.reason, notices.source) == (CANCELLED, "cancelled")
+    path.write_text(content)
+    notices._look()
+    assert (notices.reason, notices.source) == (NOTICE, source)
+
+
+def test_metrics_are_written_rarely_and_at_the_end(tmp_path: Path) -> None:
+    metrics = Metrics(Journal(tmp_path, "rank-0"), 2, ["a", "b"])
+    for step in range(1, 100):
+        loss = torch.tensor(float(step))
+        metrics.add(Position(step=step), 16, {"loss": loss}, None)
+    metrics.flush()
+    metrics.flush()
+    first, *events = read_events(tmp_path)
+    assert (first["event"], first["step"], first["hosts"]) == ("first_step", 1, ["a", "b"])
+    assert 1 <= len(events) <= 2
+    assert (events[-1]["step"], events[-1]["loss"]) == (99, 99.0)
+    assert "total_steps" not in events[-1]

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.training import randomness, state
+from hpc_ddp.training.facts import DistInfo, Surroundings
+from hpc_ddp.training.loader import Loader, Shard, to_device
+from hpc_ddp.training.order import Position
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _own_randomness() -> Iterator[None]:
+    with randomness.untouched():
+        yield
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), torch.rand(()).item(), numpy.random.random()
+
+
+class Noisy(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), *draw()])
+
+
+def make_loader(rank: int = 0, world_size: int = 1, **options: Any) -> Loader:
+    place: dict[str, Any] = {"position": Position(), "device": CPU, "check": lambda: None}
+    return Loader(
+        Noisy(), batch_size=4, seed=1, rank=rank, world_size=world_size, **{**place, **options}
+    )
+
+
+def test_generators_go_through_a_file_as_plain_values(tmp_path: Any) -> None:
+    random.gauss(0, 1)  # leaves a second number behind
+    torch.save(randomness.snapshot(CPU), tmp_path / "rng")
+    expected = [draw() for _ in range(3)]
+    gauss = random.gauss(0, 1)
+    randomness.restore(torch.load(tmp_path / "rng", weights_only=True), CPU)
+    assert [draw() for _ in range(3)] == expected
+    assert random.gauss(0, 1) == gauss
+
+
+def test_a_sample_is_the_same_in_any_batch_and_leaves_no_trace() -> None:
+    before = randomness.snapshot()
+    alone = {row[0].item(): row for batch in make_loader() for row in batch}
+    shared = [row for rank in range(3) for batch in make_loader(rank, 3) for row in batch]
+    assert len(alone) == 23
+    assert all(torch.equal(row, alone[row[0].item()]) for row in shared)
+    after = randomness.snapshot()
+    assert torch.equal(before["torch"], after["torch"])
+    assert torch.equal(before["python"][1], after["python"][1])
+    assert torch.equal(before["numpy"][1], after["numpy"][1])
+
+
+def test_the_loader_goes_on_where_it_was() -> None:
+    position = Position(epoch=3)
+    loader = make_loader(position=position)
+    assert len(loader) == 6
+    batches = list(loader)
+    assert position.samples == 23
+    assert loader.last_of_epoch()
+    assert list(loader) == []
+    position.samples = 8
+    assert all(map(torch.equal, loader, batches[2:]))
+    assert len(loader) == 6
+
+
+def test_a_shard_pads_nothing() -> None:
+    shards = [
+        Shard(Noisy(), batch_size=4, seed=0, rank=rank, world_size=5, device=CPU)
+        for rank in range(5)
+    ]
+    rows = [int(row[0]) for shard in shards for batch in shard for row in batch]
+    assert sorted(rows) == list(range(23))
+
+
+def test_batches_of_any_shape_move() -> None:
+    batch = {"x": torch.zeros(1), "y": [torch.zeros(1), ("name", 3)]}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["x"].is_meta
+    assert moved["y"][0].is_meta
+    assert moved["y"][1] == ("name", 3)
+
+
+@pytest.mark.parametrize("value", [numpy.float64(1), object(), {"a": [1, numpy.zeros(2)]}])
+def test_what_could_not_be_loaded_is_not_saved(value: Any) -> None:
+    with pytest.raises(HpcDdpError, match="accepted in a state_dict"):
+        state.check_loadable({"best": value}, "state")
+
+
+def test_ordinary_state_is_loadable() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+    model(torch.zeros(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    saved = state.collect(objects)
+    state.check_loadable(saved, "state")
+    state.put_back(objects, saved, 1)
+
+
+class Tied:
+    """Anything with state_dict and load_state_dict can be tracked."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        raise KeyError("best")
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "words"),
+    [
+        ({"model": nn.Linear(2, 3)}, {"model": nn.Linear(2, 2)}, r"bias is \(2,\) here and \(3,\)"),
+        ({"model": nn.Linear(2, 2)}, {"model": nn.Linear(2, 2, bias=False)}, "bias is not in the"),
+        ({"model": nn.Linear(2, 2)}, {"net": nn.Linear(2, 2)}, "it holds model, tracked are net"),
+        ({"x": Tied()}, {"x": Tied()}, "x: 'best'"),
+        (
+            {"optimizer": sgd(nn.Linear(2, 2))},
+            {"optimizer": sgd(nn.Linear(2, 2, bias=False))},
+            "optimizer: loaded state dict",
+        ),
+    ],
+)
+def test_another_program_is_told_what_differs(
+    there: dict[str, Any], here: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(HpcDdpError, match=words) as caught:
+        state.put_back(here, state.collect(there), 12)
+    assert "step 12" in caught.value.message
+
+
+def test_rank_facts_come_from_torchrun_or_are_those_of_one_process() -> None:
+    assert DistInfo.from_env({}) == DistInfo(0, 0, 1, 1, launched=False)
+    env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    assert DistInfo.from_env(env) == DistInfo(3, 1, 4, 2, launched=True)
+    with pytest.raises(UsageError, match="WORLD_SIZE is None"):
+        DistInfo.from_env({"RANK": "0", "LOCAL_RANK": "0"})
+
+
+def test_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/a/train me.py", "--lr", "1"])
+    said = Surroundings.from_env({"HPC_DDP_END_TIME": "", "HPC_DDP_NODE": "n1"})
+    assert (said.run, said.attempt, said.end_time, said.node) == (None, None, None, "n1")
+    assert said.stem == "train me"
+    with pytest.raises(UsageError, match="HPC_DDP_SAVE_EVERY is 'often'"):
+        Surroundings.from_env({"HPC_DDP_SAVE_EVERY": "often"})
+
+
+@pytest.mark.parametrize("build", [lambda: make_loader(check=_refuse)])
+def test_a_loader_outside_its_loop_is_refused(build: Callable[[], Loader]) -> None:
+    with pytest.raises(UsageError, match="outside"):
+        next(iter(build()))
+
+
+def _refuse() -> None:
+    raise UsageError("outside")
