@@ -21,9 +21,9 @@ lint: .venv/ready
 	$(BIN)/python -m ruff check
 
 types: .venv/ready
-	$(BIN)/python -m mypy hpc_ddp jobs bench tests/unit tests/cli
+	$(BIN)/python -m mypy hpc_ddp jobs tests/unit tests/cli
 	$(BIN)/python -m mypy tests/ddp
-	$(BIN)/python -m mypy tests/slurm
+	MYPYPATH=tests/slurm $(BIN)/python -m mypy tests/slurm bench
 
 cluster: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell

@@ -94,7 +94,8 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
     values = {
         name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
         for name, value in options.items()
-        if value not in (None, (), False) and name not in ("env", "no_snapshot", "script", "args")
+        if not (value is None or value is False or value == ())
+        and name not in ("env", "no_snapshot", "script", "args")
     }
     pairs = [text.partition("=") for text in options["env"]]
     values |= {"env": {n: v for n, eq, v in pairs if eq}} if any(p[1] for p in pairs) else {}

@@ -39,7 +39,8 @@ def launch(argv: list[str]) -> dict[str, Any] | None:
     from torch.distributed.launcher.api import elastic_launch
 
     _, options, script = split(["", "", "", *argv])
-    args = run.parse_args([*options, "--no-python", "--signals-to-handle=SIGINT", "script"])
+    parse: Any = run.parse_args  # without types in torch
+    args = parse([*options, "--no-python", "--signals-to-handle=SIGINT", "script"])
     args.training_script = sys.executable
     args.training_script_args = escape(["-ISs", str(WORKER), sys.executable, "-u", *script])
     config, command, command_args = run.config_from_args(args)

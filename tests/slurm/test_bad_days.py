@@ -8,6 +8,7 @@ import time
 
 import pytest
 from cluster import Cluster
+from cluster_build import Proctrack
 from harness import (
     DIGITS,
     DIGITS_ARGS,
@@ -25,7 +26,7 @@ BACKENDS = ("slurm", "submitit")
 @pytest.mark.parametrize("proctrack", ["linuxproc", "cgroup"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_preempted_with_and_without_notice(
-    hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str, proctrack: str
+    hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str, proctrack: Proctrack
 ) -> None:
     """First with a grace time of 20 s, then with none; the weights in the end are the same."""
     _use(cluster, proctrack)
@@ -50,7 +51,7 @@ def test_preempted_with_and_without_notice(
     assert job.output().count("going on from step") == 2
 
 
-def _use(cluster: Cluster, proctrack: str) -> None:
+def _use(cluster: Cluster, proctrack: Proctrack) -> None:
     if proctrack == "cgroup" and cluster.cgroup_reason:
         pytest.skip(cluster.cgroup_reason)
     if cluster.proctrack != proctrack:

@@ -1,0 +1,174 @@
+"""Measures what hpc-ddp costs, side by side with plain Slurm and torchrun, on the tests' cluster.
+
+``make bench`` prints a table of medians and writes it to ``bench/results/``. Three questions:
+
+- how much longer does `hpc-ddp submit` take than `sbatch` of the same script
+- how much longer is it from a job's start to its first step than with bare ``srun torchrun``
+- how long is it from the notice of a preemption to the first new step, against the sum of what
+  can't be avoided: Slurm's own requeue delay, one save, one bare start
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).parents[1]
+sys.path.insert(0, str(REPO / "tests" / "slurm"))
+
+from cluster import ATTACH, Cluster  # noqa: E402  # its folder was just put on the path
+from cluster_machine import poll  # noqa: E402
+from harness import DIGITS, TWO_BY_TWO, Hpc, Job  # noqa: E402
+
+from hpc_ddp.run.folder import RunFolder  # noqa: E402
+
+ARGS = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.1")
+ROUNDS = 7
+PREEMPTIONS = 5
+
+BARE = """\
+#!/bin/bash
+#SBATCH --nodes=2 --gpus-per-node=2 --ntasks-per-node=1 --output={folder}/out
+date +%s.%N >{folder}/begin
+export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0 HPC_DDP_RUN={folder}/run HPC_DDP_ATTEMPT=0
+export PYTHONPATH={repo}
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
+srun --ntasks-per-node=1 {python} -m torch.distributed.run --nnodes=2 --nproc-per-node=2 \\
+    --rdzv-backend=c10d --rdzv-endpoint="$head:29500" --rdzv-id="$SLURM_JOB_ID" {script} {args}
+"""
+REQUEUED = """\
+#!/bin/bash
+#SBATCH --nodes=2 --gpus-per-node=2 --requeue --open-mode=append --output={folder}/out
+date +%s.%N >>{folder}/begins
+[ -n "$SLURM_RESTART_COUNT" ] && exit
+date +%s.%N >{folder}/requeued
+scontrol requeue $SLURM_JOB_ID
+"""
+
+
+@dataclass
+class Bench:
+    """The cluster, and a folder for what the jobs leave."""
+
+    cluster: Cluster
+    folder: Path
+
+    def fresh(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self.folder))
+
+    def submit_s(self) -> tuple[float, float]:
+        """Return the seconds of ``hpc-ddp submit`` and of ``sbatch`` of the script it wrote."""
+        hpc = Hpc(self.cluster, self.fresh())
+        begin = time.monotonic()
+        job = hpc.submit("--sbatch=--hold", *TWO_BY_TWO, str(DIGITS))
+        ours = time.monotonic() - begin
+        begin = time.monotonic()
+        again = self.cluster.run("sbatch", "--parsable", "--hold", str(job.run.script)).stdout
+        bare = time.monotonic() - begin
+        self.cluster.run("scancel", job.id, again.strip())
+        return ours, bare
+
+    def start_ours_s(self) -> float:
+        """Return the seconds from the first line of our batch script to the first step."""
+        folder = self.fresh()
+        hpc = Hpc(self.cluster, folder / "runs")
+        setup = f"--setup=date +%s.%N >{folder}/begin"
+        job = hpc.submit(setup, *TWO_BY_TWO, str(DIGITS), *ARGS)
+        return self._first_step(job, folder)
+
+    def start_bare_s(self) -> float:
+        """The same with a hand-written script and torchrun as it is documented."""
+        folder = self.fresh()
+        run = RunFolder(folder / "run").make()
+        words = {"repo": REPO, "python": sys.executable, "script": DIGITS, "args": " ".join(ARGS)}
+        (folder / "job").write_text(BARE.format(folder=folder, **words))
+        printed = self.cluster.run("sbatch", "--parsable", str(folder / "job")).stdout
+        return self._first_step(Job(self.cluster, printed.strip(), run), folder)
+
+    def _first_step(self, job: Job, folder: Path) -> float:
+        seconds: float = job.event("first_step")["time"] - float((folder / "begin").read_text())
+        self.cluster.run("scancel", job.id)
+        self.cluster.reset()
+        return seconds
+
+    def requeue_s(self) -> float:
+        """Return the seconds from ``scontrol requeue`` to the start of the job it requeues."""
+        folder = self.fresh()
+        (folder / "job").write_text(REQUEUED.format(folder=folder))
+        self.cluster.run("sbatch", str(folder / "job"))
+        begins = folder / "begins"
+        poll(lambda: begins.exists() and begins.read_text().count("\n") == 2, timeout=60)
+        asked = float((folder / "requeued").read_text())
+        self.cluster.reset()
+        return float(begins.read_text().split()[1]) - asked
+
+    def preempted_s(self) -> tuple[float, float]:
+        """Return the seconds from the notice to the first new step, and those of the save."""
+        hpc = Hpc(self.cluster, self.fresh())
+        job = hpc.submit(*TWO_BY_TWO, str(DIGITS), *ARGS)
+        job.at_step(10)
+        job.preempt()
+        notice = job.event("notice")["time"]
+        first = job.event("first_step", attempt=1)["time"]
+        save: float = job.events("checkpoint", 0)[-1]["stall_s"]
+        self.cluster.run("scancel", job.id)
+        self.cluster.reset()
+        return first - notice, save
+
+
+def measure(bench: Bench) -> list[str]:
+    """Measure everything, ours and the reference in turn; return a table's lines."""
+    submits = [bench.submit_s() for _ in range(ROUNDS)]
+    starts = [(bench.start_ours_s(), bench.start_bare_s()) for _ in range(ROUNDS)]
+    requeue = statistics.median(bench.requeue_s() for _ in range(PREEMPTIONS))
+    preempted = [bench.preempted_s() for _ in range(PREEMPTIONS)]
+    ours, bare = (statistics.median(column) for column in zip(*submits, strict=True))
+    our_start, bare_start = (statistics.median(column) for column in zip(*starts, strict=True))
+    back, save = (statistics.median(column) for column in zip(*preempted, strict=True))
+    floor = requeue + save + bare_start
+    return [
+        "| what (medians) | hpc-ddp | reference | reach | measured |",
+        "|---|---|---|---|---|",
+        f"| submit | {ours:.3f} s | sbatch {bare:.3f} s | at most 0.3 s more"
+        f" | {ours - bare:.3f} s more |",
+        f"| job start to first step | {our_start:.2f} s | srun torchrun {bare_start:.2f} s"
+        f" | at most 1.05 x | {our_start / bare_start:.3f} x |",
+        f"| notice to first new step | {back:.2f} s | requeue {requeue:.2f} s + save {save:.2f} s"
+        f" + start {bare_start:.2f} s = {floor:.2f} s | at most 1.15 x | {back / floor:.3f} x |",
+        "",
+        f"All values: submit {_all(submits)}; start {_all(starts)}; back {_all(preempted)}",
+    ]
+
+
+def _all(pairs: list[tuple[float, float]]) -> str:
+    return " ".join(f"{a:.2f}/{b:.2f}" for a, b in pairs)
+
+
+def machine() -> str:
+    model = subprocess.run(["uname", "-mr"], capture_output=True, text=True).stdout.strip()
+    return f"{os.cpu_count()} cores, {model}, Python {sys.version.split()[0]}"
+
+
+def main() -> None:
+    attach = os.environ.get(ATTACH)
+    cluster = Cluster.attach(int(attach)) if attach else Cluster.up()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            lines = measure(Bench(cluster, Path(folder)))
+    finally:
+        cluster.down()
+    today = datetime.date.today().isoformat()
+    text = "\n".join([f"# {today}: {machine()}", "", *lines, ""])
+    print(text)
+    (REPO / "bench" / "results" / f"{today}-launch.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The command line as typed, without a cluster: messages, exit codes, what goes where."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpc_ddp.cli.main import main as cli
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a script, and a PATH without Slurm."""
+    (tmp_path / "bin").mkdir()
+    for name in ("git", "bash"):
+        (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "train.py").write_text("print('hello')\n")
+    return tmp_path / "work"
+
+
+@pytest.fixture
+def run_cli(project: Path) -> Cli:
+    def call(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": str(project.parent / "bin"), "HOME": str(project.parent)}
+        env |= {"HPC_DDP_RUNS": str(project.parent / "runs"), **environ}
+        argv = [sys.executable, "-m", "hpc_ddp", *words]
+        return subprocess.run(argv, cwd=project, env=env, capture_output=True, text=True)
+
+    return call
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*/*")) if folder.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["submit", "gone.py"], "gone.py' does not exist"),
+        (["submit"], "no script is named"),
+        (["submit", "--nodes", "0", "train.py"], "nodes is 0; accepted: a whole number from 1"),
+        (["submit", "--backend", "slrum", "train.py"], "did you mean 'slurm'?"),
+        (["submit", "--fabric", "ether", "train.py"], "accepted: auto, ethernet, infiniband"),
+        (["submit", "--site", "nowhere", "train.py"], "site 'nowhere' is unknown"),
+        (["submit", "--template", "gone.j2", "train.py"], "template 'gone.j2' does not exist"),
+        (["submit", "--env", "NOT_SET", "train.py"], "NOT_SET is not set here"),
+        (["submit", "--env", "HF_TOKEN=x", "train.py"], "looks like a secret"),
+        (["submit", "--run", "nope", "train.py"], "no run 'nope'"),
+        (["submit", "--backend", "allocation", "train.py"], "this shell is in none"),
+        (["submit", "--time", "soon", "train.py"], "not a Slurm time"),
+        (["submit", "--runs-dir", "/proc/x", "train.py"], "can't be written"),
+        (["logs", "nope"], "no run 'nope'"),
+        (["cancel", "nope"], "no run 'nope'"),
+        (["status", "nope"], "no run 'nope'"),
+    ],
+)
+def test_usage_errors(run_cli: Cli, project: Path, words: list[str], message: str) -> None:
+    done = run_cli(*words)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert "hint: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert _names(project.parent / "runs") == []
+
+
+def test_without_a_slurm_submit_says_so(run_cli: Cli, project: Path) -> None:
+    for backend in ("slurm", "submitit"):
+        done = run_cli("submit", "--backend", backend, "train.py")
+        assert done.returncode == 1
+        assert "this machine has no Slurm client" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert _names(project.parent / "runs") == []
+
+
+def test_render_prints_the_script_alone_and_keeps_it(run_cli: Cli) -> None:
+    done = run_cli("render", "--nodes", "2", "train.py", "--nodes", "9")
+    assert done.returncode == 0
+    assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=train\n#SBATCH --nodes=2\n")
+    (kept,) = (line.split(" ", 1)[1] for line in done.stderr.splitlines() if "run: " in line)
+    assert Path(kept, "job.sbatch").read_text() == done.stdout
+    told = json.loads(run_cli("render", "--json", "train.py").stdout)
+    assert Path(told["run"]).is_dir()
+
+
+def test_project_file_and_site_file_and_flag(run_cli: Cli, project: Path) -> None:
+    (project / "hpc-ddp.toml").write_text(
+        'script = "train.py"\nnodes = 3\npartition = "mine"\n[env]\nA = "1"\nB = "1"\n'
+    )
+    site = project.parent / ".config" / "hpc-ddp"
+    site.mkdir(parents=True)
+    (site / "site.toml").write_text(
+        'account = "acc"\npartition = "theirs"\n[env]\nB = "2"\nC = 2\n'
+    )
+    text = run_cli("render", "--nodes", "2", "--env", "A=flag").stdout
+    for line in ("--nodes=2", "--partition=mine", "--account=acc"):
+        assert f"#SBATCH {line}\n" in text
+    for line in ("A=flag", "B=1", "C=2"):
+        assert f"export {line}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodse = 2", "unknown key 'nodse', did you mean 'nodes'?"),
+        ('nodes = "2"', "nodes is '2', but must be a whole number"),
+        ("nodes = true", "must be a whole number"),
+        ("setup = [1]", "must be a list of strings"),
+        ("nodes = ", "can't be read as TOML"),
+    ],
+)
+def test_a_wrong_project_file(run_cli: Cli, project: Path, text: str, message: str) -> None:
+    (project / "hpc-ddp.toml").write_text(text + "\n")
+    done = run_cli("submit", "train.py")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "hpc-ddp.toml" in done.stderr
+
+
+def test_snapshot_of_a_git_tree(run_cli: Cli, project: Path) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    (project / ".gitignore").write_text("ignored\n")
+    for name in ("ignored", "kept", "with space é"):
+        (project / name).write_text(name)
+    (project / "link").symlink_to("kept")
+    told = json.loads(run_cli("render", "--json", "train.py").stdout)
+    code = Path(told["run"], "code", "0")
+    names = {path.name for path in code.iterdir()}
+    assert names == {".gitignore", "kept", "link", "train.py", "with space é"}
+    assert (code / "link").is_symlink()
+
+
+def test_too_large_a_snapshot_names_the_largest(run_cli: Cli, project: Path) -> None:
+    with open(project / "big.bin", "wb") as file:
+        file.truncate(60 * 10**6)
+    done = run_cli("submit", "train.py")
+    assert done.returncode == 2
+    assert "big.bin (60.0 MB)" in done.stderr
+    assert "snapshot-exclude" in done.stderr
+    (project / "hpc-ddp.toml").write_text('snapshot-exclude = ["*.bin"]\n')
+    assert run_cli("render", "train.py").returncode == 0
+    (project / "hpc-ddp.toml").unlink()
+    done = run_cli("render", "--no-snapshot", "train.py")
+    assert f"export HPC_DDP_CODE={project}\n" in done.stdout
+
+
+def test_status_of_nothing_and_of_a_rendered_run(run_cli: Cli) -> None:
+    done = run_cli("status")
+    assert (done.returncode, done.stdout) == (0, "")
+    run_cli("render", "train.py")
+    assert "never submitted" in run_cli("status").stdout
+    assert json.loads(run_cli("status", "--json").stdout)[0]["state"] == "rendered"
+
+
+def test_the_options_are_these() -> None:
+    """A new option is a decision: it needs a user, and a line in this list."""
+    options = {o for p in cli.commands["submit"].params for o in p.opts if o.startswith("--")}
+    assert options == {
+        *("--account", "--array", "--backend", "--constraint", "--container", "--continue-by"),
+        *("--cpus-per-task", "--dependency", "--env", "--exclude", "--exclusive", "--fabric"),
+        *("--gpus-per-node", "--interface", "--job-name", "--json", "--mail-type", "--mail-user"),
+        *("--max-failures", "--max-requeues", "--mem", "--no-snapshot", "--nodelist", "--nodes"),
+        *("--nproc-per-node", "--partition", "--python", "--qos", "--reservation", "--run"),
+        *("--runs-dir", "--sbatch", "--setup", "--site", "--template", "--time"),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_every_command_has_help_and_stands_in_the_readme(name: str, run_cli: Cli) -> None:
+    done = run_cli(name, "--help")
+    assert done.returncode == 0
+    assert cli.commands[name].help
+    readme = Path(__file__).parents[2] / "README.md"
+    assert f"hpc-ddp {name}" in readme.read_text()
+
+
+def test_an_unknown_option_is_a_usage_error(run_cli: Cli) -> None:
+    done = run_cli("submit", "--nodse", "2", "train.py")
+    assert done.returncode == 2
+    assert "--nodes" in done.stderr
+
+
+def test_a_pipe_that_closes_early_is_no_traceback(project: Path) -> None:
+    env = dict(os.environ, HPC_DDP_RUNS=str(project.parent / "runs"))
+    command = f"{sys.executable} -m hpc_ddp render train.py | head -1"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=project, env=env, capture_output=True, text=True
+    )
+    assert done.stdout == "#!/bin/bash\n"
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,140 @@
+"""`dry-run`: the same supervisors and verdicts on this machine, with real processes and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_ddp.run.folder import RunFolder, all_runs
+
+REPO = Path(__file__).parents[2]
+SCRIPTS = REPO / "tests" / "slurm" / "scripts"
+TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
+
+
+class DryRun:
+    """A dry run in the background; `run` is its folder, once there is one."""
+
+    def __init__(self, root: Path, *words: str, **environ: str) -> None:
+        self.root = root
+        env = dict(os.environ, HPC_DDP_RUNS=str(root), PYTHONPATH=str(REPO), **environ)
+        argv = [sys.executable, "-m", "hpc_ddp", "dry-run", *words]
+        self.out = root.with_suffix(".out")
+        with open(self.out, "ab") as out:
+            self.process = subprocess.Popen(argv, cwd=root.parent, env=env, stdout=out, stderr=out)
+
+    @property
+    def run(self) -> RunFolder:
+        return all_runs(self.root)[0]
+
+    def until(self, event: str, attempt: int = 0) -> None:
+        end = time.time() + 90
+        while not self.events(event, attempt):
+            assert time.time() < end, f"no {event}\n{self.printed()}"
+            assert self.process.poll() is None, self.printed()
+            time.sleep(0.1)
+
+    def events(self, name: str, attempt: int | None = None) -> list[dict[str, object]]:
+        if not all_runs(self.root):
+            return []
+        found = [event for event in self.run.events() if event["event"] == name]
+        return [event for event in found if attempt in (None, event["attempt"])]
+
+    def end(self) -> int:
+        return self.process.wait(timeout=120)
+
+    def printed(self) -> str:
+        return self.out.read_text()
+
+
+def test_stopped_politely_it_goes_on_at_the_next_step(tmp_path: Path) -> None:
+    words = (*TWO_BY_TWO, str(SCRIPTS / "trouble.py"), "none")
+    first = DryRun(tmp_path / "runs", *words)
+    first.until("first_step")
+    first.process.send_signal(signal.SIGTERM)
+    assert first.end() == 75, first.printed()
+    stopped = first.events("stopped")[0]["step"]
+    assert "go on with: hpc-ddp dry-run --run" in first.printed()
+    second = DryRun(tmp_path / "runs", "--run", first.run.id)
+    assert second.end() == 0, second.printed()
+    assert second.events("first_step", 1)[0]["step"] == int(str(stopped)) + 1
+    assert "Traceback" not in second.printed()
+    again = DryRun(tmp_path / "runs", "--run", first.run.id)
+    assert again.end() == 2
+    assert "is finished" in again.printed()
+
+
+def test_a_script_of_others_is_ended_promptly(tmp_path: Path) -> None:
+    job = DryRun(tmp_path / "runs", *TWO_BY_TWO, str(SCRIPTS / "plain.py"), TICKS="600")
+    end = time.time() + 60
+    while '"argv"' not in job.printed():
+        assert time.time() < end, job.printed()
+        time.sleep(0.1)
+    job.process.send_signal(signal.SIGINT)
+    begin = time.time()
+    assert job.end() == 75, job.printed()
+    assert time.time() - begin < 10
+
+
+def test_a_killed_worker_is_recovered_from(tmp_path: Path) -> None:
+    job = DryRun(tmp_path / "runs", *TWO_BY_TWO, str(SCRIPTS / "trouble.py"), "none")
+    job.until("checkpoint")
+    (pid,) = job.run.logs.glob("attempt-0/*/rank-2.pid")
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert job.end() == 0, job.printed()
+    assert [event["cause"] for event in job.events("verdict")] == ["failed", "finished"]
+    assert "rank 2 on local-" in job.printed()
+
+
+@pytest.mark.parametrize(("trouble", "code"), [("exit-before", 3), ("raise-before", 1)])
+def test_an_error_before_the_first_step_ends_it(tmp_path: Path, trouble: str, code: int) -> None:
+    job = DryRun(tmp_path / "runs", *TWO_BY_TWO, str(SCRIPTS / "trouble.py"), trouble)
+    assert job.end() == code, job.printed()
+    last = job.printed().splitlines()[-1]
+    assert "rank 3 on local-1" in last
+    if trouble == "raise-before":
+        assert "ValueError: before the first step" in last
+
+
+def test_nobody_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
+    job = DryRun(tmp_path / "runs", *TWO_BY_TWO, str(SCRIPTS / "trouble.py"), "none")
+    job.until("first_step")
+    pids = [int(path.read_text()) for path in job.run.logs.glob("attempt-0/*/rank-*.pid")]
+    assert len(pids) == 4
+    job.process.kill()
+    job.end()
+    end = time.time() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.time() < end
+        time.sleep(0.2)
+    assert job.events("stopped", 0)
+
+
+def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    words = ("--python", str(bare / "bin" / "python"), str(SCRIPTS / "plain.py"))
+    job = DryRun(tmp_path / "runs", *words)
+    assert job.end() == 1
+    assert "No module named 'torch'" in job.printed()
+
+
+def test_status_and_logs_of_a_run(tmp_path: Path) -> None:
+    job = DryRun(tmp_path / "runs", "--nproc-per-node", "2", str(SCRIPTS / "plain.py"), "a word")
+    assert job.end() == 0, job.printed()
+    env = dict(os.environ, HPC_DDP_RUNS=str(tmp_path / "runs"), PYTHONPATH=str(REPO))
+
+    def ask(*words: str) -> str:
+        argv = [sys.executable, "-m", "hpc_ddp", *words]
+        return subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout
+
+    assert json.loads(ask("status", "--json"))[0]["state"] == "finished"
+    assert "a word" in ask("logs", "plain", "--rank", "0")
+    assert ask("logs", "-f", job.run.id, "--rank", "1").endswith("done\n")
