@@ -111,6 +111,14 @@ def show_job(job_id: str) -> Job:
     return parse_job(_run(["scontrol", "show", "job", job_id]))
 
 
+def is_pending_or_running(job_id: str) -> bool:
+    """Tell whether a job may still do something; False also where nobody can be asked."""
+    try:
+        return show_job(job_id).state in ("PENDING", "RUNNING", "SUSPENDED")
+    except HpcDdpError:
+        return False
+
+
 def parse_job(text: str) -> Job:
     """Read the multi-line format. Fields are anchored at line starts: a job's name, which
     stands on the first line, may hold anything."""

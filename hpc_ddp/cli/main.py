@@ -104,6 +104,8 @@ def dry_run(as_json: bool, **options: Any) -> None:
     prepared = _prepare(options, backend="local")
     _say(f"run: {prepared.run.path}")
     code = _foreground(prepared.run, backends.start(prepared))
+    if code == CAN_GO_ON:
+        _say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(str(prepared.run.path))}")
     if as_json:
         click.echo(json.dumps({"exit_code": code, "run": str(prepared.run.path)}))
     sys.exit(code)
@@ -115,10 +117,7 @@ def _foreground(run: RunFolder, started: backends.Started) -> int:
     assert process is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: process.terminate())
-    code = watch(run, process)
-    if code == CAN_GO_ON:
-        _say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(str(run.path))}")
-    return code
+    return watch(run, process)
 
 
 @main.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -144,7 +144,7 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     given = {key: value for key, value in values.items() if key in names}
     given |= {"script": str(script), "workdir": str(cwd)}
     given["name"] = settings.get("job-name") or name_for(script)
-    given.setdefault("python", default_python(bool(given.get("setup"))))
+    given.setdefault("python", default_python(given.get("setup", ()), bool(given.get("container"))))
     return JobSpec(**given)
 
 
@@ -153,12 +153,15 @@ def name_for(script: Path) -> str:
     return re.sub(r"[^\w.+=,@-]+", "-", script.stem).lstrip(".+=,@-")[:100] or "job"
 
 
-def default_python(has_setup: bool) -> str:
+def default_python(setup: Sequence[str], in_container: bool) -> str:
     """Return the interpreter for the workers when none is named.
 
-    Set-up lines are there to bring one, so then it is the first on PATH. Without them, and with
-    torch beside hpc-ddp, it is the one that runs now. Otherwise PATH of the caller, again.
+    The one that runs now, where it has torch and no set-up line activates another environment.
+    Else the first one on PATH, once the set-up lines are through. In a container, its own.
     """
-    if not has_setup and find_spec("torch"):  # looks for it without importing it
+    if in_container:
+        return "python3"
+    activates = any("activate" in line for line in setup)
+    if not activates and find_spec("torch"):  # looks for it without importing it
         return sys.executable
-    return "python" if has_setup or shutil.which("python") else "python3"
+    return "python" if setup or shutil.which("python") else "python3"

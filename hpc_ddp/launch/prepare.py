@@ -11,9 +11,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp import slurm
 from hpc_ddp.launch import snapshot
 from hpc_ddp.launch.config import Settings, job_spec
 from hpc_ddp.launch.render import Rendering
+from hpc_ddp.run import process
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec
@@ -65,6 +67,7 @@ def continued_run(
     """
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
+    _check_idle(run)
     spec = JobSpec.from_json(run.job_json.read_text())
     names = {field.name for field in fields(JobSpec)}
     changed = {key.replace("-", "_"): value for key, value in options.items()}
@@ -98,6 +101,17 @@ def _fill(spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool) -> Pr
         prepared.discard()
         raise
     return prepared
+
+
+def _check_idle(run: RunFolder) -> None:
+    """Refuse a run that is queued or under way: its next job would find it taken."""
+    starts = [e for e in run.events() if e["event"] in ("queued", "started")]
+    info = max(starts, key=lambda event: float(event["time"]), default={})
+    job_id = info.get("job_id")
+    if job_id and slurm.is_pending_or_running(job_id):
+        raise UsageError(f"run {run.path} is job {job_id} by now", hint=f"hpc-ddp cancel {job_id}")
+    if process.is_live(info):
+        raise UsageError(f"run {run.path} runs here", hint=f"hpc-ddp cancel {run.id}")
 
 
 def _check_environment(spec: JobSpec) -> None:

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from hpc_ddp.node.supervisor import split
@@ -32,6 +33,22 @@ def escape(words: list[str]) -> list[str]:
     return [word.replace("$", "$$") for word in words]
 
 
+def ignore_sigterm() -> None:
+    """Keep torchrun from dying of SIGTERM, which it handles from the start of its workers on.
+
+    Newer ones have ``--signals-to-handle`` for this; the handler's name is older, and in all.
+    """
+    from torch.distributed.elastic.multiprocessing import api
+
+    theirs = api._terminate_process_handler
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if signum != signal.SIGTERM:
+            theirs(signum, frame)
+
+    api._terminate_process_handler = handler
+
+
 def launch(argv: list[str]) -> dict[str, Any] | None:
     """Run torchrun; return None when all workers exited 0, else what went wrong."""
     from torch.distributed import run
@@ -40,10 +57,11 @@ def launch(argv: list[str]) -> dict[str, Any] | None:
 
     _, options, script = split(["", "", "", *argv])
     parse: Any = run.parse_args  # without types in torch
-    args = parse([*options, "--no-python", "--signals-to-handle=SIGINT", "script"])
+    args = parse([*options, "--no-python", "script"])
     args.training_script = sys.executable
     args.training_script_args = escape(["-ISs", str(WORKER), sys.executable, "-u", *script])
     config, command, command_args = run.config_from_args(args)
+    ignore_sigterm()
     try:
         elastic_launch(config=config, entrypoint=command)(*command_args)
     except ChildFailedError as error:

@@ -52,7 +52,8 @@ def begin(environ: dict[str, str]) -> dict[str, str]:
     info = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
     attempt = run.claim_attempt(info, lambda other: _is_live(other, job_id, restarts))
     run.journal("batch", attempt.number).write("started", nodes=nodes, **info)
-    link_job(run.path.parent.parent, job_id, run)
+    if "SLURM_ARRAY_TASK_ID" not in environ:  # an array's own id was linked at the submit
+        link_job(run.path.parent.parent, job_id, run)
     if spec.continue_by == "resubmit":
         _queue_next_link(run, attempt, job_id, environ)
     end = job.end_time if job else None

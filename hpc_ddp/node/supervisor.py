@@ -165,7 +165,6 @@ class Supervisor:
         while agent.poll() is None:
             self.signals.wait(0.1)
             self._look(agent)
-            self._show_rank_0()
         self._show_rank_0()
         return self._end(agent.returncode)
 
@@ -210,6 +209,7 @@ class Supervisor:
             agent.kill()
 
     def _look_around(self, agent: subprocess.Popen[bytes], now: float) -> None:
+        self._show_rank_0()
         place = self.place
         word = read_word(place.attempt.notice)
         if self._peer_failed():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from cluster import Cluster
@@ -60,7 +62,7 @@ def _use(cluster: Cluster, proctrack: Proctrack) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plain_script_that_dies_of_the_notice_is_requeued(
-    hpc: Hpc, cluster: Cluster, backend: str, tmp_path: object
+    hpc: Hpc, cluster: Cluster, backend: str, tmp_path: Path
 ) -> None:
     _use(cluster, "linuxproc")
     env = {"TICKS": "600", "MARKER": f"{tmp_path}/marker"}
@@ -70,26 +72,6 @@ def test_a_plain_script_that_dies_of_the_notice_is_requeued(
     job.preempt()
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
-
-
-def test_longer_than_the_time_limit(
-    hpc: Hpc, cluster: Cluster, undisturbed: Job, tmp_path: object
-) -> None:
-    """Two jobs at once, since each takes longer than Slurm's shortest limit of a minute.
-
-    One goes on at the next step, and one that uses nothing of ours starts over, once.
-    """
-    _use(cluster, "linuxproc")
-    slow = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.7")
-    ours = hpc.submit(*TWO_BY_TWO, "--time", "1", str(DIGITS), *slow)
-    words = ("--nodes", "1", "--time", "1", "--max-requeues", "1", str(SCRIPTS / "plain.py"))
-    plain = hpc.submit(*words, env={"TICKS": "600"})
-    assert ours.end(240) == "COMPLETED", ours.output()
-    assert set(ours.verdicts()[:-1]) == {("time limit", "requeue")}
-    assert in_one_go(ours)
-    assert same_weights(ours, undisturbed)
-    assert plain.end(120) in ("FAILED", "TIMEOUT"), plain.output()
-    assert plain.verdicts() == [("time limit", "requeue"), ("time limit", "give up")]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -173,18 +155,66 @@ def test_cancel_in_each_phase(hpc: Hpc, cluster: Cluster, way: str) -> None:
             assert '"cancelled"' in hpc("status", "--json", job.id).stdout
 
 
-def test_first_node_cut_off_and_healed(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
-    """The shell of the lost attempt comes back to a job that is somebody else's by now."""
+@pytest.fixture(scope="module")
+def time_limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Job]:
+    """Two jobs that need longer than Slurm's shortest time limit, a minute: one of ours, one plain.
+
+    They run on the last node beside the test of the cut link, since both mostly wait.
+    """
     _use(cluster, "linuxproc")
-    job = hpc.submit(*TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS, env={"HPC_DDP_SAVE_EVERY": "1"})
-    job.at_step(15)
+    cluster.reset()
+    hpc = Hpc(cluster, tmp_path_factory.mktemp("limited"))
+    words = ("--nodes", "1", "--nodelist", cluster.nodes[-1], "--time", "1")
+    slow = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.5")
+    ours = hpc.submit(*words, "--gpus-per-node", "4", str(DIGITS), *slow)
+    plain = hpc.submit(
+        *words, "--max-requeues", "1", str(SCRIPTS / "plain.py"), env={"TICKS": "600"}
+    )
+    return ours, plain
+
+
+def test_first_node_cut_off_and_healed(
+    cluster: Cluster, undisturbed: Job, time_limited: tuple[Job, Job], tmp_path: Path
+) -> None:
+    """The shell of the lost attempt comes back to a job that is somebody else's by now."""
+    hpc = Hpc(cluster, tmp_path / "runs")
+    words = ("--exclude", cluster.nodes[-1], *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "0.5"})
+    job.at_step(30)
     first = job.events("started", 0)[0]["nodes"][0]
     cluster.cut(first)
     job.event("first_step", attempt=1, timeout=150)
     assert first not in job.events("started", 1)[0]["nodes"]
+    for srun in _processes_of(job, "srun", attempt=0):
+        os.kill(srun, signal.SIGKILL)  # or its shell would sit there and wait for it
     cluster.heal(first)
+    job.until(lambda: "attempt 0: superseded" in job.output(), 60, "verdict of the old shell")
     assert job.end() == "COMPLETED", job.output()
-    time.sleep(15)  # the old shell retries every few seconds
-    assert job.state() == "COMPLETED"
     assert len(job.run.attempts()) == 2
     assert same_weights(job, undisturbed)
+
+
+def _processes_of(job: Job, name: str, attempt: int) -> list[int]:
+    """Return the processes of an attempt by their name, wherever they run: it is one machine."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+            wanted = {f"HPC_DDP_RUN={job.run.path}", f"HPC_DDP_ATTEMPT={attempt}"}
+            if (path / "comm").read_text().strip() == name and wanted <= set(words):
+                found.append(int(path.name))
+    return found
+
+
+def test_longer_than_the_time_limit(
+    cluster: Cluster, undisturbed: Job, time_limited: tuple[Job, Job]
+) -> None:
+    """Ours goes on at the next step; one that uses nothing of ours starts over, once."""
+    ours, plain = time_limited
+    assert ours.end(240) == "COMPLETED", ours.output()
+    assert set(ours.verdicts()[:-1]) == {("time limit", "requeue")}
+    assert in_one_go(ours)
+    assert same_weights(ours, undisturbed)
+    assert plain.end(120) == "FAILED", plain.output()
+    assert plain.verdicts() == [("time limit", "requeue"), ("time limit", "give up")]
+    cluster.reset()

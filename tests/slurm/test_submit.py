@@ -144,3 +144,19 @@ def test_a_refused_submit_leaves_nothing_behind(hpc: Hpc) -> None:
     assert "invalid partition specified: nope" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(hpc.runs.glob("digits/*"))
+
+
+def test_from_the_wheel_with_a_torch_from_elsewhere(
+    cluster: Cluster, wheel_env: Path, torch_env: Path, tmp_path: Path
+) -> None:
+    """hpc-ddp without torch on the login node, torch without hpc-ddp on the nodes."""
+    python = str(torch_env / "bin" / "python")
+    words = ("--json", "--python", python, *TWO_BY_TWO, str(DIGITS), "--epochs", "1")
+    env = cluster.env() | {"HPC_DDP_RUNS": str(tmp_path / "runs")}
+    env.pop("PYTHONPATH", None)
+    done = cluster.run(str(wheel_env / "bin" / "hpc-ddp"), "submit", *words, env=env, cwd=tmp_path)
+    told = json.loads(done.stdout)
+    job = Job(cluster, told["job_id"], RunFolder(Path(told["run"])))
+    assert job.end() == "COMPLETED", job.output()
+    assert "test accuracy" in job.output()
+    cluster.reset()

@@ -1,0 +1,57 @@
+"""Environments as users have them, made without a network."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+LOGIN_PACKAGES = (
+    *("click", "jinja2", "markupsafe", "rich", "pygments", "markdown_it", "mdurl"),
+    *("submitit", "cloudpickle", "typing_extensions"),
+)
+
+
+def _bare_venv(folder: Path) -> Path:
+    """Make an environment with nothing in it; return its site-packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    return site
+
+
+@pytest.fixture(scope="session")
+def wheel_env(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the built wheel of hpc-ddp and what it depends on, and no torch."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+    subprocess.run([*build, str(REPO)], check=True, capture_output=True)
+    site = _bare_venv(folder / "env")
+    for name in LOGIN_PACKAGES:
+        spec = importlib.util.find_spec(name)
+        assert spec
+        assert spec.origin
+        path = Path(spec.origin)
+        path = path.parent if path.name == "__init__.py" else path
+        (site / path.name).symlink_to(path)
+    (wheel,) = folder.glob("*.whl")
+    python = str(folder / "env" / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--no-index", str(wheel)], check=True)
+    return folder / "env"
+
+
+@pytest.fixture(scope="session")
+def torch_env(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with torch, and no hpc-ddp."""
+    folder = tmp_path_factory.mktemp("torch") / "env"
+    spec = importlib.util.find_spec("torch")
+    assert spec
+    assert spec.origin
+    (_bare_venv(folder) / "torch.pth").write_text(f"{Path(spec.origin).parents[1]}\n")
+    look = "import importlib.util as u, sys; sys.exit(u.find_spec('hpc_ddp') is not None)"
+    subprocess.run([str(folder / "bin" / "python"), "-c", look], check=True, cwd="/")
+    return folder
