@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Mapping
@@ -51,7 +50,7 @@ def new_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
         a setting is refused; nothing is left behind
     """
     spec = job_spec(settings, cwd)
-    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     return _fill(spec, RunFolder(root / spec.name / run_id), settings, is_new=True)
 
 

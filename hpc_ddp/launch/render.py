@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,17 +128,23 @@ class Rendering:
 
     def _template(self) -> jinja2.Template:
         own = Path(self._spec.template).absolute() if self._spec.template else None
-        paths = ([own.parent] if own else []) + [folder("templates")]
-        environment = jinja2.Environment(
-            loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(path) for path in paths]),
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
-        )  # no autoescape: this is no HTML; every value goes through `q` or `in_double_quotes`
-        environment.filters["q"] = lambda value: shlex.quote(str(value))
-        environment.filters["in_double_quotes"] = _in_double_quotes
+        environment = _environment(own.parent if own else None)
         return _guarded(lambda: environment.get_template(own.name if own else BASE))
+
+
+@cache  # keeps compiled templates: a job is rendered once to check it, and once to run it
+def _environment(own: Path | None) -> jinja2.Environment:
+    paths = ([own] if own else []) + [folder("templates")]
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(path) for path in paths]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )  # no autoescape: this is no HTML; every value goes through `q` or `in_double_quotes`
+    environment.filters["q"] = lambda value: shlex.quote(str(value))
+    environment.filters["in_double_quotes"] = _in_double_quotes
+    return environment
 
 
 def _in_double_quotes(word: str) -> str:

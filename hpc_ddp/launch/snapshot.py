@@ -55,14 +55,17 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, Pa
         names = _plain_files(root, run.path.parent.parent)
     sizes = _measure(root, names, exclude)
     target = run.code / str(len(list(run.code.glob("*"))))
+    made: set[Path] = set()
     for name in sizes:
         copy = target / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(root / name, copy, follow_symlinks=False)
+        if copy.parent not in made:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            made.add(copy.parent)
+        shutil.copy(root / name, copy, follow_symlinks=False)
     inside = target / script.relative_to(root)
     if not inside.exists():  # ignored by git, or excluded: the one file that must be there
         inside.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(script, inside)
+        shutil.copy(script, inside)
     return target, inside
 
 
