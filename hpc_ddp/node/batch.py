@@ -214,7 +214,10 @@ def _since_submit(events: list[Event]) -> list[Event]:
 
 
 def note(journal: Journal, facts: Facts, decided: Verdict) -> None:
-    """Write the verdict to the journal, and for people to the job's output."""
+    """Write the verdict to the journal, and for people to the job's output.
+
+    The output ends with what went wrong, where people look first.
+    """
     failure = facts.failure if decided.cause == "failed" else None
     where: dict[str, Any] = {}
     if failure:
@@ -235,7 +238,8 @@ def note(journal: Journal, facts: Facts, decided: Verdict) -> None:
     if decided.action == "none":
         say(f"attempt {facts.attempt}: {decided.why or decided.cause}")
     else:
-        say(f"attempt {facts.attempt}: {decided.why}: {decided.action}")
+        then = "it goes on" if decided.action == "requeue" else "given up"
+        say(f"attempt {facts.attempt}: {decided.why}; {then}")
 
 
 def _requeue(run: RunFolder, job_id: str, facts: Facts) -> int:
