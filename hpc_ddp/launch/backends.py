@@ -83,9 +83,16 @@ class LocalBackend(SlurmBackend):
         node = str(run.lib / "node.py")
         command = [sys.executable, node, "local", spec.python, node, "agent"]
         command += [*torchrun_options(spec), str(prepared.script), *spec.args]
-        # A session of its own: Ctrl-C is for this process, which passes it on as a notice.
+        bar = sys.stdout.isatty() and sys.stderr.isatty()
         return Started(
-            process=subprocess.Popen(command, env=env, cwd=spec.workdir, start_new_session=True)
+            process=subprocess.Popen(
+                command,
+                env=env,
+                cwd=spec.workdir,
+                start_new_session=True,  # Ctrl-C is for this process, which passes on a notice
+                stdout=subprocess.PIPE if bar else None,  # to be shown above a progress bar
+                stderr=subprocess.STDOUT if bar else None,
+            )
         )
 
 

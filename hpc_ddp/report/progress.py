@@ -6,17 +6,24 @@ The workers print plain lines whoever watches; a bar of their own would garble t
 from __future__ import annotations
 
 import subprocess
-import sys
+import threading
+from typing import IO, TYPE_CHECKING
 
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import last_event
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 REFRESH_S = 0.3
 
 
 def watch(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
-    """Wait for `process`, showing the run's progress on a terminal; return its exit code."""
-    if not sys.stderr.isatty():
+    """Wait for `process` and return its exit code.
+
+    Where its output comes through a pipe, that is shown above a bar with the run's progress.
+    """
+    if process.stdout is None:
         return process.wait()
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -27,20 +34,25 @@ def watch(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
         TextColumn("{task.fields[told]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(), transient=True) as progress:
         task = progress.add_task("", total=None, told="starting")
-        while True:
-            try:
-                return process.wait(REFRESH_S)
-            except subprocess.TimeoutExpired:
-                pass
-            metrics = last_event(run.events(), "metrics")
-            if metrics:
-                told = "  ".join(
-                    f"{key} {metrics[key]:.4g}"
-                    for key in ("epoch", "loss", "samples_per_s")
-                    if metrics.get(key) is not None
-                )
-                progress.update(
-                    task, completed=metrics["step"], total=metrics.get("total_steps"), told=told
-                )
+        reader = threading.Thread(target=_copy, args=(process.stdout, progress.console))
+        reader.start()
+        while reader.is_alive():
+            reader.join(REFRESH_S)
+            metrics = last_event(run.events(), "metrics") or {"step": 0}
+            told = "  ".join(
+                f"{key} {metrics[key]:.4g}"
+                for key in ("epoch", "loss", "samples_per_s")
+                if metrics.get(key) is not None
+            )
+            total = metrics.get("total_steps")
+            progress.update(task, completed=metrics["step"], total=total, told=told or "starting")
+    return process.wait()
+
+
+def _copy(lines: IO[bytes], console: Console) -> None:
+    """Print lines above the bar, as they are."""
+    for line in lines:
+        text = line.decode(errors="replace").rstrip("\n")
+        console.print(text, markup=False, highlight=False, soft_wrap=True)

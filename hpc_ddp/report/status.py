@@ -85,6 +85,9 @@ def _state(
     if live:
         reason = live.reason if live.state == "PENDING" else live.nodes
         return _LIVE[live.state], reason
+    tasks = [RunFolder(path) for path in sorted(run.path.glob("task-*"))]
+    if tasks:
+        return "array", f"{sum(task.finished() for task in tasks)} of {len(tasks)} tasks finished"
     last = last_event(list(events), "submitted", "started", "verdict")
     if last is None:
         return "rendered", "never submitted"
