@@ -22,6 +22,10 @@ _INHERITED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC)_")
 _KEPT = ("SLURM_CONF",)
 
 
+class NoAnswerError(HpcDdpError):
+    """A command of Slurm was sent, and nobody knows what became of it."""
+
+
 def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without what an outer job or a shell profile left there for Slurm."""
     return {k: v for k, v in environ.items() if k in _KEPT or not _INHERITED.match(k)}
@@ -45,7 +49,7 @@ def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
             hint="log in to the cluster first, or try the job here with `hpc-ddp dry-run`",
         ) from None
     except subprocess.TimeoutExpired:
-        raise HpcDdpError(
+        raise NoAnswerError(
             f"{argv[0]} gave no answer within {TIMEOUT_S:.0f} s", hint="scontrol ping"
         ) from None
     if done.returncode:
@@ -156,6 +160,6 @@ class Queued:
 
 def queue() -> dict[str, Queued]:
     """Return my jobs that Slurm still has, by job id, with one call."""
-    printed = _run(["squeue", "--me", "--noheader", "--format=%A|%T|%r|%N|%L", "--states=all"])
+    printed = _run(["squeue", "--me", "--noheader", "--format=%F|%T|%r|%N|%L", "--states=all"])
     rows = (line.split("|") for line in printed.splitlines())
     return {row[0]: Queued(*row[1:]) for row in rows if len(row) == 5}

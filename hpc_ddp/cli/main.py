@@ -42,6 +42,11 @@ class Group(click.Group):
             if error.hint:
                 click.echo(f"hint: {error.hint}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:  # a folder that went away, a name that is too long
+            if isinstance(error, BrokenPipeError):
+                raise  # click ends quietly
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(1)
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -99,7 +99,8 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
     }
     pairs = [text.partition("=") for text in options["env"]]
     values |= {"env": {n: v for n, eq, v in pairs if eq}} if any(p[1] for p in pairs) else {}
-    values |= {"env-names": [n for n, eq, _ in pairs if not eq]} if pairs else {}
+    names = [n for n, eq, _ in pairs if not eq]
+    values |= {"env-names": names} if names else {}
     if options["no_snapshot"]:
         values["snapshot"] = False
     if options["script"]:

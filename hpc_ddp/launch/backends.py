@@ -68,7 +68,9 @@ class AllocationBackend(SlurmBackend):
                 hint=f"salloc --nodes {prepared.spec.nodes}, then the same command again",
             )
         env = dict(os.environ, HPC_DDP_INTERACTIVE="1")
-        return Started(process=subprocess.Popen(["bash", str(prepared.run.script)], env=env))
+        argv = ["bash", str(prepared.run.script)]
+        # A session of its own: Ctrl-C is for this process, which passes on a notice.
+        return Started(process=subprocess.Popen(argv, env=env, start_new_session=True))
 
 
 class LocalBackend(SlurmBackend):
@@ -203,8 +205,11 @@ def start(prepared: Prepared) -> Started:
     try:
         render(prepared)
         run.cancelled.unlink(missing_ok=True)  # whoever starts it wants it to run
-        journal.write("submitted", backend=spec.backend, script=spec.script)
+        attempts = len(run.attempts())
+        journal.write("submitted", backend=spec.backend, script=spec.script, first_attempt=attempts)
         started = BACKENDS[spec.backend].start(prepared)
+    except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
+        raise
     except HpcDdpError:
         prepared.discard()
         raise

@@ -72,6 +72,10 @@ def continued_run(
     changed = {key.replace("-", "_"): value for key, value in options.items()}
     if "script" in changed:
         changed["script"] = str((cwd / changed["script"]).absolute())
+    if "env" in changed:
+        changed["env"] = {**spec.env, **changed["env"]}
+    # The back-end is not the run's: what was tried here may go on there, and the other way round.
+    changed.setdefault("backend", settings.get("backend", "slurm"))
     spec = replace(spec, **{key: value for key, value in changed.items() if key in names})
     if not Path(spec.script).is_file():
         raise UsageError(f"script {spec.script!r} does not exist any more", hint="name SCRIPT")
@@ -107,7 +111,7 @@ def _check_idle(run: RunFolder) -> None:
     starts = [e for e in run.events() if e["event"] in ("queued", "started")]
     info = max(starts, key=lambda event: float(event["time"]), default={})
     job_id = info.get("job_id")
-    if job_id and slurm.is_pending_or_running(job_id):
+    if job_id and job_id != os.environ.get("SLURM_JOB_ID") and slurm.is_pending_or_running(job_id):
         raise UsageError(f"run {run.path} is job {job_id} by now", hint=f"hpc-ddp cancel {job_id}")
     if process.is_live(info):
         raise UsageError(f"run {run.path} runs here", hint=f"hpc-ddp cancel {run.id}")

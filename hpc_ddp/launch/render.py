@@ -22,7 +22,9 @@ from hpc_ddp.run.spec import JobSpec, directives
 T = TypeVar("T")
 
 BASE = "job.sbatch.j2"
-WAIT_S = 600  # srun ends the step this long after the first node's task has ended well
+# No limit on how long srun waits for the other nodes once the first has ended well: rank 0 may
+# evaluate and export for long. A site's own WaitTime would end it. Failed nodes end the others.
+WAIT_S = 0
 
 # What torchrun is told; the variables are exported by `batch begin`, or by the local back-end.
 # min = max nodes: a late node must not be shut out, nor a world of fewer nodes start.
@@ -88,10 +90,10 @@ class Rendering:
     """
 
     def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:
-        if {":", "\\"} & set(str(run.path)):
+        if {":", "\\"} & set(str(run.path)) or not str(run.path).isprintable():
             raise UsageError(
                 f"the run folder {str(run.path)!r} has a colon, which PYTHONPATH can't hold,"
-                " or a backslash, which Slurm takes out of the name of an output file",
+                " or a backslash or control character, which the name of Slurm's output can't",
                 hint="--runs-dir, without them",
             )
         self._spec = spec
@@ -159,6 +161,11 @@ def _guarded(work: Callable[[], T]) -> T:
     except jinja2.TemplateNotFound as error:
         raise UsageError(
             f"template {error.name!r} does not exist", hint="--template FILE"
+        ) from None
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"the template is broken: {type(error).__name__}: {error}",
+            hint=f"blocks and variables: {folder('templates') / BASE}",
         ) from None
     except jinja2.TemplateError as error:
         line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hpc_ddp.node.supervisor import split
+from hpc_ddp.node.worker import die_with_parent
 from hpc_ddp.run.folder import AttemptFolder, write_json
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -75,6 +76,7 @@ def _failure(rank: int, failure: Any) -> dict[str, Any]:
 
 def main(argv: list[str]) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: None)
+    die_with_parent()  # or the workers of a supervisor that is killed would go on by themselves
     os.environ["HPC_DDP_AGENT_PID"] = str(os.getpid())
     folder = Path(os.environ["HPC_DDP_NODE_FOLDER"])
     try:

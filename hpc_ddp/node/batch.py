@@ -1,6 +1,6 @@
 """What the batch shell asks for: the attempt's facts before the step, the verdict after it.
 
-``python <run>/lib/node.py batch begin | warned | next-port | verdict``
+``python <run>/lib/node.py batch begin | warned | interrupted | next-port | verdict``
 
 It runs on the first node, outside of any container, since scontrol is often missing inside.
 """
@@ -35,8 +35,10 @@ def say(text: str) -> None:
 # --- before the step -----------------------------------------------------------------------
 
 
-def begin(environ: dict[str, str]) -> dict[str, str]:
+def begin(environ: dict[str, str]) -> dict[str, str] | None:
     """Take the next attempt's number and return what the step needs, as variables.
+
+    None means that the run is finished already and there is nothing left to do.
 
     Raises
     ------
@@ -46,7 +48,10 @@ def begin(environ: dict[str, str]) -> dict[str, str]:
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(run.job_json.read_text())
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    _check_wanted(run, by_hand=not restarts and "HPC_DDP_LINK" not in environ)
+    by_hand = not restarts and "HPC_DDP_LINK" not in environ
+    if run.finished() and not by_hand:  # Slurm may restart a job whose last node went too late
+        return None
+    _check_wanted(run, by_hand)
     job = _ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
@@ -79,6 +84,10 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
         return run
     own = RunFolder(run.path / f"task-{task}").make()
     own.job_json.write_text(run.job_json.read_text())
+    for shared in ("lib", "cancelled"):  # one cancel ends all tasks
+        link = own.path / shared
+        if not link.is_symlink():
+            link.symlink_to(Path("..") / shared)
     return own
 
 
@@ -87,8 +96,24 @@ def _check_wanted(run: RunFolder, by_hand: bool) -> None:
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
     if by_hand:  # whoever submits a run that was cancelled wants it to go on
         run.cancelled.unlink(missing_ok=True)
-    elif run.cancelled.exists():
-        raise HpcDdpError(f"run {run.path} was cancelled")
+    elif run.cancelled.exists() or _chain_has_ended(run):
+        raise HpcDdpError(f"run {run.path} was cancelled, or given up")
+
+
+def _chain_has_ended(run: RunFolder) -> bool:
+    """Tell whether the last attempt left nothing to go on with, though it could not say so.
+
+    A scancel may end the job before its verdict cancels the next link of the chain.
+    """
+    verdicts = [event for event in run.events() if event["event"] == "verdict"]
+    attempts = run.attempts()
+    if not attempts:
+        return False
+    if verdicts and verdicts[-1]["attempt"] == attempts[-1].number:
+        return bool(verdicts[-1]["action"] != "requeue")
+    job_id = attempts[-1].info.get("job_id")
+    job = _ask(job_id) if job_id else None
+    return job is not None and job.state == "CANCELLED" and not job.preempted
 
 
 def _is_live(other: dict[str, Any], job_id: str, restarts: int) -> bool:
@@ -98,12 +123,16 @@ def _is_live(other: dict[str, Any], job_id: str, restarts: int) -> bool:
         return process.is_live(other)
     if theirs == job_id:
         return False  # an earlier start of this very job
-    try:
-        job = slurm.show_job(theirs)
-    except HpcDdpError as error:
-        if "Invalid job id" in error.message:
-            return False
-        raise
+    for pause_s in (1, 5, None):
+        try:
+            job = slurm.show_job(theirs)
+            break
+        except HpcDdpError as error:
+            if "Invalid job id" in error.message:
+                return False
+            if pause_s is None:
+                raise
+            time.sleep(pause_s)
     return job.state in ("RUNNING", "SUSPENDED") and job.restarts == other.get("restarts")
 
 
@@ -115,7 +144,7 @@ def _queue_next_link(
     try:
         link = slurm.sbatch(str(run.script), env, f"--dependency=afterany:{job_id}")
     except HpcDdpError as error:
-        say(f"the next job of the chain could not be queued: {error.message}")
+        say(f"the next job of the chain could not be queued yet: {error.message}")
         return
     write_json(attempt.path / "next.json", {"job_id": link})
     link_job(run.path.parent.parent, link, run)
@@ -148,7 +177,8 @@ def warned(environ: dict[str, str]) -> None:
     """
     job = _ask(environ["SLURM_JOB_ID"])
     if job and job.end_time and not job.preempted:
-        time.sleep(max(0.0, job.end_time - float(environ["HPC_DDP_WARN_S"]) - time.time()))
+        warn_s = float(environ["HPC_DDP_WARN_S"] or 0)
+        time.sleep(max(0.0, job.end_time - warn_s - time.time()))
     preempted = job is not None and job.preempted
     attempt_of(environ).notice.write_text("preemption" if preempted else "warning signal")
 
@@ -179,6 +209,8 @@ def verdict(environ: dict[str, str]) -> int:
     decided = decide(facts)
     note(journal, facts, decided)
     if facts.spec.continue_by == "resubmit":
+        if decided.action == "requeue" and not (attempt.path / "next.json").exists():
+            _queue_next_link(run, attempt, environ["SLURM_JOB_ID"], environ)
         return _end_link(attempt, decided)
     if decided.action != "requeue":
         return decided.exit_code
@@ -208,9 +240,12 @@ def gather(
 
 
 def _since_submit(events: list[Event]) -> list[Event]:
-    """Drop what lies before the newest submit: mended code has its budgets anew."""
-    submitted = max((e["time"] for e in events if e["event"] == "submitted"), default=0.0)
-    return [event for event in events if event["time"] >= submitted]
+    """Drop what lies before the newest submit: mended code has its budgets anew.
+
+    By attempt and not by time, since the login node's clock is another one.
+    """
+    first = max((e.get("first_attempt", 0) for e in events if e["event"] == "submitted"), default=0)
+    return [event for event in events if event["attempt"] >= first]
 
 
 def note(journal: Journal, facts: Facts, decided: Verdict) -> None:
@@ -257,8 +292,7 @@ def _requeue(run: RunFolder, job_id: str, facts: Facts) -> int:
         if job.restarts != facts.restarts or not run.is_newest(facts.attempt):
             say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
             return 0
-        ending = job.preempted or job.reason == "TimeLimit"
-        if run.cancelled.exists() or not (job.state == "RUNNING" or ending):
+        if run.cancelled.exists() or not (job.state == "RUNNING" or job.reason == "TimeLimit"):
             say(f"the job is {job.state} by now: not requeued")
             return CAN_GO_ON
         try:
@@ -277,7 +311,10 @@ def _end_link(attempt: AttemptFolder, decided: Verdict) -> int:
     if decided.action == "requeue":
         return 0 if link else CAN_GO_ON
     if link and decided.cause != "superseded":
-        slurm.cancel([link])
+        try:
+            slurm.cancel([link])
+        except HpcDdpError as error:  # it will find the verdict, and not start
+            say(error.message)
     return decided.exit_code
 
 
@@ -286,7 +323,10 @@ def main(argv: list[str]) -> int:
     try:
         match argv:
             case ["begin"]:
-                print(export_lines(begin(environ)), end="")
+                values = begin(environ)
+                print("exit 0" if values is None else export_lines(values))
+            case ["interrupted"]:
+                attempt_of(environ).notice.write_text("interrupted")
             case ["warned"]:
                 warned(environ)
             case ["next-port"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,23 @@ class Failure:
 
     def __str__(self) -> str:
         rank = "torchrun" if self.rank is None else f"rank {self.rank}"
-        name = signal.Signals(-self.code).name if self.code < 0 else f"exit code {self.code}"
+        name = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
         return f"{rank} on {self.node}: {self.error or name}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def from_record(record: dict[str, Any]) -> list[Failure]:
     """Read the failures in what a node recorded of its end."""
-    return [Failure(node=record["node"], **failure) for failure in record.get("failures", [])]
+    found = [Failure(node=record["node"], **failure) for failure in record.get("failures", [])]
+    if record.get("torn_down"):  # what we killed ourselves says nothing about the cause
+        return [replace(f, code=_TORN_DOWN[0]) if f.code == -signal.SIGKILL else f for f in found]
+    return found
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure | None:

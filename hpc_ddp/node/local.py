@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -46,9 +45,10 @@ class LocalRun:
             signal.signal(number, self._notify)
 
     def _notify(self, number: int, frame: FrameType | None) -> None:
-        self.notified = True
+        """Pass the first one on as a notice; who sends another one is in a hurry."""
         for supervisor in self.supervisors:
-            supervisor.terminate()
+            (supervisor.kill if self.notified else supervisor.terminate)()
+        self.notified = True
 
     def play(self) -> int:
         """Run attempts until one is the last; return the exit code."""
@@ -61,7 +61,7 @@ class LocalRun:
 
     def attempt(self) -> Verdict:
         """Run one attempt to its end, and decide how it goes on."""
-        info = {"host": socket.gethostname(), "pid": os.getpid()}
+        info = process.identity()
         attempt = self.run.claim_attempt(info, _is_live)
         journal = self.run.journal("batch", attempt.number)
         journal.write("started", nodes=self.nodes, **info)
@@ -95,7 +95,8 @@ class LocalRun:
             for index in range(len(self.nodes))
         ]
         if self.notified:  # before they were there to be told
-            self._notify(signal.SIGTERM, None)
+            for supervisor in self.supervisors:
+                supervisor.terminate()
         end = float(environ["HPC_DDP_END_TIME"] or "inf")
         while any(supervisor.poll() is None for supervisor in self.supervisors):
             time.sleep(0.1)

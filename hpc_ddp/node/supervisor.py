@@ -153,8 +153,20 @@ class Supervisor:
         """Run torchrun to its end and return the code for the task: 0 also for a polite stop."""
         if read_word(self.place.attempt.failed):  # a peer failed before this one was up
             return 1
+        try:
+            agent = self._start()
+        except OSError as error:
+            write_json(self.folder.path / "failures.json", {"agent": str(error)})
+            return self._end(127)
+        while agent.poll() is None:
+            self.signals.wait(0.1)
+            self._look(agent)
+        self._show_rank_0()
+        return self._end(agent.returncode)
+
+    def _start(self) -> subprocess.Popen[bytes]:
         with open(self.folder.agent_log, "ab") as log:
-            agent = subprocess.Popen(
+            return subprocess.Popen(
                 self._torchrun(),
                 stdout=log,
                 stderr=log,
@@ -162,11 +174,6 @@ class Supervisor:
                 env=self._env(),
                 start_new_session=True,
             )
-        while agent.poll() is None:
-            self.signals.wait(0.1)
-            self._look(agent)
-        self._show_rank_0()
-        return self._end(agent.returncode)
 
     def _torchrun(self) -> list[str]:
         """Add what differs between nodes: who hosts the store, and this node's own name.
@@ -192,7 +199,7 @@ class Supervisor:
 
     def _look(self, agent: subprocess.Popen[bytes]) -> None:
         """Act on what has come since the last look."""
-        now = time.time()
+        now, place = time.time(), self.place
         if self.signals.seen:
             names = [signal.Signals(number).name for number in self.signals.seen]
             self.signals.seen.clear()
@@ -204,6 +211,9 @@ class Supervisor:
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
             self._look_around(agent, now)
+        if self.notice and place.end_time and now >= place.end_time and not self._kill_at:
+            # Slurm's own SIGKILL would take the batch shell too, and with it the verdict.
+            self._kill_at = now
         if self._kill_at and now >= self._kill_at:
             self._signal_workers(signal.SIGKILL)
             agent.kill()

@@ -9,7 +9,7 @@ cancelled      none, for good
 preempted      requeue, without bound unless ``max_requeues`` is given
 time limit     the same, while attempts make progress
 notice         the same (somebody asked the job to stop, and it can go on)
-node lost      the same (a node ended without a word)
+node lost      the same (a node ended without a word), while workers come to life
 failed         requeue up to ``max_failures`` times where it may help, else give up
 =============  ==========================================================================
 """
@@ -132,10 +132,12 @@ def _cause(facts: Facts) -> str:
     complete = len(codes) == len(facts.nodes)
     if facts.here("finished") and (facts.notices or (complete and not any(codes))):
         return "finished"
-    if job and job.preempted:
+    if job and job.preempted and job.state == "RUNNING":
         return "preempted"
     if job and (job.reason == "TimeLimit" or job.state == "TIMEOUT"):
         return "time limit"
+    if job and (job.reason == "NodeDown" or job.state in ("NODE_FAIL", "BOOT_FAIL")):
+        return "node lost"
     if job and job.state != "RUNNING":  # the batch shell still runs, so somebody ends the job
         return "cancelled"
     if facts.notices:
@@ -153,6 +155,11 @@ def _why_not_again(facts: Facts, cause: str) -> str | None:
     again = [v for v in facts.verdicts if v["cause"] != "failed"]
     if spec.max_requeues is not None and len(again) >= spec.max_requeues:
         return f"it was requeued {len(again)} times already (--max-requeues)"
+    if cause == "node lost" and facts.step is None:
+        # Maybe no node was lost, and nothing can start here: a wrong --python, a full disk.
+        silent = sum(v["cause"] == cause and v.get("step") is None for v in again)
+        if silent >= spec.max_failures:
+            return f"nothing was heard of the workers in {silent + 1} attempts"
     if cause != "time limit":
         return None
     if facts.is_ours:

@@ -14,13 +14,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the agent dies; holds across exec (Linux only)."""
+    """Ask the kernel for SIGKILL when the parent dies; holds across exec (Linux only)."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
-        sys.exit("hpc-ddp: the torchrun agent has died")
 
 
 def python_path() -> str:
@@ -31,6 +29,8 @@ def python_path() -> str:
 
 def main(command: list[str]) -> None:
     die_with_parent()
+    if os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
+        sys.exit("hpc-ddp: the torchrun agent has died")
     name = os.path.join(os.environ["HPC_DDP_NODE_FOLDER"], f"rank-{os.environ['RANK']}")
     with open(f"{name}.pid", "w") as file:
         file.write(str(os.getpid()))

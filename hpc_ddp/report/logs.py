@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 
 POLL_S = 0.5
+ASK_EVERY = 20  # polls between two questions to Slurm whether the run has ended
 
 
 def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Path]:
@@ -24,8 +27,9 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     UsageError
         there is no such rank or attempt; names those that there are
     """
-    if rank is None and attempt is None:
-        return sorted(run.logs.glob("slurm*.out"))
+    outputs = sorted(run.logs.glob("slurm*.out"))
+    if rank is None and attempt is None and outputs:
+        return outputs
     wanted = rank or 0
     folders = [a for a in run.attempts() if attempt in (None, a.number)]
     files = [node.rank_log(wanted) for a in folders for node in a.nodes()]
@@ -57,10 +61,11 @@ def follow(
 ) -> None:
     """Copy the logs to stdout and go on with what is added, until `ended` says so."""
     read: dict[Path, int] = {}
-    while True:
-        last = ended()  # asked first, so that what came before the end is shown
-        for path in log_files(run, rank, attempt):
-            read[path] = _copy(path, read.get(path, 0))
+    for poll in itertools.count():
+        last = poll % ASK_EVERY == 0 and ended()  # asked first, so that all before it is shown
+        with contextlib.suppress(UsageError):  # a rank that has not started yet
+            for path in log_files(run, rank, attempt):
+                read[path] = _copy(path, read.get(path, 0))
         if last:
             return
         time.sleep(POLL_S)

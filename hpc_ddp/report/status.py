@@ -11,7 +11,7 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.run import process
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, read_json
 from hpc_ddp.run.journal import Event, last_event
 
@@ -79,6 +79,8 @@ _LIVE = {
 def _state(
     run: RunFolder, events: Sequence[Event], queued: Sequence[slurm.Queued]
 ) -> tuple[str, str]:
+    if run.finished():
+        return "finished", ""
     if run.cancelled.exists():
         return "cancelled", ""
     live = next((job for job in queued if job.state in _LIVE), None)
@@ -122,12 +124,27 @@ def overview(runs: Sequence[RunFolder]) -> list[Status]:
 
 
 def has_ended(run: RunFolder) -> bool:
-    """Tell whether nothing more will come of a run by itself."""
-    return overview([run])[0].state not in {*_LIVE.values(), "rendered"}
+    """Tell whether nothing more will come of a run by itself; without an answer, not yet."""
+    if run.finished() or run.cancelled.exists():
+        return True
+    local = "pid" in (last_event(run.events(), "started") or {})
+    try:
+        queue = {} if local else slurm.queue()
+    except HpcDdpError:
+        return False
+    return status_of(run, queue).state not in {*_LIVE.values(), "rendered"}
 
 
 def cancel(run: RunFolder) -> None:
-    """End a run for good. The mark comes first, so that a verdict just made sees it."""
+    """End a run for good. The mark comes first, so that a verdict just made sees it.
+
+    Raises
+    ------
+    UsageError
+        it is finished: there is nothing to cancel
+    """
+    if run.finished():
+        raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.id}")
     run.cancelled.touch()
     events = run.events()
     run.journal("submit").write("cancelled")

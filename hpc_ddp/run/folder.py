@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -96,7 +97,8 @@ class AttemptFolder:
 
     def records(self) -> list[dict[str, Any]]:
         """Return what the nodes have recorded of their ends so far."""
-        return [read_json(node.record) for node in self.nodes() if node.record.exists()]
+        found = [read_json(node.record) for node in self.nodes()]
+        return [record for record in found if "code" in record]
 
 
 @dataclass(frozen=True)
@@ -212,14 +214,17 @@ class RunFolder:
         (draft / "failed").touch()
         try:
             draft.rename(attempt.path)  # fails on a folder that isn't empty: ours never is
-        except OSError:
+        except OSError as error:
             shutil.rmtree(draft)
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
             return False
         return True
 
     def is_newest(self, attempt: int) -> bool:
         """Tell whether no later attempt has started: only then may this one change the run."""
-        return not (self.logs / f"attempt-{attempt + 1}").exists()
+        # By listing the folder: a look-up of a missing name may be answered from an NFS cache.
+        return all(other.number <= attempt for other in self.attempts())
 
 
 def _describe(attempt: AttemptFolder) -> str:

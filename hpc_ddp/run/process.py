@@ -4,17 +4,44 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 
+def identity() -> dict[str, Any]:
+    """Return what `is_live` needs to know of this process later: ``host``, ``pid``, ``began``."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "began": _began(pid)}
+
+
 def is_live(info: dict[str, Any]) -> bool:
-    """Tell whether the process with `info`'s ``host`` and ``pid`` runs on this machine."""
-    if info.get("host") != socket.gethostname() or not info.get("pid"):
+    """Tell whether the process with this identity still runs; unknown on another host: no."""
+    pid = info.get("pid")
+    if info.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False
+    began = _began(pid)
+    return began is not None and began == info.get("began")
+
+
+def _began(pid: int) -> str | None:
+    """Return when a process started, in a form that only compares; None when there is none.
+
+    Process numbers are used again, so the number alone proves nothing.
+    """
     try:
-        os.kill(info["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return _exists(pid)
+    state, *rest = stat.rpartition(")")[2].split()  # a name may hold spaces and brackets
+    return None if state == "Z" else rest[18]
+
+
+def _exists(pid: int) -> str | None:
+    """The same where there is no /proc: only whether it exists."""
+    if Path("/proc/self").exists():
+        return None
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return None
+    return "running"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
@@ -98,9 +99,18 @@ class JobSpec:
 
     @classmethod
     def from_json(cls, text: str) -> JobSpec:
-        """Read what `to_json` wrote; unknown fields of a newer version are passed over."""
+        """Read what `to_json` wrote; unknown fields of a newer version are passed over.
+
+        Raises
+        ------
+        UsageError
+            it is something else
+        """
         known = {spec_field.name for spec_field in fields(cls)}
-        return cls(**{key: value for key, value in json.loads(text).items() if key in known})
+        try:
+            return cls(**{key: value for key, value in json.loads(text).items() if key in known})
+        except (ValueError, AttributeError, TypeError) as error:
+            raise UsageError(f"the run's job.json is broken: {error}") from None
 
 
 def parse_time(text: str) -> int:
@@ -145,6 +155,19 @@ def validate(spec: JobSpec) -> None:
     if spec.time is not None and parse_time(spec.time) <= 0:
         raise UsageError(f"time {spec.time!r} is no time at all", hint="--time 1:00:00")
     _check_env(spec)
+    _check_container(spec)
+    if spec.array and spec.continue_by == "resubmit":
+        raise UsageError("a chain of jobs can't be an array", hint="leave out --array")
+
+
+def _check_container(spec: JobSpec) -> None:
+    try:
+        shlex.split(spec.container or "")
+    except ValueError as error:
+        raise UsageError(
+            f"container {spec.container!r} can't be split into words: {error}",
+            hint="--container 'apptainer exec --nv image.sif'",
+        ) from None
 
 
 def _check_texts(spec: JobSpec) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training.order import Position
 
 EVERY_S = 0.5
+TAKEN = {"time", "event", "attempt", "step", "total_steps", "epoch", "samples_per_s"}
 
 
 class Metrics:
@@ -28,7 +30,18 @@ class Metrics:
     def add(
         self, position: Position, samples: int, values: dict[str, Any], total_steps: int | None
     ) -> None:
-        """Take in a step's values; `samples` is the size of its global batch."""
+        """Take in a step's values; `samples` is the size of its global batch.
+
+        Raises
+        ------
+        UsageError
+            a value has a name that the journal needs for itself
+        """
+        if taken := TAKEN & values.keys():
+            raise UsageError(
+                f"run.step was given {sorted(taken)[0]!r}, which the journal has already",
+                hint="give it another name",
+            )
         if self._first:
             self._journal.write("first_step", step=position.step, **self._first)
             self._first = {}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.run import process
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec
@@ -46,9 +46,7 @@ def _claim_local(said: Surroundings, info: DistInfo) -> tuple[Path, int]:
     if run.path.exists() and run.finished():
         _move_away(run.path)
     run.make()
-    attempt = run.claim_attempt(
-        {"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid())}, _is_live
-    )
+    attempt = run.claim_attempt(process.identity(), process.is_live)
     if not run.job_json.exists():
         run.job_json.write_text(_job(said, info).to_json())
     elif (asked := list(JobSpec.from_json(run.job_json.read_text()).args)) != sys.argv[1:]:
@@ -57,7 +55,7 @@ def _claim_local(said: Surroundings, info: DistInfo) -> tuple[Path, int]:
             " remove or rename the folder to start afresh",
             file=sys.stderr,
         )
-    run.journal("rank-0", attempt.number).write("started", backend="local")
+    run.journal("rank-0", attempt.number).write("started", backend="local", **process.identity())
     return run.path, attempt.number
 
 
@@ -77,36 +75,3 @@ def _move_away(path: Path) -> None:
     while (kept := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
     path.rename(kept)
-
-
-def _is_live(info: dict[str, Any]) -> bool:
-    """Tell whether the process of a local attempt still runs; unknown on another host: no."""
-    pid = info.get("pid")
-    if info.get("host") != socket.gethostname() or not isinstance(pid, int):
-        return False
-    began = _began(pid)
-    return began is not None and began == info.get("began")
-
-
-def _began(pid: int) -> str | None:
-    """Return when a process started, in a form that only compares; None when there is none.
-
-    Process numbers are used again, so the number alone proves nothing.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return _exists(pid)
-    state, *rest = stat.rpartition(")")[2].split()  # a name may hold spaces and brackets
-    return None if state == "Z" else rest[18]
-
-
-def _exists(pid: int) -> str | None:
-    """The same where there is no /proc: only whether it exists."""
-    if Path("/proc/self").exists():
-        return None
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return None
-    return "running"

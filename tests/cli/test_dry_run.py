@@ -117,6 +117,31 @@ def test_nobody_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
     assert job.events("stopped", 0)
 
 
+def test_what_can_not_start_ends_with_the_reason(tmp_path: Path) -> None:
+    words = ("--nodes", "2", "--python", "/no/such/python", str(SCRIPTS / "plain.py"))
+    job = DryRun(tmp_path / "runs", *words)
+    assert job.end() == 127
+    assert "No such file or directory: '/no/such/python'" in job.printed()
+
+
+def test_who_asks_twice_is_obeyed(tmp_path: Path) -> None:
+    job = DryRun(tmp_path / "runs", str(SCRIPTS / "plain.py"), TICKS="600", DEAF="1")
+    end = time.time() + 60
+    while '"argv"' not in job.printed():
+        assert time.time() < end, job.printed()
+        time.sleep(0.1)
+    (path,) = job.run.logs.glob("attempt-0/*/rank-0.pid")
+    job.process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert job.process.poll() is None
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 75, job.printed()
+    end = time.time() + 5
+    while Path("/proc", path.read_text()).exists():
+        assert time.time() < end
+        time.sleep(0.1)
+
+
 def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)

@@ -145,10 +145,15 @@ def test_cancel_in_each_phase(hpc: Hpc, cluster: Cluster, way: str) -> None:
     training = hpc.submit(*words, "none")
     training.event("first_step")
     cancel(training)
-    for job in (pending, starting, saving, training):
+    graced = hpc.submit(*TWO_BY_TWO, str(SCRIPTS / "plain.py"), env={"TICKS": "600", "DEAF": "1"})
+    graced.until(lambda: '"argv"' in graced.output(), 60, "work")
+    graced.preempt()
+    graced.until(lambda: bool(graced.events("notice")), 20, "notice")
+    cancel(graced)
+    for job in (pending, starting, saving, training, graced):
         assert job.end(20) == "CANCELLED", job.output()
     time.sleep(8)  # longer than it takes to be requeued
-    for job in (pending, starting, saving, training):
+    for job in (pending, starting, saving, training, graced):
         assert job.state() == "CANCELLED"
         assert "requeue" not in {action for _, action in job.verdicts()}
         if way == "hpc-ddp cancel":
@@ -168,7 +173,11 @@ def time_limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> 
     slow = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.5")
     ours = hpc.submit(*words, "--gpus-per-node", "4", str(DIGITS), *slow)
     plain = hpc.submit(
-        *words, "--max-requeues", "1", str(SCRIPTS / "plain.py"), env={"TICKS": "600"}
+        *words,
+        "--max-requeues",
+        "1",
+        str(SCRIPTS / "plain.py"),
+        env={"TICKS": "600", "DEAF": "1"},
     )
     return ours, plain
 
@@ -209,7 +218,10 @@ def _processes_of(job: Job, name: str, attempt: int) -> list[int]:
 def test_longer_than_the_time_limit(
     cluster: Cluster, undisturbed: Job, time_limited: tuple[Job, Job]
 ) -> None:
-    """Ours goes on at the next step; one that uses nothing of ours starts over, once."""
+    """Ours goes on at the next step; one that uses nothing of ours starts over, once.
+
+    The latter ignores SIGTERM as well, and must not take the verdict with it.
+    """
     ours, plain = time_limited
     assert ours.end(240) == "COMPLETED", ours.output()
     assert set(ours.verdicts()[:-1]) == {("time limit", "requeue")}

@@ -138,6 +138,12 @@ def test_what_an_outer_job_left_does_not_matter(hpc: Hpc) -> None:
     assert job.end() == "COMPLETED", job.output()
 
 
+def test_an_array_has_a_run_for_each_task(hpc: Hpc, cluster: Cluster) -> None:
+    job = hpc.submit("--array", "0-1", "--nodes", "1", str(SCRIPTS / "plain.py"), "a word")
+    job.until(lambda: "2 of 2 tasks" in hpc("status", job.id).stdout, 90, "end of both tasks")
+    assert job.output().count("a word") == 2
+
+
 def test_a_refused_submit_leaves_nothing_behind(hpc: Hpc) -> None:
     done = hpc("submit", "--partition", "nope", str(DIGITS), check=False)
     assert done.returncode == 1

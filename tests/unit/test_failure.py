@@ -39,6 +39,7 @@ def test_says_rank_node_and_what() -> None:
     assert str(CAUSE) == "rank 3 on n: ValueError: boom"
     assert str(_failure(0, code=-9)) == "rank 0 on n: SIGKILL"
     assert _failure(0, code=-9).exit_code == 137
+    assert str(_failure(0, code=-40)) == "rank 0 on n: signal 40"
     assert str(_failure(0, code=3)) == "rank 0 on n: exit code 3"
 
 

@@ -48,7 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
         "workdir": "/home/me/it's",
         "name": "a b",
     },
-    "chain": {"continue_by": "resubmit", "array": "0-3"},
+    "chain": {"continue_by": "resubmit"},
+    "array": {"array": "0-3"},
 }
 
 
@@ -143,6 +144,7 @@ def test_a_users_template_overrides_a_block(tmp_path: Path) -> None:
         ("{% extends 'job.sbatch.j2' %}\n{% block x %}", "line 2"),
         ("{{ no_such_name }}", "no_such_name"),
         ("{% extends 'gone.j2' %}", "gone.j2"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
     ],
 )
 def test_a_broken_template_is_an_error_at_render_time(
@@ -159,7 +161,7 @@ def test_unknown_fabric_names_the_known_ones() -> None:
         _render(fabric="infinibnd")
 
 
-@pytest.mark.parametrize("path", ["/scratch/a:b/job/x", "/scratch/a\\b/job/x"])
+@pytest.mark.parametrize("path", ["/scratch/a:b/job/x", "/scratch/a\\b/job/x", "/a\nb/job/x"])
 def test_a_run_folder_that_slurm_can_not_hold_is_refused(path: str) -> None:
     with pytest.raises(UsageError, match="colon"):
         _render(path=path)

@@ -40,6 +40,8 @@ def test_time(text: str, seconds: int) -> None:
         ({"sbatch": ("network=x",)}, "'network=x'", "--name=value"),
         ({"sbatch": ("--a=\n",)}, "", "--name=value"),
         ({"args": ("a\0b",)}, "NUL", "NUL"),
+        ({"container": "a 'b"}, "a 'b", "split into words"),
+        ({"array": "0-1", "continue_by": "resubmit"}, "chain", "array"),
         ({"env": {"1A": "x"}}, "'1A'", "environment variable"),
         ({"env": {"WANDB_API_KEY": "x"}}, "WANDB_API_KEY", "secret"),
         ({"env": {"HF_TOKEN": "x"}}, "HF_TOKEN", "secret"),
@@ -54,6 +56,12 @@ def test_refuses_and_says_what_is_accepted(
     assert accepted in caught.value.message
     assert caught.value.hint
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"nodes": 2}', "5"])
+def test_a_broken_job_json_is_an_error(text: str) -> None:
+    with pytest.raises(UsageError, match=r"job.json is broken"):
+        JobSpec.from_json(text)
 
 
 def test_workers_follow_gpus() -> None:

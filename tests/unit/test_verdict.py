@@ -66,6 +66,9 @@ def test_a_crash_after_the_training_is_a_crash() -> None:
         (replace(RUNNING, state="COMPLETING", reason="TimeLimit"), "time limit", "requeue"),
         (replace(RUNNING, state="COMPLETING"), "cancelled", "none"),
         (replace(RUNNING, state="CANCELLED"), "cancelled", "none"),
+        (replace(RUNNING, state="COMPLETING", preempted=True), "cancelled", "none"),
+        (replace(RUNNING, state="COMPLETING", reason="NodeDown"), "node lost", "requeue"),
+        (replace(RUNNING, state="NODE_FAIL"), "node lost", "requeue"),
         (replace(RUNNING, state="COMPLETING", restarts=1), "superseded", "none"),
         (replace(RUNNING, state="PENDING", restarts=1), "superseded", "none"),
         (RUNNING, "notice", "requeue"),
@@ -170,6 +173,21 @@ def test_a_plain_script_at_the_time_limit_starts_over_as_often_as_allowed() -> N
     assert _decide(job=job, attempt=1, events=before, spec=spec).action == "give up"
     three = [_event("verdict", k, cause="time limit", action="requeue") for k in range(3)]
     assert _decide(job=job, attempt=3, events=three).action == "give up"
+
+
+def test_what_never_starts_is_not_a_lost_node_for_ever() -> None:
+    before = [_event("verdict", k, cause="node lost", action="requeue") for k in range(3)]
+    verdict = _decide(records=(), attempt=3, events=before)
+    assert (verdict.action, verdict.exit_code) == ("give up", 1)
+    assert "nothing was heard" in verdict.why
+    stepped = [*before, _event("first_step", 3, step=1)]
+    assert _decide(records=(), attempt=3, events=stepped).action == "requeue"
+
+
+def test_what_we_killed_ourselves_is_not_the_cause() -> None:
+    torn_down = {**_record("n2", code=-9), "torn_down": "n1"}
+    verdict = _decide(records=(_record("n1", code=3), torn_down), events=())
+    assert (verdict.action, verdict.exit_code) == ("give up", 3)
 
 
 def test_a_silent_node_is_lost() -> None:
