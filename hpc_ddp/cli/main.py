@@ -24,11 +24,10 @@ from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.report import logs as report_logs
 from hpc_ddp.report import status as report_status
 from hpc_ddp.report.progress import watch
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import RunFolder, all_runs, find_run, runs_root
 
-CAN_GO_ON = 75
-PASS_ON = {"ignore_unknown_options": False, "allow_interspersed_args": False}
+PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
 
 
 class Group(click.Group):
@@ -94,7 +93,8 @@ def render(as_json: bool, **options: Any) -> None:
     prepared = _prepare(options)
     text = backends.render(prepared)
     _say(f"run: {prepared.run.path}")
-    _say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")
+    if prepared.spec.backend == "slurm":  # submitit's needs a pickle beside it
+        _say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")
     told = {"script": text, "run": str(prepared.run.path)}
     click.echo(json.dumps(told) if as_json else text, nl=as_json)
 

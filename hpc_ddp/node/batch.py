@@ -19,12 +19,11 @@ from hpc_ddp import slurm
 from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port
 from hpc_ddp.node.verdict import Facts, Verdict, decide
 from hpc_ddp.run import process
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_json, write_json
 from hpc_ddp.run.journal import Event, Journal
 from hpc_ddp.run.spec import JobSpec
 
-CAN_GO_ON = 75  # EX_TEMPFAIL: it stopped, could go on, and nobody requeued it
 REQUEUE_TRIES = 6
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpc_ddp.node.batch import CAN_GO_ON, gather, note, say
+from hpc_ddp.node.batch import gather, note, say
 from hpc_ddp.node.network import free_port
 from hpc_ddp.node.supervisor import expand
 from hpc_ddp.node.verdict import Verdict, decide
 from hpc_ddp.run import process
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder
 from hpc_ddp.run.spec import JobSpec
 

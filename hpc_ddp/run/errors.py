@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+# Exit code (EX_TEMPFAIL): it stopped, can go on, and nobody has requeued it.
+CAN_GO_ON = 75
+
 
 class HpcDdpError(Exception):
     """One sentence on what was wrong, and a hint: one thing to do about it.

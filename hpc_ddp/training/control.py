@@ -91,11 +91,12 @@ class Control:
         dist.barrier(group=self._group)
 
 
-def leave(control: Control, exit_code: int) -> None:
+def leave(control: Control, then_exit: bool) -> None:
     """Tear the process group down once all ranks are here; never longer than `TEARDOWN_S`.
 
     A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by
-    now, so a process that can't get out ends on the spot, with `exit_code`.
+    now, so after that time a process that is to exit does so, on the spot and with code 0, and
+    one that has more to do goes on without it.
     """
 
     def tear_down() -> None:
@@ -106,7 +107,8 @@ def leave(control: Control, exit_code: int) -> None:
     thread.start()
     thread.join(TEARDOWN_S)
     if thread.is_alive():
-        print("hpc-ddp: the process group did not come down; ending without it", file=sys.stderr)
+        print("hpc-ddp: the process group did not come down; left as it is", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(exit_code)
+        if then_exit:
+            os._exit(0)

@@ -318,4 +318,4 @@ class Run:
             parts.metrics.flush()
             parts.journal.write(event, step=self.position.step, **fields)
         parts.notices.end()
-        groups.leave(parts.control, 0)
+        groups.leave(parts.control, then_exit=event == "stopped")
