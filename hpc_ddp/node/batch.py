@@ -47,10 +47,10 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(run.job_json.read_text())
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    by_hand = not restarts and "HPC_DDP_LINK" not in environ
-    if run.finished() and not by_hand:  # Slurm may restart a job whose last node went too late
+    is_link = "HPC_DDP_LINK" in environ
+    if run.finished() and (restarts or is_link):  # Slurm may restart a job that was just through
         return None
-    _check_wanted(run, by_hand)
+    _check_wanted(run, restarts, is_link)
     job = _ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
@@ -90,26 +90,26 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
     return own
 
 
-def _check_wanted(run: RunFolder, by_hand: bool) -> None:
+def _check_wanted(run: RunFolder, restarts: int, is_link: bool) -> None:
     if run.finished():
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
-    if by_hand:  # whoever submits a run that was cancelled wants it to go on
+    if not restarts and not is_link:  # whoever submits a cancelled run wants it to go on
         run.cancelled.unlink(missing_ok=True)
-    elif run.cancelled.exists() or _chain_has_ended(run):
+    elif run.cancelled.exists() or (is_link and _chain_has_ended(run)):
         raise HpcDdpError(f"run {run.path} was cancelled, or given up")
 
 
 def _chain_has_ended(run: RunFolder) -> bool:
-    """Tell whether the last attempt left nothing to go on with, though it could not say so.
+    """Tell whether the job before this link was the last one, though it could not cancel this.
 
-    A scancel may end the job before its verdict cancels the next link of the chain.
+    A scancel may end that job before its verdict comes to it.
     """
     verdicts = [event for event in run.events() if event["event"] == "verdict"]
     attempts = run.attempts()
     if not attempts:
         return False
     if verdicts and verdicts[-1]["attempt"] == attempts[-1].number:
-        return bool(verdicts[-1]["action"] != "requeue")
+        return {"cancelled", "give up"} & {verdicts[-1]["cause"], verdicts[-1]["action"]} != set()
     job_id = attempts[-1].info.get("job_id")
     job = _ask(job_id) if job_id else None
     return job is not None and job.state == "CANCELLED" and not job.preempted
