@@ -215,5 +215,5 @@ def start(prepared: Prepared) -> Started:
         raise
     if started.job_id:
         journal.write("queued", job_id=started.job_id)
-        link_job(run.path.parent.parent, started.job_id, run)
+        link_job(started.job_id, run)
     return started

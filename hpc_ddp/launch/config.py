@@ -1,4 +1,4 @@
-"""From options, ``hpc-ddp.toml``, site files and defaults to one `JobSpec`, with origins."""
+"""From options, ``hpc-ddp.toml``, site files and defaults to one `JobSpec`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def known_keys() -> list[str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Merged values by key, and for each where it came from."""
+    """Merged values, by key."""
 
     values: Mapping[str, Any]
-    origins: Mapping[str, str]
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
@@ -57,24 +56,23 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     UsageError
         a file has an unknown key, a value of the wrong kind, or there is no such site
     """
-    layers: list[tuple[str, Mapping[str, Any]]] = [("option", options)]
+    layers = [options]
     project = find_project_file(cwd)
     if project:
-        layers.append((str(project), _read_layer(project)))
-    site = next((layer["site"] for _, layer in layers if layer.get("site")), None)
+        layer = _read_layer(project)
+        if "script" in layer:  # a path in a file is meant from there
+            layer["script"] = str(project.parent / layer["script"])
+        layers.append(layer)
+    site = next((layer["site"] for layer in layers if layer.get("site")), None)
     layers += _site_layers(site, home)
     values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for origin, layer in reversed(layers):
-        for key, value in layer.items():
+    for each in reversed(layers):
+        for key, value in each.items():
             values[key] = {**values.get(key, {}), **value} if key == "env" else value
-            origins[key] = origin
-    if project and origins.get("script") == str(project):  # a path in a file is meant from there
-        values["script"] = str(project.parent / values["script"])
-    return Settings(values, origins)
+    return Settings(values)
 
 
-def _site_layers(site: str | None, home: Path) -> list[tuple[str, Mapping[str, Any]]]:
+def _site_layers(site: str | None, home: Path) -> list[Mapping[str, Any]]:
     """Return the layers of a site: the user's own file, then the shipped profile.
 
     Without a name the user's ``site.toml`` is the site, where there is one.
@@ -88,7 +86,7 @@ def _site_layers(site: str | None, home: Path) -> list[tuple[str, Mapping[str, A
             f"site {site!r} is unknown; accepted: {', '.join(known)}{closest(site, known)}",
             hint=f"describe it in {own}",
         )
-    return [(str(path), _read_layer(path)) for path in paths]
+    return [_read_layer(path) for path in paths]
 
 
 def _read_layer(path: Path) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, Pa
         names = _git_files(root)
     else:
         root = script.parent
-        names = _plain_files(root, run.path.parent.parent)
+        names = _plain_files(root, run.root)
     sizes = _measure(root, names, exclude)
     target = run.code / str(len(list(run.code.glob("*"))))
     made: set[Path] = set()

@@ -56,7 +56,7 @@ def launch(argv: list[str]) -> dict[str, Any] | None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    _, options, script = split(["", "", "", *argv])
+    options, script = split(argv)
     parse: Any = run.parse_args  # without types in torch
     args = parse([*options, "--no-python", "script"])
     args.training_script = sys.executable

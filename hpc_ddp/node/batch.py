@@ -21,7 +21,7 @@ from hpc_ddp.node.verdict import Facts, Verdict, decide
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_json, write_json
-from hpc_ddp.run.journal import Event, Journal
+from hpc_ddp.run.journal import Event
 from hpc_ddp.run.spec import JobSpec
 
 REQUEUE_TRIES = 6
@@ -48,8 +48,10 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     spec = JobSpec.from_json(run.job_json.read_text())
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     is_link = "HPC_DDP_LINK" in environ
-    if run.finished() and (restarts or is_link):  # Slurm may restart a job that was just through
-        return None
+    if run.finished():
+        if restarts or is_link:  # Slurm may restart a job that was just through
+            return None
+        raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
     _check_wanted(run, restarts, is_link)
     job = _ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
@@ -57,21 +59,33 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     attempt = run.claim_attempt(info, lambda other: _is_live(other, job_id, restarts))
     run.journal("batch", attempt.number).write("started", nodes=nodes, **info)
     if "SLURM_ARRAY_TASK_ID" not in environ:  # an array's own id was linked at the submit
-        link_job(run.path.parent.parent, job_id, run)
+        link_job(job_id, run)
     if spec.continue_by == "resubmit":
         _queue_next_link(run, attempt, job_id, environ)
-    end = job.end_time if job else None
     return {
         "HPC_DDP_RUN": str(run.path),
-        "HPC_DDP_ATTEMPT": str(attempt.number),
         "HPC_DDP_RESTARTS": str(restarts),
+        "HPC_DDP_HEAD": nodes[0] + spec.host_suffix,
+        "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
+        **variables(attempt, nodes, job_id, job.end_time if job else None, spec.warn_s),
+    }
+
+
+def variables(
+    attempt: AttemptFolder, nodes: list[str], id: str, end: float | None, warn_s: int
+) -> dict[str, str]:
+    """Return what the supervisors of any attempt are told.
+
+    `id` is unique among what runs now; `end` is in unix seconds, None without a limit. The
+    nodes are warned `warn_s` seconds before it, or in the last tenth of a shorter attempt.
+    """
+    return {
+        "HPC_DDP_ATTEMPT": str(attempt.number),
         "HPC_DDP_NODES": " ".join(nodes),
         "HPC_DDP_NNODES": str(len(nodes)),
-        "HPC_DDP_HEAD": nodes[0] + spec.host_suffix,
-        "HPC_DDP_RDZV_ID": f"{job_id}.{attempt.number}",
-        "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
+        "HPC_DDP_RDZV_ID": f"{id}.{attempt.number}",
         "HPC_DDP_END_TIME": f"{end:.0f}" if end else "",
-        "HPC_DDP_WARN_S": f"{min(spec.warn_s, (end - time.time()) / 10):.0f}" if end else "",
+        "HPC_DDP_WARN_S": f"{min(warn_s, (end - time.time()) / 10):.0f}" if end else "",
     }
 
 
@@ -91,8 +105,6 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
 
 
 def _check_wanted(run: RunFolder, restarts: int, is_link: bool) -> None:
-    if run.finished():
-        raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
     if not restarts and not is_link:  # whoever submits a cancelled run wants it to go on
         run.cancelled.unlink(missing_ok=True)
     elif run.cancelled.exists() or (is_link and _chain_has_ended(run)):
@@ -146,7 +158,7 @@ def _queue_next_link(
         say(f"the next job of the chain could not be queued yet: {error.message}")
         return
     write_json(attempt.path / "next.json", {"job_id": link})
-    link_job(run.path.parent.parent, link, run)
+    link_job(link, run)
 
 
 def _first_port(job_id: str) -> int:
@@ -194,7 +206,7 @@ def next_port(environ: dict[str, str]) -> int:
 
 def attempt_of(environ: dict[str, str]) -> AttemptFolder:
     run = RunFolder(Path(environ["HPC_DDP_RUN"]))
-    return AttemptFolder(run.logs / f"attempt-{environ['HPC_DDP_ATTEMPT']}")
+    return run.attempt(int(environ["HPC_DDP_ATTEMPT"]))
 
 
 # --- after the step ------------------------------------------------------------------------
@@ -203,10 +215,7 @@ def attempt_of(environ: dict[str, str]) -> AttemptFolder:
 def verdict(environ: dict[str, str]) -> int:
     """Decide how it goes on, journal it, do it; return the exit code for the batch script."""
     run, attempt = RunFolder(Path(environ["HPC_DDP_RUN"])), attempt_of(environ)
-    journal = run.journal("batch", attempt.number)
-    facts = gather(run, attempt, environ, _ask(environ["SLURM_JOB_ID"]))
-    decided = decide(facts)
-    note(journal, facts, decided)
+    facts, decided = judge(run, attempt, environ, _ask(environ["SLURM_JOB_ID"]))
     if facts.spec.continue_by == "resubmit":
         if decided.action == "requeue" and not (attempt.path / "next.json").exists():
             _queue_next_link(run, attempt, environ["SLURM_JOB_ID"], environ)
@@ -219,13 +228,11 @@ def verdict(environ: dict[str, str]) -> int:
     return _requeue(run, environ["SLURM_JOB_ID"], facts)
 
 
-def gather(
-    run: RunFolder,
-    attempt: AttemptFolder,
-    environ: dict[str, str],
-    job: slurm.Job | None,
-) -> Facts:
-    return Facts(
+def judge(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: slurm.Job | None
+) -> tuple[Facts, Verdict]:
+    """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
+    facts = Facts(
         spec=JobSpec.from_json(run.job_json.read_text()),
         attempt=attempt.number,
         cancelled=run.cancelled.exists(),
@@ -236,6 +243,9 @@ def gather(
         records=attempt.records(),
         events=_since_submit(run.events()),
     )
+    decided = decide(facts)
+    _note(run, attempt, facts, decided)
+    return facts, decided
 
 
 def _since_submit(events: list[Event]) -> list[Event]:
@@ -247,7 +257,7 @@ def _since_submit(events: list[Event]) -> list[Event]:
     return [event for event in events if event["attempt"] >= first]
 
 
-def note(journal: Journal, facts: Facts, decided: Verdict) -> None:
+def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict) -> None:
     """Write the verdict to the journal, and for people to the job's output.
 
     The output ends with what went wrong, where people look first.
@@ -256,7 +266,7 @@ def note(journal: Journal, facts: Facts, decided: Verdict) -> None:
     where: dict[str, Any] = {}
     if failure:
         where = {"rank": failure.rank, "node": failure.node, "error": failure.error}
-    journal.write(
+    run.journal("batch", attempt.number).write(
         "verdict",
         cause=decided.cause,
         action=decided.action,
@@ -267,8 +277,7 @@ def note(journal: Journal, facts: Facts, decided: Verdict) -> None:
         **where,
     )
     if failure and failure.rank is not None:
-        folder = AttemptFolder(journal.path.parent.parent / "logs" / f"attempt-{facts.attempt}")
-        say(f"its log: {folder.node(failure.node).rank_log(failure.rank)}")
+        say(f"its log: {attempt.node(failure.node).rank_log(failure.rank)}")
     if decided.action == "none":
         say(f"attempt {facts.attempt}: {decided.why or decided.cause}")
     else:

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpc_ddp.node.batch import gather, note, say
+from hpc_ddp.node.batch import judge, say, variables
 from hpc_ddp.node.network import free_port
 from hpc_ddp.node.supervisor import expand
-from hpc_ddp.node.verdict import Verdict, decide
+from hpc_ddp.node.verdict import Verdict
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder
@@ -63,27 +63,18 @@ class LocalRun:
         """Run one attempt to its end, and decide how it goes on."""
         info = process.identity()
         attempt = self.run.claim_attempt(info, _is_live)
-        journal = self.run.journal("batch", attempt.number)
-        journal.write("started", nodes=self.nodes, **info)
+        self.run.journal("batch", attempt.number).write("started", nodes=self.nodes, **info)
         environ = self._environ(attempt)
         self._supervise(environ)
-        facts = gather(self.run, attempt, environ, job=None)
-        decided = decide(facts)
-        note(journal, facts, decided)
-        return decided
+        return judge(self.run, attempt, environ, job=None)[1]
 
     def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
-        end_s = self.spec.time_s
+        end = time.time() + self.spec.time_s if self.spec.time_s else None
         return {
             **os.environ,
-            "HPC_DDP_ATTEMPT": str(attempt.number),
-            "HPC_DDP_NODES": " ".join(self.nodes),
-            "HPC_DDP_NNODES": str(len(self.nodes)),
             "HPC_DDP_HEAD": "127.0.0.1",
-            "HPC_DDP_RDZV_ID": f"{self.run.id}.{attempt.number}",
             "HPC_DDP_PORT": str(free_port(20000 + os.getpid())),
-            "HPC_DDP_END_TIME": f"{time.time() + end_s:.0f}" if end_s else "",
-            "HPC_DDP_WARN_S": f"{min(self.spec.warn_s, end_s / 10):.0f}" if end_s else "",
+            **variables(attempt, self.nodes, self.run.id, end, self.spec.warn_s),
         }
 
     def _supervise(self, environ: dict[str, str]) -> None:

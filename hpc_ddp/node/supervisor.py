@@ -59,7 +59,7 @@ class Place:
         end = environ.get("HPC_DDP_END_TIME")
         return cls(
             run=run,
-            attempt=AttemptFolder(run.logs / f"attempt-{environ['HPC_DDP_ATTEMPT']}"),
+            attempt=run.attempt(int(environ["HPC_DDP_ATTEMPT"])),
             nodes=tuple(environ["HPC_DDP_NODES"].split()),
             index=int(environ.get("HPC_DDP_NODE_INDEX") or environ["SLURM_NODEID"]),
             suffix=environ.get("HPC_DDP_HOST_SUFFIX", ""),
@@ -88,13 +88,16 @@ class Place:
         return self.nodes[0 if self.index else min(1, len(self.nodes) - 1)] + self.suffix
 
 
-def split(command: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Split a torchrun command line: ``python node.py agent``, options, script and arguments.
+AGENT_WORDS = 3  # python node.py agent
+
+
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split what torchrun is told into its options, and the script with its arguments.
 
     Options have the form ``--name=value``, so the script is the first word without a dash.
     """
-    script = next(i for i in range(3, len(command)) if not command[i].startswith("-"))
-    return command[:3], command[3:script], command[script:]
+    script = next(i for i, word in enumerate(words) if not word.startswith("-"))
+    return words[:script], words[script:]
 
 
 def expand(command: list[str], environ: Mapping[str, str]) -> list[str]:
@@ -102,7 +105,7 @@ def expand(command: list[str], environ: Mapping[str, str]) -> list[str]:
 
     Never in the script's arguments: those are the user's.
     """
-    start, options, script = split(command)
+    start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
     return [*start, *(Template(word).substitute(environ) for word in options), *script]
 
 
@@ -182,7 +185,8 @@ class Supervisor:
         aliases, or an /etc/hosts that maps the name to loopback (pytorch issue 73656).
         """
         is_host = "1" if self.place.index == 0 else "0"
-        start, options, script = split(self.command)
+        start = self.command[:AGENT_WORDS]
+        options, script = split(self.command[AGENT_WORDS:])
         told = [w.removeprefix("--rdzv-conf=") for w in options if w.startswith("--rdzv-conf=")]
         conf = ",".join([*told, f"is_host={is_host}"])  # torchrun reads only the last --rdzv-conf
         return [*start, *options, f"--rdzv-conf={conf}", f"--local-addr={self.place.host}", *script]

@@ -48,12 +48,10 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     return found
 
 
-def show(run: RunFolder, rank: int | None, attempt: int | None) -> dict[Path, int]:
-    """Copy the logs to stdout; return how far each file was read, in bytes."""
-    read: dict[Path, int] = {}
+def show(run: RunFolder, rank: int | None, attempt: int | None) -> None:
+    """Copy the logs to stdout."""
     for path in log_files(run, rank, attempt):
-        read[path] = _copy(path, 0)
-    return read
+        _copy(path, 0)
 
 
 def follow(
@@ -72,6 +70,7 @@ def follow(
 
 
 def _copy(path: Path, start: int) -> int:
+    """Copy a file to stdout from byte `start` on; return where its end is."""
     with open(path, "rb") as file:
         file.seek(start)
         while chunk := file.read(1 << 20):

@@ -13,7 +13,7 @@ from hpc_ddp import slurm
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, read_json
-from hpc_ddp.run.journal import Event, last_event
+from hpc_ddp.run.journal import Event, is_finished, last_event
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ _LIVE = {
 def _state(
     run: RunFolder, events: Sequence[Event], queued: Sequence[slurm.Queued]
 ) -> tuple[str, str]:
-    if run.finished():
+    if is_finished(list(events)):
         return "finished", ""
     if run.cancelled.exists():
         return "cancelled", ""
@@ -94,15 +94,13 @@ def _state(
     if last is None:
         return "rendered", "never submitted"
     if last["event"] != "verdict":
-        return _without_verdict(run, last, queued)
+        return _without_verdict(last, queued)
     if last["action"] == "requeue":
         return "stopped", f"{last['why']}; can go on with --run"
     return ("failed" if last["action"] == "give up" else last["cause"]), last["why"]
 
 
-def _without_verdict(
-    run: RunFolder, last: Event, queued: Sequence[slurm.Queued]
-) -> tuple[str, str]:
+def _without_verdict(last: Event, queued: Sequence[slurm.Queued]) -> tuple[str, str]:
     """Tell what became of a job that is gone from the queue and has said nothing."""
     if "pid" in last:
         return (
@@ -149,7 +147,7 @@ def cancel(run: RunFolder) -> None:
     events = run.events()
     run.journal("submit").write("cancelled")
     started = last_event(events, "started")
-    if started and process.is_live(started) and "pid" in started:
+    if started and process.is_live(started):
         os.kill(started["pid"], signal.SIGTERM)
     jobs = jobs_of(run, events)
     if jobs:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.journal import Event, Journal, last_event, read_events
+from hpc_ddp.run.journal import Event, Journal, is_finished, read_events
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,11 @@ class RunFolder:
         return self.path.parent.name
 
     @property
+    def root(self) -> Path:
+        """``<runs>``, which this run and its index lie in."""
+        return self.path.parent.parent
+
+    @property
     def job_json(self) -> Path:
         return self.path / "job.json"
 
@@ -168,8 +173,10 @@ class RunFolder:
 
     def finished(self) -> bool:
         """Tell whether the run has reached its end, so that there is nothing to go on with."""
-        verdict = last_event(self.events(), "verdict", "finished")
-        return verdict is not None and "finished" in (verdict["event"], verdict.get("cause"))
+        return is_finished(self.events())
+
+    def attempt(self, number: int) -> AttemptFolder:
+        return AttemptFolder(self.logs / f"attempt-{number}")
 
     def attempts(self) -> list[AttemptFolder]:
         """Return the attempts so far, oldest first."""
@@ -201,7 +208,7 @@ class RunFolder:
                     hint="wait for it, or end it with `hpc-ddp cancel`",
                 )
             number = earlier[-1].number + 1 if earlier else 0
-            attempt = AttemptFolder(self.logs / f"attempt-{number}")
+            attempt = self.attempt(number)
             if self._create(attempt, info):
                 return attempt
 
@@ -266,9 +273,9 @@ def runs_root(runs_dir: str | None, environ: dict[str, str]) -> Path:
     return Path(scratch, "hpc-ddp") if scratch else Path("runs").absolute()
 
 
-def link_job(root: Path, job_id: str, run: RunFolder) -> None:
+def link_job(job_id: str, run: RunFolder) -> None:
     """Note below ``<runs>/.jobs`` which run a job id belongs to, so that a look-up is one step."""
-    index = root / ".jobs"
+    index = run.root / ".jobs"
     index.mkdir(parents=True, exist_ok=True)
     link = index / job_id
     link.unlink(missing_ok=True)

@@ -66,6 +66,12 @@ def _events_of(path: Path) -> Iterator[Event]:
             yield event
 
 
+def is_finished(events: list[Event]) -> bool:
+    """Tell from a run's events whether it has reached its end."""
+    last = last_event(events, "verdict", "finished")
+    return last is not None and "finished" in (last["event"], last.get("cause"))
+
+
 def last_event(events: list[Event], *names: str) -> Event | None:
     """Return the last of the events with one of these names, or None."""
     return next((event for event in reversed(events) if event["event"] in names), None)

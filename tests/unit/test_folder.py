@@ -47,7 +47,7 @@ def test_of_many_that_claim_at_once_one_wins(tmp_path: Path) -> None:
 
 def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
     old, new = _run(tmp_path, run_id="20250101-000000-aa"), _run(tmp_path)
-    link_job(tmp_path, "77", old)
+    link_job("77", old)
     assert find_run(tmp_path, str(old.path)) == old
     assert find_run(tmp_path, old.id) == old
     assert find_run(tmp_path, "n") == new
