@@ -19,6 +19,8 @@ from hpc_ddp.training.metrics import Metrics
 from hpc_ddp.training.notice import Notices
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.pace import Pace
+from hpc_ddp.training.schedule import Schedule
+from hpc_ddp.training.storage import Keep
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,15 @@ class Parts:
     control: Control
     notices: Notices
     pace: Pace
+    schedule: Schedule
     keeper: Keeper
     journal: Journal
     metrics: Metrics
 
 
-def assemble(seed: int, save_every_s: float | None, save_every_steps: int | None) -> Parts:
+def assemble(
+    seed: int, save_every: float | str | None, save_every_steps: int | None, keep: Keep
+) -> Parts:
     """Do what `start` promises. Signals first: the rest takes seconds, and may wait for peers."""
     info, said = DistInfo.from_env(), Surroundings.from_env()
     notices = Notices(said.notice)
@@ -51,9 +56,13 @@ def assemble(seed: int, save_every_s: float | None, save_every_steps: int | None
     hook.journal = journal = folder.journal(f"rank-{info.rank}", attempt)
     if info.rank == 0:
         notices.stop_file = folder.cancelled
-    every_s = save_every_s if said.save_every is None else said.save_every
+    every = save_every if said.save_every is None else said.save_every
     hook.position = position = Position()
-    checkpoints = Checkpoints(folder, attempt, control, journal)
+    background = Control(info)
+    checkpoints = Checkpoints(folder, attempt, control, background, journal, keep)
+    keeper = Keeper(checkpoints, position, device, seed, info.rank, info.world_size)
+    history = folder.events() if info.rank == 0 and attempt else []
+    schedule = Schedule(keeper, info.rank, every, save_every_steps, history)
     hosts = sorted(set(control.to_first(said.node)))
     randomness.seed_all(seed, device)
     return Parts(
@@ -63,8 +72,9 @@ def assemble(seed: int, save_every_s: float | None, save_every_steps: int | None
         position=position,
         control=control,
         notices=notices,
-        pace=Pace(control, notices, said.end_time, every_s, save_every_steps),
-        keeper=Keeper(checkpoints, position, device, seed, info.rank),
+        pace=Pace(control, notices, said.end_time, schedule),
+        schedule=schedule,
+        keeper=keeper,
         journal=journal,
         metrics=Metrics(journal, info.world_size, hosts),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +20,7 @@ from hpc_ddp.training.notice import NONE, REASONS
 from hpc_ddp.training.parts import Parts, assemble
 from hpc_ddp.training.settle import settle
 from hpc_ddp.training.state import unwrap
+from hpc_ddp.training.storage import LEAST, Keep
 
 SAVE_EVERY_S = 300.0
 
@@ -27,8 +28,10 @@ SAVE_EVERY_S = 300.0
 def start(
     seed: int = 0,
     *,
-    save_every: float | None = SAVE_EVERY_S,
+    save_every: float | Literal["auto"] | None = SAVE_EVERY_S,
     save_every_steps: int | None = None,
+    keep_last: int = 3,
+    keep_every: int | None = None,
 ) -> Run:
     """Join the process group, listen for notices, and open the run's folder.
 
@@ -41,9 +44,14 @@ def start(
     seed
         decides initial weights, order of the data, and every other random number
     save_every
-        seconds between checkpoints, None for no such clock; ``HPC_DDP_SAVE_EVERY`` overrides
+        seconds between checkpoints, ``"auto"`` for the interval that is expected to lose the
+        least time, None for no such clock; ``HPC_DDP_SAVE_EVERY`` overrides
     save_every_steps
         a checkpoint after every so many optimizer steps as well
+    keep_last
+        how many of the newest checkpoints stay, at least 2; the best one does (see `Run.best`)
+    keep_every
+        of every so many steps one checkpoint stays for good
 
     Raises
     ------
@@ -52,11 +60,13 @@ def start(
     HpcDdpError
         more workers than GPUs on this node, or another process works in the run's folder
     """
-    if save_every_steps is not None and save_every_steps < 1:
-        raise UsageError(
-            f"save_every_steps is {save_every_steps}; accepted: a whole number from 1, or None"
-        )
-    return Run(assemble(seed, save_every, save_every_steps), seed)
+    if keep_last < LEAST:
+        raise UsageError(f"keep_last is {keep_last}; accepted: a whole number from {LEAST}")
+    for name, value in (("save_every_steps", save_every_steps), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}; accepted: a whole number from 1, or None")
+    keep = Keep(keep_last, keep_every)
+    return Run(assemble(seed, save_every, save_every_steps, keep), seed)
 
 
 class Run:
@@ -212,6 +222,25 @@ class Run:
         if decision.reason != NONE:
             self._parts.keeper.save()
 
+    def best(self, value: float, *, higher: bool = True) -> bool:
+        """Tell whether `value` is the best so far; if so, the checkpoint of this moment stays.
+
+        Rank 0's value counts on all ranks, so they can decide together: ``if run.stale >= 5:
+        break`` is an early stop. All ranks call it, after an evaluation; best at the end of an
+        epoch, where the checkpoint is made anyway when the epoch is over.
+        """
+        found = self._parts.keeper.judge(float(value), higher)
+        if found and self._loader is not None and not self._ends_epoch():
+            self._parts.keeper.save()
+        else:
+            self._save_due = self._save_due or found
+        return found
+
+    @property
+    def stale(self) -> int:
+        """How many values `best` was given since the best one."""
+        return self._parts.keeper.best.stale
+
     def finish(self) -> None:
         """Save the last state, journal that the run is done, and leave the process group."""
         self._end("finished")
@@ -302,7 +331,8 @@ class Run:
         if decision.save or self._save_due:
             self._save_due = False
             self._parts.keeper.save()
-            self._parts.pace.saved(self._parts.keeper.slowest_save_s)
+            self._parts.schedule.saved()
+            self._parts.pace.restart_step()
 
     def _stop(self, reason: int) -> NoReturn:
         source = self._parts.notices.source

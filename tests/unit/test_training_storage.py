@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_ddp.run import checkpoints
 from hpc_ddp.training import storage
 
 
