@@ -158,28 +158,30 @@ COLUMNS = ("name", "id", "job", "state", "attempt", "step", "loss", "saved", "wh
 
 
 def table(rows: Sequence[Status]) -> str:
-    """Return the rows as a table for a person; plain when stdout is no terminal."""
-    cells = [[_cell(value) for value in _row(row)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
+    """Return the rows as a table for a person."""
+    return columns(COLUMNS, [_row(row) for row in rows])
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return rows of values below a header, in columns as wide as they need be."""
+    cells = [["-" if value is None else str(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in ([*COLUMNS], *cells)
+        for line in ([*header], *cells)
     )
     return "\n".join(lines)
 
 
 def _row(row: Status) -> tuple[Any, ...]:
     step = f"{row.step}/{row.total_steps}" if row.total_steps else row.step
-    saved = None if row.last_checkpoint_s is None else f"{_age(row.last_checkpoint_s)} ago"
+    saved = None if row.last_checkpoint_s is None else f"{age(row.last_checkpoint_s)} ago"
     loss = None if row.loss is None else f"{row.loss:.4g}"
     return row.name, row.id, row.job_id, row.state, row.attempt, step, loss, saved, row.why
 
 
-def _cell(value: Any) -> str:
-    return "-" if value is None else str(value)
-
-
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
+    """Return a time span in its biggest unit."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

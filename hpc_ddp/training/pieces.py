@@ -69,28 +69,38 @@ def my_parts(
     tensors: Mapping[str, torch.Tensor], replicated: set[str], rank: int, world_size: int
 ) -> dict[str, Part]:
     """Return what this rank writes: views of `tensors`, which have the same names on all ranks."""
-    sizes = {name: tensors[name].nbytes for name in tensors if name in replicated}
+    sizes = {
+        name: tensor.nbytes
+        for name, tensor in tensors.items()
+        if name in replicated and not isinstance(tensor, DTensor)
+    }
     low, high = (sum(sizes.values()) * r // world_size for r in (rank, rank + 1))
     parts: dict[str, Part] = {}
     begin = 0
     for name, tensor in tensors.items():
-        start, size = box_of(tensor)
         if isinstance(tensor, DTensor):
             if _holds_first_copy(tensor):
-                parts[name] = tensor.to_local(), start, size
+                parts[name] = (tensor.to_local(), *box_of(tensor))
         elif not sizes.get(name):
             if rank == 0:
-                parts[name] = tensor, start, size
+                parts[name] = (tensor, *box_of(tensor))
         else:
-            rows = size[0] if size else 1
-            first, last = (
-                min(max(-(-(edge - begin) * rows // sizes[name]), 0), rows) for edge in (low, high)
-            )
-            if first < last:
-                cut = (tensor[first:last], (first, *start[1:]), (last - first, *size[1:]))
-                parts[name] = cut if size else (tensor, start, size)
+            if part := _rows(tensor, low - begin, high - begin):
+                parts[name] = part
             begin += sizes[name]
     return {name: part for name, part in parts.items() if part[0].numel() or rank == 0}
+
+
+def _rows(tensor: torch.Tensor, low: int, high: int) -> Part | None:
+    """Return the rows of a tensor that begin between two of its bytes, if any."""
+    count = tensor.shape[0] if tensor.dim() else 1
+    first, last = (min(max(-(-edge * count // tensor.nbytes), 0), count) for edge in (low, high))
+    if first >= last:
+        return None
+    start, size = box_of(tensor)
+    if not tensor.dim():
+        return tensor, start, size
+    return tensor[first:last], (first, *start[1:]), (last - first, *size[1:])
 
 
 class Buffer:
