@@ -258,7 +258,10 @@ class Checkpoints:
                 self._set_aside(folder, why)
         if self._control.rank == 0:
             self._tell(chosen, passed_over)
-        return None if chosen is None else self._map(chosen)
+        if chosen is None:
+            return None
+        shared, owns, reader = open_checkpoint(chosen)
+        return Restored(checkpoints.step_of(chosen), shared, owns.get(self._control.rank), reader)
 
     def _set_aside(self, folder: Path, why: str) -> None:
         try:
@@ -276,13 +279,13 @@ class Checkpoints:
         elif passed_over:
             _say("NO checkpoint of this run is good any more: it starts again from step 0")
 
-    def _map(self, folder: Path) -> Restored:
-        names = [name for name in checkpoints.file_names(folder) if name.startswith("rank-")]
-        owns = [_load(folder / name) for name in names]
-        data = [(folder / f"tensors-{own['rank']}.bin", own["pieces"]) for own in owns]
-        own = next((own for own in owns if own["rank"] == self._control.rank), None)
-        step = checkpoints.step_of(folder)
-        return Restored(step, _load(folder / STATE), own, Reader(data))
+
+def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]], Reader]:
+    """Return what all ranks shared, what each had of its own, and the tensors; verify it first."""
+    names = [name for name in checkpoints.file_names(folder) if name.startswith("rank-")]
+    owns = {own["rank"]: own for own in (_load(folder / name) for name in names)}
+    data = [(folder / f"tensors-{rank}.bin", own["pieces"]) for rank, own in owns.items()]
+    return _load(folder / STATE), owns, Reader(data)
 
 
 def dump(value: Mapping[str, Any]) -> bytes:

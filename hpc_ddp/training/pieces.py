@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,9 @@ class Reader:
         for path, pieces in files:
             for each in pieces:
                 self._pieces.setdefault(each["name"], []).append((path, Piece(**each)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
 
     def __contains__(self, name: object) -> bool:
         return name in self._pieces

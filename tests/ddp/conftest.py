@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ class Launch:
 
     def signal(self, number: int, *ranks: int) -> None:
         for rank in ranks or range(len(self.pids)):
-            os.kill(self.pids[rank], number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], number)
 
     def wait(self, timeout_s: float = 60.0) -> list[int]:
         """Return the exit codes by rank; what runs on after the time is killed (code -9)."""
@@ -79,6 +81,11 @@ class Launch:
             self.zygote.running.discard(pid)
             codes.append(code)
         return codes
+
+    def ended(self) -> bool:
+        """Tell whether no rank runs any more (not waited for, they stay as zombies)."""
+        stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2] for pid in self.pids)
+        return all(stat.split()[0] == "Z" for stat in stats)
 
     def output(self) -> str:
         return "".join(log.read_text() for log in self.logs)
