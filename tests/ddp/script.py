@@ -91,7 +91,8 @@ if args.sharded:
 
     for layer in net:
         fully_shard(layer)
-    model: nn.Module = fully_shard(net)
+    fully_shard(net)
+    model: nn.Module = net
 else:
     model = run.wrap(net, bucket_cap_mb=1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

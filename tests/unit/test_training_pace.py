@@ -37,8 +37,8 @@ class Saves:
     slowest_save_s = stall_s = 0.0
 
 
-def make_schedule(saves: Any = None, **options: Any) -> Schedule:
-    return Schedule(saves or Saves(), 0, **options)
+def make_schedule(saves: Saves | None = None, **options: Any) -> Schedule:
+    return Schedule(saves or Saves(), 0, **options)  # type: ignore[arg-type]  # a stand-in
 
 
 def make_pace(notices: Notices, end_time: float | None = None, **options: Any) -> Pace:
