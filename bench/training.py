@@ -52,7 +52,7 @@ class Subject:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.objects = {"model": self.model, "optimizer": self.optimizer}
+        self.objects: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.run.track(**self.objects)
         self.keeper = self.run._parts.keeper
         self.checkpoints = self.run._parts.keeper._checkpoints
@@ -84,7 +84,7 @@ class Subject:
 
 def part_stall(device: str, folder: Path) -> dict[str, list[float]]:
     import torch
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import async_save
 
     subject = Subject(device)
     pinned = device == "cuda"
@@ -108,7 +108,7 @@ def part_stall(device: str, folder: Path) -> dict[str, list[float]]:
         times["copy"] = seconds(copy)
         times["torch.save"] = seconds(save)
         begin = time.monotonic()
-        pending = dcp.async_save(subject.state(), checkpoint_id=folder / f"dcp-{round_}")
+        pending: Any = async_save(subject.state(), checkpoint_id=folder / f"dcp-{round_}")
         times["dcp"] = time.monotonic() - begin
         pending.result()
         os.sync()
@@ -211,11 +211,10 @@ def part_steps(device: str, folder: Path) -> dict[str, list[float]]:
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, bare)]
     batches = run.loader(data, batch)
     run.track(model=model, optimizer=optimizers[0])
-    sampler = DistributedSampler(data)
+    sampler: DistributedSampler[Any] = DistributedSampler(data)
     loader = DataLoader(data, batch, sampler=sampler, pin_memory=device == "cuda")
 
-    def bare_block(epoch: int) -> None:
-        sampler.set_epoch(epoch)
+    def bare_block() -> None:
         for (x,) in loader:
             optimizers[1].zero_grad()
             loss = bare(x.to(run.device)).pow(2).mean()
@@ -232,7 +231,8 @@ def part_steps(device: str, folder: Path) -> dict[str, list[float]]:
             optimizers[0].step()
             run.step(loss=loss)
         ours = time.monotonic() - begin
-        theirs = seconds(lambda epoch=epoch: bare_block(epoch))
+        sampler.set_epoch(epoch)
+        theirs = seconds(bare_block)
         if epoch >= 2:
             found["ours"].append(block / ours)
             found["bare"].append(block / theirs)
