@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+FORMAT = 2  # of what is in the files; another one can't be read
 CHUNK = 4 << 20  # bytes; big enough that summing and writing run outside the interpreter lock
 
 _STEP = re.compile(r"step-(\d+)(\.old-\d+)?")

@@ -195,9 +195,14 @@ class Checkpoints:
                 return _FAILED, f"rank {rank}: {answer}"
             files |= answer
         ranks = self._background.world_size
-        facts = {"format": 2, "step": content.step, "world_size": ranks, **content.facts}
+        facts = {
+            "format": checkpoints.FORMAT,
+            "step": content.step,
+            "world_size": ranks,
+            **content.facts,
+        }
         try:
-            storage.write_manifest(made, facts, files)
+            storage.write_manifest(made, facts | content.facts, files)
             # Looked at as late as can be: from the rename on, a successor would see it.
             if not self._run.is_newest(self._attempt):
                 storage.remove(made)
@@ -281,7 +286,19 @@ class Checkpoints:
 
 
 def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]], Reader]:
-    """Return what all ranks shared, what each had of its own, and the tensors; verify it first."""
+    """Return what all ranks shared, what each had of its own, and the tensors; verify it first.
+
+    Raises
+    ------
+    HpcDdpError
+        another version of hpc-ddp has written it
+    """
+    found = checkpoints.read_manifest(folder).get("format")
+    if found != checkpoints.FORMAT:
+        raise HpcDdpError(
+            f"{folder} has format {found}; this hpc-ddp reads format {checkpoints.FORMAT}",
+            hint="go on with the hpc-ddp that wrote it: <run>/lib has it",
+        )
     names = [name for name in checkpoints.file_names(folder) if name.startswith("rank-")]
     owns = {own["rank"]: own for own in (_load(folder / name) for name in names)}
     data = [(folder / f"tensors-{rank}.bin", own["pieces"]) for rank, own in owns.items()]
