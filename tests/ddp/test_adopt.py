@@ -64,6 +64,8 @@ def test_at_most_ten_lines_are_changed_or_added(pair: Pair) -> None:
     )
     new = [line for line in difflib.ndiff(before, after) if line.startswith("+ ")]
     assert len(new) <= LIMIT, "\n".join(new)
+    readme = (ADOPT / "README.md").read_text()
+    assert [line for line in new if "+" + line[2:] not in readme] == []
     assert len(after) < len(before)
 
 
