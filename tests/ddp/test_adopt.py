@@ -52,7 +52,7 @@ class Pair:
 PAIRS = [
     Pair("multigpu", "3 --batch_size 64", 20, 32, ("model.pt",), argv_before="2"),
     Pair("mingpt", "--amp --epochs 2 --sums 50 --block-size 8 --batch-size 8", 28, 50, ("gpt.pt",)),
-    Pair("classifier", "--epochs 3", 28, 46, ("last.pt", "best.pt")),
+    Pair("classifier", "--epochs 2", 28, 46, ("last.pt", "best.pt")),
 ]
 each_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 
