@@ -10,7 +10,8 @@
         journal/<writer>.jsonl
         logs/slurm.out
         logs/attempt-<k>/attempt.json, notice, failed
-        logs/attempt-<k>/<node>/rank-<r>.log, agent.log, notice, record.json
+        logs/attempt-<k>/<node>/rank-<r>.log, agent.log, notice, record.json,
+                                and of a hang stack-rank-<r>.txt, flight-rank-<r>
         checkpoints/step-<n>/
         tensorboard/
 """
@@ -54,6 +55,14 @@ class NodeFolder:
 
     def rank_log(self, rank: int) -> Path:
         return self.path / f"rank-{rank}.log"
+
+    def stacks(self, rank: int) -> Path:
+        """Where each thread of a rank was when it hung."""
+        return self.path / f"stack-rank-{rank}.txt"
+
+    def flight(self, rank: int) -> Path:
+        """The last collectives of a rank that hung; torch's ``torchfrtrace`` compares them."""
+        return self.path / f"flight-rank-{rank}"
 
 
 @dataclass(frozen=True)

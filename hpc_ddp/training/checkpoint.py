@@ -159,21 +159,31 @@ class Checkpoints:
 
         Those passed over are named on stderr and in the journal, and set aside as `.bad-`.
         """
+        began = time.monotonic()
+        passed_over: list[str] = []
         found: tuple[str, int] | None = self._control.from_first(
-            self._choose() if self._first else None
+            self._choose(passed_over) if self._first else None
         )
         if found is None:
+            if passed_over:
+                self._journal.write("restored", step=0, passed_over=passed_over)
             return None
         name, has_rng = found[0], self._control.rank < found[1]
         folder = self._run.checkpoints / name
         state = _load(folder / STATE)
         rng = _load(folder / f"rng-{self._control.rank}.pt") if has_rng else None
+        if self._first:
+            self._journal.write(
+                "restored",
+                step=storage.step_of(folder),
+                passed_over=passed_over,
+                restore_s=round(time.monotonic() - began, 3),
+            )
         return Restored(Position(**state["position"]), state["facts"], state["objects"], rng)
 
-    def _choose(self) -> tuple[str, int] | None:
+    def _choose(self, passed_over: list[str]) -> tuple[str, int] | None:
         """On rank 0: find the newest good checkpoint; return its name and number of ranks."""
         storage.clear_drafts(self._run.checkpoints, self._attempt)
-        passed_over = []
         chosen = None
         for folder in storage.candidates(self._run.checkpoints):
             why = storage.verify(folder)
@@ -185,12 +195,9 @@ class Checkpoints:
             _say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {kept.name}")
         if passed_over and chosen is None:
             _say("NO checkpoint of this run is good any more: it starts again from step 0")
-        step = storage.step_of(chosen) if chosen else 0
-        if chosen or passed_over:
-            self._journal.write("restored", step=step, passed_over=passed_over)
         if chosen is None:
             return None
-        _say(f"going on from step {step} of {self._run.path}")
+        _say(f"going on from step {storage.step_of(chosen)} of {self._run.path}")
         return chosen.name, storage.read_manifest(chosen)["world_size"]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -11,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from hpc_ddp.run import goodput
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training import control as groups
 from hpc_ddp.training.exchange import Decision
@@ -20,8 +23,10 @@ from hpc_ddp.training.notice import NONE, REASONS
 from hpc_ddp.training.parts import Parts, assemble
 from hpc_ddp.training.settle import settle
 from hpc_ddp.training.state import unwrap
+from hpc_ddp.training.watchdog import beat
 
 SAVE_EVERY_S = 300.0
+HANG_AFTER_S = 1800.0
 
 
 def start(
@@ -29,6 +34,7 @@ def start(
     *,
     save_every: float | None = SAVE_EVERY_S,
     save_every_steps: int | None = None,
+    hang_after: float | None = HANG_AFTER_S,
 ) -> Run:
     """Join the process group, listen for notices, and open the run's folder.
 
@@ -44,6 +50,12 @@ def start(
         seconds between checkpoints, None for no such clock; ``HPC_DDP_SAVE_EVERY`` overrides
     save_every_steps
         a checkpoint after every so many optimizer steps as well
+    hang_after
+        seconds without a sign of progress, from the first step on, after which a rank writes
+        its threads' stacks into the run's folder and fails, so that the run can be retried;
+        None: never; ``HPC_DDP_HANG_AFTER`` overrides (0: never). Progress is a step, a batch
+        of the run's `loader` or of a `shard`, a `sum`, a save, an epoch's end: code between
+        steps that takes longer than this calls ``run.sum()`` now and then, on all ranks
 
     Raises
     ------
@@ -56,7 +68,9 @@ def start(
         raise UsageError(
             f"save_every_steps is {save_every_steps}; accepted: a whole number from 1, or None"
         )
-    return Run(assemble(seed, save_every, save_every_steps), seed)
+    if hang_after is not None and hang_after <= 0:
+        raise UsageError(f"hang_after is {hang_after}; accepted: seconds above 0, or None")
+    return Run(assemble(seed, save_every, save_every_steps, hang_after), seed)
 
 
 class Run:
@@ -165,11 +179,14 @@ class Run:
         """
         self._epochs = total
         self._parts.keeper.start_random()
+        if self.rank == 0:
+            self._parts.journal.write("training", step=self.position.step)
         while self.position.epoch < total:
             self._parts.pace.restart_step()
             yield self.position.epoch
             self.position.epoch += 1
             self.position.samples = 0
+            beat()
             self._act(self._parts.pace.epoch_done())
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -199,6 +216,7 @@ class Run:
             a later attempt of this run has started
         """
         self.position.step += 1
+        self._parts.watchdog.step_done()
         if self.rank == 0:
             self._report(values)
         decision = self._parts.pace.step_done(self.position.step)
@@ -268,6 +286,7 @@ class Run:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it."""
         sums = torch.tensor([float(value) for value in values], dtype=torch.float64)
         self._parts.control.sum(sums)
+        beat()
         numbers: list[float] = sums.tolist()
         return numbers
 
@@ -303,6 +322,7 @@ class Run:
             self._save_due = False
             self._parts.keeper.save()
             self._parts.pace.saved(self._parts.keeper.slowest_save_s)
+            beat()
 
     def _stop(self, reason: int) -> NoReturn:
         source = self._parts.notices.source
@@ -314,8 +334,16 @@ class Run:
         """Save, journal the event, and leave; all ranks come here together."""
         parts = self._parts
         parts.keeper.save_surely()
+        parts.watchdog.end()
         if self.rank == 0:
             parts.metrics.flush()
             parts.journal.write(event, step=self.position.step, **fields)
         parts.notices.end()
         groups.leave(parts.control, then_exit=event == "stopped")
+        if self.rank == 0:
+            self._say_goodput()
+
+    def _say_goodput(self) -> None:
+        with suppress(OSError):  # all is done: no reason left to fail
+            told = goodput.line(goodput.account(self.folder.events(), time.time()))
+            print(f"hpc-ddp: {told}", file=sys.stderr, flush=True)
