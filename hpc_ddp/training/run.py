@@ -345,5 +345,5 @@ class Run:
 
     def _say_goodput(self) -> None:
         with suppress(OSError):  # all is done: no reason left to fail
-            told = goodput.line(goodput.account(self.folder.events(), time.time()))
+            told = goodput.line(goodput.account(self.folder.events(thin=True), time.time()))
             print(f"hpc-ddp: {told}", file=sys.stderr, flush=True)
