@@ -57,7 +57,7 @@ class NodeFolder:
         return self.path / f"rank-{rank}.log"
 
     def stacks(self, rank: int) -> Path:
-        """Where each thread of a rank was when it hung."""
+        """Where each thread of a rank was when it hung; empty if it ended otherwise."""
         return self.path / f"stack-rank-{rank}.txt"
 
     def flight(self, rank: int) -> Path:

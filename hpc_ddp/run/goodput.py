@@ -44,10 +44,9 @@ def account(
     Notes
     -----
     The wall time begins with the first `submitted`; without one with the first event, or the
-    start of the first worker's process, where that is earlier. An attempt that runs into one
-    with a smaller step than an earlier one had reached does steps again: from its first step
-    until it passes the highest, between two `metrics` in proportion. They count once, there,
-    and as training where they were done first.
+    start of the first worker's process, where that is earlier. An attempt that begins below the
+    highest step of the earlier ones does steps again until it has passed that one; between two
+    `metrics` in proportion. They count as redone there, and as training where they came first.
     """
     if not events:
         return dict.fromkeys(PARTS, 0.0)

@@ -51,6 +51,6 @@ def test_a_rank_that_holds_pythons_lock_is_seen_too(crew: Any) -> None:
 
 
 def test_slow_steps_and_a_long_end_are_no_hang(crew: Any) -> None:
-    env = {"HPC_DDP_HANG_AFTER": "0.5"}  # a step is two signs: 0.3 s to each
-    crew.go(1, "--samples", "64", "--epochs", "1", "--step-seconds", "0.3", "--late", "3", **env)
+    env = {"HPC_DDP_HANG_AFTER": "1.5"}
+    crew.go(1, "--samples", "32", "--epochs", "1", "--step-seconds", "0.5", "--late", "2.2", **env)
     assert not list(crew.run.logs.glob("attempt-0/*/*"))
