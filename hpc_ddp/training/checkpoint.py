@@ -243,6 +243,7 @@ class Checkpoints:
         The ranks share the reading. What is passed over is named on stderr and in the journal,
         and set aside as `.bad-`.
         """
+        began = time.monotonic()
         if self._control.rank == 0:
             storage.clear_drafts(self._run.checkpoints, self._attempt)
         candidates = self._control.from_first(
@@ -262,7 +263,7 @@ class Checkpoints:
             if self._control.rank == 0:
                 self._set_aside(folder, why)
         if self._control.rank == 0:
-            self._tell(chosen, passed_over)
+            self._tell(chosen, passed_over, time.monotonic() - began)
         if chosen is None:
             return None
         shared, owns, reader = open_checkpoint(chosen)
@@ -275,10 +276,12 @@ class Checkpoints:
             kept = f"{folder.name}: {error}"
         _say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {kept}")
 
-    def _tell(self, chosen: Path | None, passed_over: list[str]) -> None:
+    def _tell(self, chosen: Path | None, passed_over: list[str], took: float) -> None:
         step = checkpoints.step_of(chosen) if chosen else 0
         if chosen or passed_over:
-            self._journal.write("restored", step=step, passed_over=passed_over)
+            self._journal.write(
+                "restored", step=step, passed_over=passed_over, restore_s=round(took, 3)
+            )
         if chosen:
             _say(f"going on from step {step} of {self._run.path}")
         elif passed_over:

@@ -42,7 +42,7 @@ class DistInfo:
 class Surroundings:
     """What hpc-ddp's launcher and supervisor say to the worker; all None under a plain start.
 
-    `end_time` is in unix seconds, `save_every` in seconds or ``"auto"``.
+    `end_time` is in unix seconds, `save_every` in seconds or ``"auto"``, `hang_after` in seconds.
     """
 
     run: Path | None
@@ -51,6 +51,7 @@ class Surroundings:
     notice: Path | None
     end_time: float | None
     save_every: float | str | None
+    hang_after: float | None
     runs: Path
     stem: str
 
@@ -66,6 +67,7 @@ class Surroundings:
             notice=Path(notice) if notice else None,
             end_time=_seconds(environ, "HPC_DDP_END_TIME"),
             save_every=_interval(environ, "HPC_DDP_SAVE_EVERY"),
+            hang_after=_seconds(environ, "HPC_DDP_HANG_AFTER"),
             runs=Path(environ.get("HPC_DDP_RUNS") or "runs").expanduser().absolute(),
             stem=script if script not in ("", "-", "-c") else "python",
         )

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 from hpc_ddp.training import order, randomness
 from hpc_ddp.training.notice import ignore_in_loader
 from hpc_ddp.training.order import Position, Share
+from hpc_ddp.training.watchdog import beat
 
 
 class Loader:
@@ -79,6 +80,7 @@ class Loader:
         for batch in batches:
             self.share = ahead.popleft()
             self._position.samples += self.share.total
+            beat()
             yield to_device(batch, self._device)
 
     def _keys(self, epoch: int, ahead: deque[Share]) -> Iterator[list[tuple[int, int]]]:
@@ -167,4 +169,5 @@ class Shard:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
+            beat()
             yield to_device(batch, self._device)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
@@ -11,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from hpc_ddp.run import goodput
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training import control as groups
 from hpc_ddp.training.exchange import Decision
@@ -21,8 +24,10 @@ from hpc_ddp.training.parts import Parts, assemble
 from hpc_ddp.training.settle import settle
 from hpc_ddp.training.state import unwrap
 from hpc_ddp.training.storage import LEAST, Keep
+from hpc_ddp.training.watchdog import beat
 
 SAVE_EVERY_S = 300.0
+HANG_AFTER_S = 1800.0
 
 
 def start(
@@ -32,6 +37,7 @@ def start(
     save_every_steps: int | None = None,
     keep_last: int = 3,
     keep_every: int | None = None,
+    hang_after: float | None = HANG_AFTER_S,
 ) -> Run:
     """Join the process group, listen for notices, and open the run's folder.
 
@@ -52,6 +58,12 @@ def start(
         how many of the newest checkpoints stay, at least 2; the best one does (see `Run.best`)
     keep_every
         of every so many steps one checkpoint stays for good
+    hang_after
+        seconds without a sign of progress, from the first step on, after which a rank writes
+        its threads' stacks into the run's folder and fails, so that the run can be retried;
+        None: never; ``HPC_DDP_HANG_AFTER`` overrides (0: never). Progress is a step, a batch
+        of the run's `loader` or of a `shard`, a `sum`, a save, an epoch's end: code between
+        steps that takes longer than this calls ``run.sum()`` now and then, on all ranks
 
     Raises
     ------
@@ -65,8 +77,10 @@ def start(
     for name, value in (("save_every_steps", save_every_steps), ("keep_every", keep_every)):
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}; accepted: a whole number from 1, or None")
+    if hang_after is not None and hang_after <= 0:
+        raise UsageError(f"hang_after is {hang_after}; accepted: seconds above 0, or None")
     keep = Keep(keep_last, keep_every)
-    return Run(assemble(seed, save_every, save_every_steps, keep), seed)
+    return Run(assemble(seed, save_every, save_every_steps, keep, hang_after), seed)
 
 
 class Run:
@@ -175,11 +189,14 @@ class Run:
         """
         self._epochs = total
         self._parts.keeper.start_random()
+        if self.rank == 0:
+            self._parts.journal.write("training", step=self.position.step)
         while self.position.epoch < total:
             self._parts.pace.restart_step()
             yield self.position.epoch
             self.position.epoch += 1
             self.position.samples = 0
+            beat()
             self._act(self._parts.pace.epoch_done())
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -209,6 +226,7 @@ class Run:
             a later attempt of this run has started
         """
         self.position.step += 1
+        self._parts.watchdog.step_done()
         if self.rank == 0:
             self._report(values)
         decision = self._parts.pace.step_done(self.position.step)
@@ -297,6 +315,7 @@ class Run:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it."""
         sums = torch.tensor([float(value) for value in values], dtype=torch.float64)
         self._parts.control.sum(sums)
+        beat()
         numbers: list[float] = sums.tolist()
         return numbers
 
@@ -333,6 +352,7 @@ class Run:
             self._parts.keeper.save()
             self._parts.schedule.saved()
             self._parts.pace.restart_step()
+            beat()
 
     def _stop(self, reason: int) -> NoReturn:
         source = self._parts.notices.source
@@ -344,8 +364,16 @@ class Run:
         """Save, journal the event, and leave; all ranks come here together."""
         parts = self._parts
         parts.keeper.save_surely()
+        parts.watchdog.end()
         if self.rank == 0:
             parts.metrics.flush()
             parts.journal.write(event, step=self.position.step, **fields)
         parts.notices.end()
         groups.leave(parts.control, then_exit=event == "stopped")
+        if self.rank == 0:
+            self._say_goodput()
+
+    def _say_goodput(self) -> None:
+        with suppress(OSError):  # all is done: no reason left to fail
+            told = goodput.line(goodput.account(self.folder.events(thin=True), time.time()))
+            print(f"hpc-ddp: {told}", file=sys.stderr, flush=True)

@@ -1,12 +1,14 @@
 """The training that the tests interrupt: several gradient buckets, and every kind of randomness."""
 
 import argparse
+import ctypes
 import os
 import random
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -33,11 +35,13 @@ parser.add_argument("--step-seconds", type=float, default=0.0)
 parser.add_argument("--at", type=int, default=-1, help="the step, from 1, in which to ...")
 parser.add_argument("--signal", type=int, help="... send a signal to this very process,")
 parser.add_argument("--wait", help="... wait for a file,")
+parser.add_argument("--hold", help="... wait in C for a `group`, or with Python's `lock`,")
 parser.add_argument("--make", help="... make a folder,")
 parser.add_argument("--exit", type=int, help="... leave with a code,")
 parser.add_argument("--fail", action="store_true", help="... raise,")
 parser.add_argument("--ranks", default="0123", help="... on these ranks")
 parser.add_argument("--unsettled", action="store_true")
+parser.add_argument("--late", type=float, default=0.0, help="seconds to stay after the end")
 args = parser.parse_args()
 
 if args.unsettled:
@@ -65,6 +69,10 @@ def act(run: Run) -> None:
             time.sleep(0.01)
     if args.make:
         Path(args.make).mkdir()
+    if args.hold == "group":
+        torch.distributed.all_reduce(torch.zeros(1), group=aside)
+    if args.hold == "lock":
+        ctypes.PyDLL(None).sleep(60)
     if args.signal:
         os.kill(os.getpid(), args.signal)
         if args.signal == signal.SIGTERM:
@@ -81,6 +89,7 @@ run = start(
     save_every_steps=args.save_every_steps,
     keep_every=args.keep_every,
 )
+aside: Any = torch.distributed.new_group() if args.hold == "group" else None
 layers: list[nn.Module] = [nn.Linear(33, args.width)]
 for _ in range(args.layers):
     layers += [nn.ReLU(), nn.Dropout(0.1), nn.Linear(args.width, args.width)]
@@ -125,3 +134,4 @@ state = {name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in net.sta
 if run.rank == 0:
     (run.folder.path / "weights").write_bytes(b"".join(v.numpy().tobytes() for v in state.values()))
 run.finish()
+time.sleep(args.late)
