@@ -28,6 +28,7 @@ class Pace:
         save_every_steps: int | None,
     ) -> None:
         self._exchange = Exchange(control)
+        self.exchanges = 0  # so far, the same number on all ranks
         self._keeps_time = control.rank == 0
         self._notices, self._end_time = notices, end_time
         self._save_every_s, self._save_every_steps = save_every_s, save_every_steps
@@ -65,6 +66,7 @@ class Pace:
     def _turn(self) -> Decision:
         """Read the last exchange and send the next."""
         decision = self._exchange.read()
+        self.exchanges += 1
         # A save that has just been decided is not due once more.
         save = self._save_due() and not decision.save
         mean_s = sum(self._steps) / max(len(self._steps), 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,8 +17,12 @@ from hpc_ddp.training.failure import FailureHook
 from hpc_ddp.training.keeper import Keeper
 from hpc_ddp.training.metrics import Metrics
 from hpc_ddp.training.notice import Notices
+from hpc_ddp.training.options import Options
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.pace import Pace
+from hpc_ddp.training.precision import Precision, make_deterministic
+from hpc_ddp.training.profiling import Profiler, use_per_sample
+from hpc_ddp.training.shown import Board, Progress
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,21 @@ class Parts:
     keeper: Keeper
     journal: Journal
     metrics: Metrics
+    precision: Precision
+    profiler: Profiler
+    board: Board | None  # on rank 0, where it is asked for
+    progress: Progress | None
 
 
-def assemble(seed: int, save_every_s: float | None, save_every_steps: int | None) -> Parts:
+def assemble(
+    seed: int, save_every_s: float | None, save_every_steps: int | None, options: Options
+) -> Parts:
     """Do what `start` promises. Signals first: the rest takes seconds, and may wait for peers."""
     info, said = DistInfo.from_env(), Surroundings.from_env()
+    if said.profile is not None:
+        options = replace(options, profile=said.profile)
+    if options.deterministic:
+        make_deterministic()
     notices = Notices(said.notice)
     notices.install()
     hook = FailureHook(info, said.node)
@@ -56,6 +70,13 @@ def assemble(seed: int, save_every_s: float | None, save_every_steps: int | None
     checkpoints = Checkpoints(folder, attempt, control, journal)
     hosts = sorted(set(control.to_first(said.node)))
     randomness.seed_all(seed, device)
+    first = info.rank == 0
+    use = use_per_sample(options, device, info.world_size)
+    metrics = Metrics(journal, info.world_size, hosts, use)
+    board = Board(folder.path / "tensorboard", position) if options.tensorboard and first else None
+    progress = Progress() if options.progress and first else None
+    metrics.listeners += [each.show for each in (board, progress) if each is not None]
+    trace = folder.path / "profile" / f"attempt-{attempt}-rank-{info.rank}.json.gz"
     return Parts(
         info=info,
         device=device,
@@ -66,5 +87,9 @@ def assemble(seed: int, save_every_s: float | None, save_every_steps: int | None
         pace=Pace(control, notices, said.end_time, every_s, save_every_steps),
         keeper=Keeper(checkpoints, position, device, seed, info.rank),
         journal=journal,
-        metrics=Metrics(journal, info.world_size, hosts),
+        metrics=metrics,
+        precision=Precision(options.precision, device, options.stop_on_nan),
+        profiler=Profiler(options.profile, trace, told=first),
+        board=board,
+        progress=progress,
     )
