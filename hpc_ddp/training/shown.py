@@ -84,7 +84,7 @@ def _line(fields: dict[str, Any], now: float, first_s: float, first_step: int) -
     parts = [f"step {step}/{total}" if total else f"step {step}"]
     for name, value in _scalars(fields).items():
         parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
-    if total and step > first_step:
+    if total and total > step > first_step:
         left_s = (total - step) * (now - first_s) / (step - first_step)
         parts.append(f"{timedelta(seconds=round(left_s))} left")
     return "  ".join(parts)
