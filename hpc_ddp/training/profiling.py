@@ -9,9 +9,9 @@ import torch
 
 from hpc_ddp.training.options import Options
 
-# Dense peaks in TFLOP/s as the makers' data sheets give them: with 16-bit operands, and with
-# 32-bit ones (TF32 where there is such a thing). The first name found in the device's counts. An
-# MI250X shows as two devices, each half of it. Data sheets that count sparsity say twice as much.
+# Dense peaks in TFLOP/s by the data sheets of NVIDIA and AMD: with 16-bit operands, and with 32-bit
+# ones (TF32 where there is such a thing). NVIDIA's newer sheets count sparsity, which is twice as
+# much; an MI250X shows as two devices, each half of it. The first name within the device's counts.
 PEAKS = {
     "V100": (125.0, 15.7),
     "A100": (312.0, 156.0),
@@ -19,7 +19,6 @@ PEAKS = {
     "H100 PCIe": (756.0, 378.0),
     "H100 NVL": (835.0, 417.5),
     "H100": (989.4, 494.7),
-    "GH200": (989.4, 494.7),
     "H200": (989.4, 494.7),
     "MI250X": (191.5, 47.9),
     "MI300X": (1307.4, 653.7),

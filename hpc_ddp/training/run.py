@@ -140,7 +140,8 @@ class Run:
         sync_batchnorm
             takes batch norm's statistics over the global batch; torch can do that on GPUs only
         compile
-            compiles the model in place, so that the keys of its state stay as they are
+            compiles the model in place, so that the keys of its state stay as they are; once for
+            each shape of a batch, of which there should be few
         """
         if sync_batchnorm and self.device.type == "cuda":
             convert: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm
@@ -149,7 +150,9 @@ class Run:
             self._say("sync_batchnorm is off: torch has it for GPUs only")
         model = model.to(self.device)
         if compile:
-            model.compile()
+            # Else a kernel for any shape, made at the epoch's shorter last batch, would take over
+            # from then on, and a process resumed later would compute with another one.
+            model.compile(dynamic=False)
         self._parts.precision.watch(model.parameters())
         if not any(each.requires_grad for each in model.parameters()):
             return model
@@ -464,11 +467,10 @@ class Run:
         parts = self._parts
         self._refuse_poison()
         parts.keeper.save_surely()
-        parts.profiler.end()
         if self.rank == 0:
             parts.metrics.flush()
-            for end in [each.end for each in (parts.board, parts.progress) if each is not None]:
-                end()
             parts.journal.write(event, step=self.position.step, **fields)
+        for end in [each.end for each in (parts.board, parts.progress, parts.profiler) if each]:
+            end()
         parts.notices.end()
         groups.leave(parts.control, then_exit=event == "stopped")
