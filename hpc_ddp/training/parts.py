@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,18 +47,20 @@ class Parts:
 
 
 def assemble(
-    seed: int, save_every_s: float | None, save_every_steps: int | None, options: Options
+    seed: int, save_every_s: float | None, save_every_steps: int | None, asked: dict[str, Any]
 ) -> Parts:
-    """Do what `start` promises. Signals first: the rest takes seconds, and may wait for peers."""
+    """Do what `start` promises. Signals first: the rest takes seconds, and may wait for peers.
+
+    `asked` becomes the `Options`, once there is a hook to show what is wrong with them.
+    """
     info, said = DistInfo.from_env(), Surroundings.from_env()
-    if said.profile is not None:
-        options = replace(options, profile=said.profile)
-    if options.deterministic:
-        make_deterministic()
     notices = Notices(said.notice)
     notices.install()
     hook = FailureHook(info, said.node)
     hook.install()
+    options = Options(**{**asked, "profile": said.profile or asked["profile"]})
+    if options.deterministic:
+        make_deterministic()
     device = groups.choose_device(info)
     control = groups.join(info, device)
     hook.install()

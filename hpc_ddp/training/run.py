@@ -21,7 +21,6 @@ from hpc_ddp.training.exchange import Decision
 from hpc_ddp.training.failure import leave_quickly
 from hpc_ddp.training.loader import Loader, Shard
 from hpc_ddp.training.notice import NONE, REASONS
-from hpc_ddp.training.options import Options
 from hpc_ddp.training.parts import Parts, assemble
 from hpc_ddp.training.settle import settle
 from hpc_ddp.training.state import unwrap
@@ -93,7 +92,7 @@ def start(
         raise UsageError(
             f"save_every_steps is {save_every_steps}; accepted: a whole number from 1, or None"
         )
-    options = Options(
+    asked = dict(
         precision=precision,
         stop_on_nan=stop_on_nan,
         deterministic=deterministic,
@@ -103,7 +102,7 @@ def start(
         flops_per_sample=flops_per_sample,
         peak_flops=peak_flops,
     )
-    return Run(assemble(seed, save_every, save_every_steps, options), seed)
+    return Run(assemble(seed, save_every, save_every_steps, asked), seed)
 
 
 class Run:

@@ -67,6 +67,11 @@ def test_nan_ends_all_ranks_and_is_never_saved(crew: Any) -> None:
     assert told(go(crew, 2, *saving), "STEP")[0] == 7
 
 
+def test_an_option_that_makes_no_sense_is_said_plainly(crew: Any) -> None:
+    output = go(crew, 1, HPC_DDP_PROFILE="9:4", codes=2)
+    assert output.startswith("error: profile is (9, 4); accepted: the first step to trace")
+
+
 def test_tensorboard_shows_each_step_once(crew: Any) -> None:
     go(crew, 2, *SAVING, "--tensorboard", "--kill-at", "8", codes=-signal.SIGKILL)
     go(crew, 2, *SAVING, "--tensorboard", HPC_DDP_PROFILE="3:4")

@@ -13,7 +13,7 @@ from torch import nn
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.journal import Journal, read_events
 from hpc_ddp.training import options as options_module
-from hpc_ddp.training import shown, start
+from hpc_ddp.training import shown
 from hpc_ddp.training.averaging import averaged
 from hpc_ddp.training.facts import Surroundings
 from hpc_ddp.training.metrics import Metrics
@@ -36,9 +36,9 @@ CPU = torch.device("cpu")
         ({"peak_flops": -1.0}, "peak_flops is -1.0"),
     ],
 )
-def test_options_are_checked_before_anything_is_joined(wrong: Any, words: str) -> None:
+def test_options_are_checked(wrong: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        start(**wrong)
+        Options(**wrong)
 
 
 def test_a_missing_tensorboard_is_said_early(monkeypatch: pytest.MonkeyPatch) -> None:
