@@ -166,7 +166,8 @@ class Run:
         HpcDdpError
             the checkpoint is of other objects, or was made with another seed
         """
-        self._parts.keeper.track(objects, self._loader.samples if self._loader else None)
+        samples = None if self._loader is None else self._loader.samples
+        self._parts.keeper.track(objects, samples)
 
     # -- the loop --------------------------------------------------------------------------
 
@@ -298,7 +299,7 @@ class Run:
 
     @property
     def _share(self) -> Share | None:
-        return self._loader.share if self._loader else None
+        return None if self._loader is None else self._loader.share
 
     def _check_epoch(self) -> None:
         if self._epochs is None:

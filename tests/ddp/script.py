@@ -6,12 +6,13 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from hpc_ddp.training import Run, start
 from hpc_ddp.training import run as run_module
@@ -20,6 +21,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--samples", type=int, default=203)
 parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--stream", action="store_true")
 parser.add_argument("--width", type=int, default=16)
 parser.add_argument("--layers", type=int, default=2)
 parser.add_argument("--workers", type=int, default=0)
@@ -52,6 +55,13 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.cat([more, noise]), torch.tensor(index % 10)
 
 
+class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same samples one after the other."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (Noisy()[index] for index in range(args.samples))
+
+
 def act(run: Run) -> None:
     if run.position.step + 1 != args.at or str(run.rank) not in args.ranks:
         return
@@ -80,7 +90,12 @@ net = nn.Sequential(*layers, nn.Linear(args.width, 10))
 model = run.wrap(net, bucket_cap_mb=1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-batches = run.loader(Noisy(), args.batch_size, num_workers=args.workers)
+batches = run.loader(
+    Stream() if args.stream else Noisy(),
+    args.batch_size,
+    accumulate=args.accumulate,
+    num_workers=args.workers,
+)
 run.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
 for epoch in run.epochs(args.epochs):
@@ -89,10 +104,11 @@ for epoch in run.epochs(args.epochs):
         share = batches.share
         assert share is not None
         seen = x[:, 0].round().int().tolist() if share.weight else []
-        optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         run.backward(loss)
-        optimizer.step()
+        if run.ends_step:
+            optimizer.step()
+            optimizer.zero_grad()
         with open(run.folder.path / f"seen-{run.rank}", "a") as file:
             file.write(f"{epoch} {run.position.step + 1} {' '.join(map(str, seen))}\n")
         time.sleep(args.step_seconds)
