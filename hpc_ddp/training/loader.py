@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import order, randomness
 from hpc_ddp.training.notice import ignore_in_loader
 from hpc_ddp.training.order import Cut, Position, Share
@@ -61,7 +62,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self._check()
-        for share, batch in self._batches:
+        for share, batch in _watched(self._batches):
             self.share = share
             self._sync(share.ends_step)
             if share.ends_step:
@@ -87,7 +88,7 @@ class Shard:
         return len(mine[:: self._cut.batch_size])
 
     def __iter__(self) -> Iterator[Any]:
-        for share, batch in self._batches:
+        for share, batch in _watched(self._batches):
             if share.weight:
                 yield to_device(batch, self._device)
 
@@ -149,6 +150,19 @@ def batches_of(
         generator=torch.Generator(),
         **{"pin_memory": device.type == "cuda", **options},
     )
+
+
+def _watched(batches: DataLoader[tuple[Share, Any]]) -> Iterator[tuple[Share, Any]]:
+    """Yield the batches; say in a word, without a process id, how a loader worker has died."""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker (pid"):
+            raise
+        how = re.sub(r" \(pid[^)]*\)?[^)]*\)", "", str(error.__cause__ or error)).strip()
+        raise HpcDdpError(
+            how, hint="was it out of memory? try fewer num_workers, or more memory for the job"
+        ) from error
 
 
 class _Keys:

@@ -23,6 +23,7 @@ parser.add_argument("--samples", type=int, default=203)
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--stream", action="store_true")
+parser.add_argument("--bad-sample", type=int)
 parser.add_argument("--width", type=int, default=16)
 parser.add_argument("--layers", type=int, default=2)
 parser.add_argument("--workers", type=int, default=0)
@@ -50,6 +51,8 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return int(args.samples)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == args.bad_sample:
+            raise ValueError(f"no sample {index}")
         noise = torch.randn(30)
         more = torch.tensor([float(index), random.random(), numpy.random.random()])
         return torch.cat([more, noise]), torch.tensor(index % 10)

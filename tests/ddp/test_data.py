@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import randomness
 from hpc_ddp.training.loader import Loader, Shard
 from hpc_ddp.training.order import Cut, Position
@@ -34,8 +38,6 @@ class Noisy(Dataset[torch.Tensor]):
         return 45
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index >= len(self):
-            raise ValueError(f"no sample {index}")
         return draw(index)
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
@@ -144,6 +146,20 @@ def test_a_shard_has_each_sample_once(make: Callable[[], Dataset[Any]], world_si
     assert sorted(rows) == list(range(45))
 
 
+def test_a_worker_obeys_its_parent_alone() -> None:
+    loader = make_loader(Noisy(), Cut(4, 0, 1), Position(), num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    subprocess.run(["kill", str(worker.pid)], check=True)
+    worker.join(0.3)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(5)
+    assert worker.exitcode == 0
+
+
 def test_workers_may_live_on_and_find_the_next_epoch() -> None:
     position = Position()
     loader = make_loader(Noisy(), Cut(8, 0, 1), position, num_workers=2, persistent_workers=True)
@@ -163,6 +179,31 @@ def test_the_length_of_a_stream_is_unknown() -> None:
     with pytest.raises(UsageError, match="not known before its end"):
         len(shard)
     assert len(list(shard)) == 12  # list() asks for a length too
+
+
+class Deadly(Noisy):
+    def __init__(self, how: signal.Signals) -> None:
+        self.how = how
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 20:
+            os.kill(os.getpid(), self.how)
+        return draw(index)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_that_dies_is_named_as_the_cause(how: signal.Signals) -> None:
+    name = {signal.SIGKILL: "Killed", signal.SIGSEGV: "Segmentation fault"}[how]
+    with pytest.raises(HpcDdpError, match=rf"^DataLoader worker is killed by signal: {name}\."):
+        load(Deadly(how), Cut(4, 0, 1), num_workers=2)
+
+
+def test_what_a_data_set_raises_in_a_worker_reaches_the_journal(crew: Any) -> None:
+    launch = crew.launch(1, "--workers", "1", "--bad-sample", "9")
+    assert launch.wait() == [1]
+    (failed,) = crew.events("failed")
+    assert failed["error"] == "ValueError: no sample 9"
+    assert "in __getitem__" in launch.output()
 
 
 def expected(size: int) -> list[list[float]]:
