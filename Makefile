@@ -28,6 +28,10 @@ types: .venv/ready
 cluster: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell
 
+# 200 kills at random moments; `make test` does a dozen. Another HPC_DDP_SOAK_SEED, other moments.
+soak: .venv/ready
+	HPC_DDP_SOAK=200 $(BIN)/python -m pytest -s tests/ddp/test_soak.py
+
 bench: .venv/ready
 	$(BIN)/python bench/run.py
 

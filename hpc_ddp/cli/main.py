@@ -1,4 +1,4 @@
-"""``hpc-ddp``: submit, render, dry-run, status, logs, cancel.
+"""``hpc-ddp``: submit, render, dry-run, status, logs, verify, cancel.
 
 stdout is data, everything else goes to stderr. Exit codes: 2 for usage, 1 for failure, 75 when
 a dry run was stopped and can go on.
@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from hpc_ddp import __version__
 from hpc_ddp.cli.options import given, job_options
 from hpc_ddp.launch import backends, config, prepare
 from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.report import health as report_health
 from hpc_ddp.report import logs as report_logs
 from hpc_ddp.report import status as report_status
 from hpc_ddp.report.progress import watch
+from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import RunFolder, all_runs, find_run, runs_root
 
@@ -157,6 +160,25 @@ def logs(
         report_logs.follow(folder, rank, attempt, lambda: report_status.has_ended(folder))
     else:
         report_logs.show(folder, rank, attempt)
+
+
+@main.command()
+@click.argument("run")
+@click.option("--runs-dir", metavar="DIR", help="Where run folders are.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
+    """Read RUN's checkpoints through and tell whether every byte is as it was written.
+
+    Exit code 1 where one is not. A resume passes over those, to the newest good one.
+    """
+    rows = checkpoints.health(find_run(_runs_dir(runs_dir), run).checkpoints)
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in rows]))
+    elif not rows:
+        _say("no checkpoints yet")
+    else:
+        click.echo(report_health.table(rows))
+    sys.exit(any(row.problem for row in rows))
 
 
 @main.command()

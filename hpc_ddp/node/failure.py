@@ -32,11 +32,13 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """``torn down``, ``communication``, ``signal``, ``exception`` or ``exit``."""
+        """``torn down``, ``communication``, ``signal``, ``hang``, ``exception`` or ``exit``."""
         if self.code in _TORN_DOWN:
             return "torn down"
         if self.code < 0:
             return "signal"
+        if self.error.startswith("HangError: "):
+            return "hang"
         if _COMMUNICATION.search(self.error):
             return "communication"
         return "exception" if self.error else "exit"
@@ -71,10 +73,11 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
     """Return the failure that the others follow from.
 
     A worker whose peer has died says that a connection closed, and one that was ended by the
-    agent died of SIGTERM: neither is a cause where there is another one. Among equals the
-    earliest counts; clocks of nodes differ, so time comes last.
+    agent died of SIGTERM: neither is a cause where there is another one. A rank that hangs with
+    Python's lock exits without a word, and its peers say why. Among equals the earliest counts;
+    clocks of nodes differ, so time comes last.
     """
-    order = {"exception": 0, "signal": 0, "exit": 1, "communication": 2, "torn down": 3}
+    order = {"exception": 0, "signal": 0, "hang": 1, "exit": 2, "communication": 3, "torn down": 4}
     return min(failures, key=lambda f: (order[f.kind], f.time), default=None)
 
 

@@ -175,8 +175,9 @@ def _why_no_retry(facts: Facts) -> str | None:
     if failure and failure.kind in ("exception", "exit") and not facts.here("first_step"):
         return "it came before the first step, and would come again"
     last = facts.verdicts[-1] if facts.verdicts else None
-    same = last and failure and last.get("error") == str(failure.error) != ""
-    if same and last and last.get("step") == facts.step:
+    # A hang is no error of the step: a disk or the network may have stood still.
+    error = failure.error if failure and failure.kind != "hang" else ""
+    if last and error and (last.get("error"), last.get("step")) == (error, facts.step):
         return "the same error came at the same step in the attempt before"
     failed = sum(v["cause"] == "failed" for v in facts.verdicts)
     if failed >= facts.spec.max_failures:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpc_ddp import slurm
-from hpc_ddp.run import process
+from hpc_ddp.run import goodput, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, read_json
 from hpc_ddp.run.journal import Event, is_finished, last_event
@@ -18,7 +18,10 @@ from hpc_ddp.run.journal import Event, is_finished, last_event
 
 @dataclass(frozen=True)
 class Status:
-    """One run. `state` is in plain words; `last_checkpoint_s` is the age in seconds."""
+    """One run. `state` is in plain words; `last_checkpoint_s` is the age in seconds.
+
+    `goodput` is from 0 to 1, `seconds` what it comes from (see `hpc_ddp.run.goodput`).
+    """
 
     run: str
     name: str
@@ -30,6 +33,8 @@ class Status:
     total_steps: int | None
     loss: float | None
     last_checkpoint_s: float | None
+    goodput: float | None
+    seconds: dict[str, float]
     why: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,12 +50,15 @@ def jobs_of(run: RunFolder, events: Sequence[Event]) -> list[str]:
 
 def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
     """Return the state of one run; `queue` is what Slurm still has, by job id."""
-    events = run.events()
+    events = run.events(thin=True)
     started = last_event(events, "started")
     metrics = last_event(events, "metrics") or {}
     saved = last_event(events, "checkpoint")
     jobs = jobs_of(run, events)
     state, why = _state(run, events, [queue[job] for job in jobs if job in queue])
+    now = time.time()
+    live = state in _LIVE.values()
+    seconds = goodput.account(events, now if live else None, waits=state == _LIVE["PENDING"])
     moved = last_event(events, "metrics", "checkpoint", "stopped", "finished", "restored")
     return Status(
         run=str(run.path),
@@ -62,7 +70,9 @@ def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
         step=moved.get("step") if moved else None,
         total_steps=metrics.get("total_steps"),
         loss=metrics.get("loss"),
-        last_checkpoint_s=time.time() - saved["time"] if saved else None,
+        last_checkpoint_s=now - saved["time"] if saved else None,
+        goodput=goodput.share(seconds),
+        seconds={part: round(value, 3) for part, value in seconds.items()},
         why=why,
     )
 
@@ -154,32 +164,35 @@ def cancel(run: RunFolder) -> None:
         slurm.cancel(jobs)
 
 
-COLUMNS = ("name", "id", "job", "state", "attempt", "step", "loss", "saved", "why")
+COLUMNS = ("name", "id", "job", "state", "attempt", "step", "loss", "saved", "goodput", "why")
 
 
 def table(rows: Sequence[Status]) -> str:
-    """Return the rows as a table for a person; plain when stdout is no terminal."""
-    cells = [[_cell(value) for value in _row(row)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
+    """Return the rows as a table for a person."""
+    return columns(COLUMNS, [_row(row) for row in rows])
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return rows of values below a header, in columns as wide as they need be."""
+    cells = [["-" if value is None else str(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in ([*COLUMNS], *cells)
+        for line in ([*header], *cells)
     )
     return "\n".join(lines)
 
 
 def _row(row: Status) -> tuple[Any, ...]:
     step = f"{row.step}/{row.total_steps}" if row.total_steps else row.step
-    saved = None if row.last_checkpoint_s is None else f"{_age(row.last_checkpoint_s)} ago"
+    saved = None if row.last_checkpoint_s is None else f"{age(row.last_checkpoint_s)} ago"
     loss = None if row.loss is None else f"{row.loss:.4g}"
-    return row.name, row.id, row.job_id, row.state, row.attempt, step, loss, saved, row.why
+    good = None if row.goodput is None else f"{row.goodput:.0%}"
+    return row.name, row.id, row.job_id, row.state, row.attempt, step, loss, saved, good, row.why
 
 
-def _cell(value: Any) -> str:
-    return "-" if value is None else str(value)
-
-
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
+    """Return a time span in its biggest unit."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

@@ -10,7 +10,8 @@
         journal/<writer>.jsonl
         logs/slurm.out
         logs/attempt-<k>/attempt.json, notice, failed
-        logs/attempt-<k>/<node>/rank-<r>.log, agent.log, notice, record.json
+        logs/attempt-<k>/<node>/rank-<r>.log, agent.log, notice, record.json,
+                                and of a hang stack-rank-<r>.txt, flight-rank-<r>
         checkpoints/step-<n>/
         tensorboard/
 """
@@ -54,6 +55,14 @@ class NodeFolder:
 
     def rank_log(self, rank: int) -> Path:
         return self.path / f"rank-{rank}.log"
+
+    def stacks(self, rank: int) -> Path:
+        """Where each thread of a rank was when it hung; empty if it ended otherwise."""
+        return self.path / f"stack-rank-{rank}.txt"
+
+    def flight(self, rank: int) -> Path:
+        """The last collectives of a rank that hung; torch's ``torchfrtrace`` compares them."""
+        return self.path / f"flight-rank-{rank}"
 
 
 @dataclass(frozen=True)
@@ -168,8 +177,8 @@ class RunFolder:
     def journal(self, writer: str, attempt: int = 0) -> Journal:
         return Journal(self.journal_folder, writer, attempt)
 
-    def events(self) -> list[Event]:
-        return read_events(self.journal_folder)
+    def events(self, thin: bool = False) -> list[Event]:
+        return read_events(self.journal_folder, thin)
 
     def finished(self) -> bool:
         """Tell whether the run has reached its end, so that there is nothing to go on with."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,15 @@ def is_live(info: dict[str, Any]) -> bool:
         return False
     began = _began(pid)
     return began is not None and began == info.get("began")
+
+
+def began_at() -> float | None:
+    """Return when this process started, in unix seconds; None where that is not known."""
+    ticks = _began(os.getpid())
+    if sys.platform != "linux" or not (ticks and ticks.isdigit()):
+        return None
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
 
 
 def _began(pid: int) -> str | None:

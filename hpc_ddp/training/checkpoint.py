@@ -1,26 +1,38 @@
-"""Saving and restoring a run together: every rank calls these, rank 0 decides for all."""
+"""Saving and restoring a run together: every rank calls these, rank 0 decides for all.
+
+A save has two halves. The training's thread copies what is to be saved (`Content`); a thread of
+its own writes it, agrees with its peers over a process group of its own, and publishes. One save
+is under way at a time: the next waits for it.
+"""
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import sys
+import threading
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hpc_ddp.run import checkpoints
+from hpc_ddp.run.checkpoints import FileFacts
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training import storage
 from hpc_ddp.training.control import Control
-from hpc_ddp.training.order import Position
-from hpc_ddp.training.storage import FileFacts
+from hpc_ddp.training.pieces import Reader
+from hpc_ddp.training.storage import Keep
 
 STATE = "state.pt"
 TRIES = 3  # failed saves in a row that end the run
-KEEP = 3
+NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 _SAVED, _FAILED, _SUPERSEDED = "saved", "failed", "superseded"
 
@@ -30,39 +42,86 @@ class SupersededError(HpcDdpError):
 
 
 @dataclass(frozen=True)
-class Restored:
-    """A checkpoint that verified. `rng` is None for a rank that did not exist when it was made."""
+class Content:
+    """What one rank has to save: nothing in it changes until it is saved.
 
-    position: Position
+    Attributes
+    ----------
+    step
+        of the run
+    facts
+        for the manifest, in plain values; ``best`` (a dict with ``step``, or None) among them
+    shared
+        what is the same on all ranks, in plain values; rank 0's is written
+    own
+        this rank's own plain values, ``pieces`` of its data file among them
+    data
+        the data file
+    stall_s
+        for how long the training has been held up so far, in seconds
+    """
+
+    step: int
     facts: dict[str, Any]
-    objects: dict[str, Any]
-    rng: dict[str, Any] | None
+    shared: bytes
+    own: bytes
+    data: memoryview
+    stall_s: float
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that verified. `own` is None for a rank that did not exist when it was made."""
+
+    step: int
+    shared: dict[str, Any]
+    own: dict[str, Any] | None
+    reader: Reader
 
 
 class Checkpoints:
-    """The checkpoints of a run, as this attempt sees them."""
+    """The checkpoints of a run, as this attempt sees them.
 
-    def __init__(self, run: RunFolder, attempt: int, control: Control, journal: Journal) -> None:
-        self._run, self._attempt = run, attempt
-        self._control, self._journal = control, journal
+    `control` is for the training's thread, `background` for the one that saves.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        attempt: int,
+        control: Control,
+        background: Control,
+        journal: Journal,
+        keep: Keep,
+    ) -> None:
+        self._run, self._attempt, self._keep = run, attempt, keep
+        self._control, self._background, self._journal = control, background, journal
+        self._thread: threading.Thread | None = None
+        self._outcome: tuple[str, str] = (_SAVED, "")
         self._failures = 0
+        self._awaited = False
         self.slowest_save_s = 0.0
 
+    # -- saving ----------------------------------------------------------------------------
+
     @property
-    def _first(self) -> bool:
-        return self._control.rank == 0
+    def in_flight(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
-    def save(
-        self,
-        position: Position,
-        facts: dict[str, Any],
-        objects: dict[str, Any],
-        rng: dict[str, Any],
-    ) -> bool:
-        """Write a checkpoint and make it durable; all ranks call it and get the same answer.
+    @property
+    def failed(self) -> bool:
+        """The last save has failed, or found the run taken over; `settle` says so to all ranks."""
+        return not self.in_flight and self._outcome[0] != _SAVED
 
-        `objects` (state by name) are written by rank 0, `rng` by each rank. Returns False,
-        after a warning, when it failed and is worth another try later.
+    def begin(self, content: Content) -> None:
+        """Start to write; the one before has been settled."""
+        self._thread = threading.Thread(target=self._save, args=(content,), daemon=True)
+        self._thread.start()
+
+    def settle(self) -> bool:
+        """Wait for the save under way, if any; False when it failed and is worth another try.
+
+        All ranks call it at the same step, and get the same answer.
 
         Raises
         ------
@@ -71,144 +130,193 @@ class Checkpoints:
         SupersededError
             a later attempt has started; nothing was published
         """
-        began = time.monotonic()
-        outcome, detail = self._save_together(position, facts, objects, rng)
-        took = time.monotonic() - began
-        if outcome == _SUPERSEDED:
+        if self._thread is None:
+            return True
+        self._awaited = True
+        self._thread.join()
+        self._thread, self._awaited = None, False
+        kind, why = self._outcome
+        if kind == _SUPERSEDED:
             raise SupersededError(
                 f"attempt {self._attempt} of {self._run.path} has been superseded by a later one"
                 " and leaves the run alone"
             )
-        if outcome == _FAILED:
-            self._failed(position.step, detail)
-            return False
-        self._failures = 0
-        self.slowest_save_s = max(self.slowest_save_s, took)
-        if self._first:
-            write_s, size = detail
-            self._journal.write(
-                "checkpoint",
-                step=position.step,
-                stall_s=round(took, 4),
-                write_s=round(write_s, 4),
-                bytes=size,
+        self._failures = self._failures + 1 if kind == _FAILED else 0
+        if self._failures >= TRIES:
+            raise HpcDdpError(
+                f"{TRIES} saves in a row failed in {self._run.checkpoints}: {why}",
+                hint=f"look for free space and quota: df -h -i {self._run.checkpoints}",
             )
-        return True
+        return kind == _SAVED
 
-    def _save_together(
-        self,
-        position: Position,
-        facts: dict[str, Any],
-        objects: dict[str, Any],
-        rng: dict[str, Any],
-    ) -> tuple[str, Any]:
-        """Write this rank's files and let rank 0 judge; return its outcome and details."""
+    def _save(self, content: Content) -> None:
+        """In the thread: write this rank's files and let rank 0 judge."""
         began = time.monotonic()
-        made = storage.draft(self._run.checkpoints, position.step, self._attempt)
-        contents: dict[str, Any] = {f"rng-{self._control.rank}.pt": rng}
-        if self._first:
-            contents[STATE] = {"position": asdict(position), "facts": facts, "objects": objects}
-        answers = self._control.to_first(_write(made, contents))
-        verdict: tuple[str, Any] | None = None
-        if self._first:
-            verdict = self._judge(made, position, answers, began)
-        outcome: tuple[str, Any] = self._control.from_first(verdict)
-        return outcome
+        made = storage.draft(self._run.checkpoints, content.step, self._attempt)
+        try:
+            answers = self._background.to_first(self._write(made, content))
+            verdict = self._judge(made, content, answers) if self._background.rank == 0 else None
+            self._outcome = self._background.from_first(verdict)
+        except RuntimeError as error:  # a peer is gone: the training will find that out, too
+            self._outcome = _FAILED, f"a peer is gone: {error}"
+        took = time.monotonic() - began
+        self.slowest_save_s = max(self.slowest_save_s, content.stall_s + took)
+        if self._background.rank == 0:
+            self._report(content, took)
+
+    def _write(self, made: Path, content: Content) -> dict[str, FileFacts] | str:
+        """Write this rank's files of a draft; return what goes into the manifest, or the error."""
+        rank, ranks = self._background.rank, self._background.world_size
+        files: dict[str, bytes | memoryview] = {f"rank-{rank}.pt": content.own}
+        if len(content.data):
+            files[f"tensors-{rank}.bin"] = content.data
+        if rank == 0:
+            files[STATE] = content.shared
+        try:
+            made.mkdir(parents=True, exist_ok=True)
+            size = sum(len(each) for each in files.values())
+            storage.check_space(made, size * ranks, 2 * ranks + 2)
+            return {name: storage.write_file(made / name, each) for name, each in files.items()}
+        except Exception as error:  # whatever it is, the peers wait for an answer
+            return str(error) or repr(error)
 
     def _judge(
-        self,
-        made: Path,
-        position: Position,
-        answers: list[dict[str, FileFacts] | str],
-        began: float,
-    ) -> tuple[str, Any]:
+        self, made: Path, content: Content, answers: list[dict[str, FileFacts] | str]
+    ) -> tuple[str, str]:
         """On rank 0: complete and publish a draft, or remove it."""
+        folder = self._run.checkpoints
+        pinned = [content.facts["best"]["step"]] if content.facts.get("best") else []
         files: dict[str, FileFacts] = {}
         for rank, answer in enumerate(answers):
             if isinstance(answer, str):
                 storage.remove(made)
+                if any(word in answer for word in NO_ROOM):
+                    storage.prune(folder, Keep(storage.LEAST), pinned)  # room for the next try
                 return _FAILED, f"rank {rank}: {answer}"
             files |= answer
-        facts = {"format": 1, **asdict(position), "world_size": self._control.world_size}
+        ranks = self._background.world_size
+        facts = {
+            "format": checkpoints.FORMAT,
+            "step": content.step,
+            "world_size": ranks,
+            **content.facts,
+        }
         try:
-            storage.write_manifest(made, facts, files)
+            storage.write_manifest(made, facts | content.facts, files)
             # Looked at as late as can be: from the rename on, a successor would see it.
             if not self._run.is_newest(self._attempt):
                 storage.remove(made)
-                return _SUPERSEDED, None
+                return _SUPERSEDED, ""
             storage.publish(made, self._attempt)
-        except OSError as error:
+        except Exception as error:  # as above
             storage.remove(made)
             return _FAILED, f"rank 0: {error}"
-        storage.prune(self._run.checkpoints, KEEP)
-        return _SAVED, (time.monotonic() - began, sum(each.size for each in files.values()))
+        storage.prune(folder, self._keep, pinned)
+        return _SAVED, str(sum(each.size for each in files.values()))
 
-    def _failed(self, step: int, why: str) -> None:
-        self._failures += 1
-        if self._first:
-            self._journal.write("save_failed", step=step, error=why)
-            _say(f"the checkpoint of step {step} could not be saved ({why}); training goes on")
-        if self._failures >= TRIES:
-            raise HpcDdpError(
-                f"{TRIES} saves in a row failed in {self._run.checkpoints}: {why}",
-                hint=f"look for free space and quota: df -h {self._run.checkpoints}",
+    def _report(self, content: Content, took: float) -> None:
+        kind, detail = self._outcome
+        if kind == _FAILED:
+            self._journal.write("save_failed", step=content.step, error=detail)
+            _say(f"the checkpoint of step {content.step} could not be saved ({detail})")
+        elif kind == _SAVED:
+            # Where the training waits for it, all of it is a stall.
+            stall = content.stall_s + (took if self._awaited else 0.0)
+            self._journal.write(
+                "checkpoint",
+                step=content.step,
+                stall_s=round(stall, 4),
+                write_s=round(took, 4),
+                bytes=int(detail),
             )
 
+    def agree(self, value: float) -> float:
+        """Return rank 0's value on every rank."""
+        agreed: float = self._control.from_first(value)
+        return agreed
+
+    # -- restoring -------------------------------------------------------------------------
+
     def restore(self) -> Restored | None:
-        """Load the newest checkpoint that verifies, onto the CPU; None when there is none.
+        """Find the newest checkpoint that verifies and map it on the CPU; None when there is none.
 
-        Those passed over are named on stderr and in the journal, and set aside as `.bad-`.
+        The ranks share the reading. What is passed over is named on stderr and in the journal,
+        and set aside as `.bad-`.
         """
-        found: tuple[str, int] | None = self._control.from_first(
-            self._choose() if self._first else None
+        began = time.monotonic()
+        if self._control.rank == 0:
+            storage.clear_drafts(self._run.checkpoints, self._attempt)
+        candidates = self._control.from_first(
+            [path.name for path in checkpoints.candidates(self._run.checkpoints)]
         )
-        if found is None:
-            return None
-        name, has_rng = found[0], self._control.rank < found[1]
-        folder = self._run.checkpoints / name
-        state = _load(folder / STATE)
-        rng = _load(folder / f"rng-{self._control.rank}.pt") if has_rng else None
-        return Restored(Position(**state["position"]), state["facts"], state["objects"], rng)
-
-    def _choose(self) -> tuple[str, int] | None:
-        """On rank 0: find the newest good checkpoint; return its name and number of ranks."""
-        storage.clear_drafts(self._run.checkpoints, self._attempt)
-        passed_over = []
+        passed_over: list[str] = []
         chosen = None
-        for folder in storage.candidates(self._run.checkpoints):
-            why = storage.verify(folder)
+        for folder in map(self._run.checkpoints.joinpath, candidates):
+            files = self._control.from_first(checkpoints.file_names(folder))
+            mine = files[self._control.rank :: self._control.world_size]
+            problems = self._control.to_first(checkpoints.verify(folder, mine))
+            why = self._control.from_first(next(filter(None, problems), None))
             if why is None:
                 chosen = folder
                 break
             passed_over.append(f"{folder.name}: {why}")
-            kept = storage.set_aside(folder, "bad", self._attempt)
-            _say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {kept.name}")
-        if passed_over and chosen is None:
-            _say("NO checkpoint of this run is good any more: it starts again from step 0")
-        step = storage.step_of(chosen) if chosen else 0
-        if chosen or passed_over:
-            self._journal.write("restored", step=step, passed_over=passed_over)
+            if self._control.rank == 0:
+                self._set_aside(folder, why)
+        if self._control.rank == 0:
+            self._tell(chosen, passed_over, time.monotonic() - began)
         if chosen is None:
             return None
-        _say(f"going on from step {step} of {self._run.path}")
-        return chosen.name, storage.read_manifest(chosen)["world_size"]
+        shared, owns, reader = open_checkpoint(chosen)
+        return Restored(checkpoints.step_of(chosen), shared, owns.get(self._control.rank), reader)
+
+    def _set_aside(self, folder: Path, why: str) -> None:
+        try:
+            kept = storage.set_aside(folder, "bad", self._attempt).name
+        except OSError as error:  # a folder that can be read only: the next start passes it over
+            kept = f"{folder.name}: {error}"
+        _say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {kept}")
+
+    def _tell(self, chosen: Path | None, passed_over: list[str], took: float) -> None:
+        step = checkpoints.step_of(chosen) if chosen else 0
+        if chosen or passed_over:
+            self._journal.write(
+                "restored", step=step, passed_over=passed_over, restore_s=round(took, 3)
+            )
+        if chosen:
+            _say(f"going on from step {step} of {self._run.path}")
+        elif passed_over:
+            _say("NO checkpoint of this run is good any more: it starts again from step 0")
 
 
-def _write(folder: Path, contents: dict[str, Any]) -> dict[str, FileFacts] | str:
-    """Write this rank's files of a draft; return what goes into the manifest, or the error."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return {name: _save(folder / name, value) for name, value in contents.items()}
-    except OSError as error:
-        return str(error)
+def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]], Reader]:
+    """Return what all ranks shared, what each had of its own, and the tensors; verify it first.
+
+    Raises
+    ------
+    HpcDdpError
+        another version of hpc-ddp has written it
+    """
+    found = checkpoints.read_manifest(folder).get("format")
+    if found != checkpoints.FORMAT:
+        raise HpcDdpError(
+            f"{folder} has format {found}; this hpc-ddp reads format {checkpoints.FORMAT}",
+            hint="go on with the hpc-ddp that wrote it: <run>/lib has it",
+        )
+    names = [name for name in checkpoints.file_names(folder) if name.startswith("rank-")]
+    owns = {own["rank"]: own for own in (_load(folder / name) for name in names)}
+    data = [(folder / f"tensors-{rank}.bin", own["pieces"]) for rank, own in owns.items()]
+    return _load(folder / STATE), owns, Reader(data)
 
 
-def _save(path: Path, value: dict[str, Any]) -> FileFacts:
-    return storage.write_file(path, lambda file: torch.save(value, file))
+def dump(value: Mapping[str, Any]) -> bytes:
+    """Return plain values and small tensors as the bytes of a file for ``torch.load``."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
 def _load(path: Path) -> dict[str, Any]:
-    # On the CPU, and never pickled code: from there each object moves its own part.
+    # On the CPU, and never pickled code.
     value: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return value
 

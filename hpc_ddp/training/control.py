@@ -16,6 +16,7 @@ from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.training.facts import DistInfo
 
 TEARDOWN_S = 10.0
+TIMEOUT_S = 1800.0  # torch's own for gloo
 
 
 def choose_device(info: DistInfo) -> torch.device:
@@ -38,15 +39,19 @@ def choose_device(info: DistInfo) -> torch.device:
     return torch.device("cuda", info.local_rank)
 
 
-def join(info: DistInfo, device: torch.device) -> Control:
-    """Create the default process group and return the control group beside it."""
+def join(info: DistInfo, device: torch.device, hang_after_s: float | None) -> Control:
+    """Create the default process group and return the control group beside it.
+
+    Collectives wait longer than `hang_after_s`: the watchdog comes first, which says more.
+    """
     backend = "nccl" if device.type == "cuda" else "gloo"
     bind: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else None
     if info.launched:
-        dist.init_process_group(backend, **bind)
+        dist.init_process_group(backend, timeout=timeout, **bind)
     else:  # a store in memory: a process alone needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)
-    return Control(info)
+    return Control(info, timeout)
 
 
 class Control:
@@ -56,10 +61,15 @@ class Control:
     while a step computes.
     """
 
-    def __init__(self, info: DistInfo) -> None:
+    def __init__(self, info: DistInfo, timeout: timedelta | None) -> None:
         self.rank = info.rank
         self.world_size = info.world_size
-        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+        self._info, self._timeout = info, timeout
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+
+    def another(self) -> Control:
+        """Return one like it, for another thread: all ranks make it at the same time."""
+        return Control(self._info, self._timeout)
 
     def start_max(self, values: torch.Tensor) -> Any:
         """Begin to replace a CPU tensor by its maximum over ranks; `wait` on what is returned."""

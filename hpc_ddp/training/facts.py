@@ -42,7 +42,7 @@ class DistInfo:
 class Surroundings:
     """What hpc-ddp's launcher and supervisor say to the worker; all None under a plain start.
 
-    `end_time` is in unix seconds, `save_every` in seconds.
+    `end_time` is in unix seconds, `save_every` in seconds or ``"auto"``, `hang_after` in seconds.
     """
 
     run: Path | None
@@ -50,7 +50,8 @@ class Surroundings:
     node: str
     notice: Path | None
     end_time: float | None
-    save_every: float | None
+    save_every: float | str | None
+    hang_after: float | None
     runs: Path
     stem: str
 
@@ -65,7 +66,8 @@ class Surroundings:
             node=environ.get("HPC_DDP_NODE") or socket.gethostname(),
             notice=Path(notice) if notice else None,
             end_time=_seconds(environ, "HPC_DDP_END_TIME"),
-            save_every=_seconds(environ, "HPC_DDP_SAVE_EVERY"),
+            save_every=_interval(environ, "HPC_DDP_SAVE_EVERY"),
+            hang_after=_seconds(environ, "HPC_DDP_HANG_AFTER"),
             runs=Path(environ.get("HPC_DDP_RUNS") or "runs").expanduser().absolute(),
             stem=script if script not in ("", "-", "-c") else "python",
         )
@@ -79,6 +81,10 @@ def _number(environ: Mapping[str, str], name: str) -> int:
             f"the environment variable {name} is {environ.get(name)!r}; accepted: a whole number",
             hint="start the script with torchrun or hpc-ddp, which set it",
         ) from None
+
+
+def _interval(environ: Mapping[str, str], name: str) -> float | str | None:
+    return "auto" if environ.get(name) == "auto" else _seconds(environ, name)
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:

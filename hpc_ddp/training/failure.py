@@ -31,7 +31,7 @@ class FailureHook:
     def __init__(self, info: DistInfo, node: str) -> None:
         self.journal: Journal | None = None
         self.position: Position | None = None
-        self._info, self._node = info, node
+        self._info, self._node, self._told = info, node, False
 
     def install(self) -> None:
         """Take over; again after init_process_group, which puts a hook of its own around ours
@@ -43,14 +43,20 @@ class FailureHook:
     ) -> None:
         code = error.exit_code if isinstance(error, HpcDdpError) else 1
         try:
-            text = "".join(traceback.format_exception(kind, error, trace))
-            self._write(error, text)
-            self._show(error, text)
-            _tell_torchrun(error)
-            sys.stdout.flush()
-            sys.stderr.flush()
+            self.tell(error, "".join(traceback.format_exception(kind, error, trace)))
         finally:
             os._exit(code)
+
+    def tell(self, error: BaseException, text: str) -> None:
+        """Journal and print an error and its traceback, unless another one came before it."""
+        if self._told:
+            return
+        self._told = True
+        self._write(error, text)
+        self._show(error, text)
+        _tell_torchrun(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
 
     def _write(self, error: BaseException, text: str) -> None:
         # A superseded attempt writes nothing: the files belong to its successor.

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training import randomness, state
-from hpc_ddp.training.checkpoint import Checkpoints
+from hpc_ddp.training.checkpoint import Checkpoints, Content, dump
 from hpc_ddp.training.order import Position, derive
+from hpc_ddp.training.pieces import Buffer, as_plain, my_parts
 
 RETRY_S = 1.0
+
+
+@dataclass
+class Best:
+    """The best value so far, the step it was found at, and how many came after it."""
+
+    value: float | None = None
+    step: int | None = None
+    stale: int = 0
 
 
 class Keeper:
@@ -27,13 +38,18 @@ class Keeper:
         device: torch.device,
         seed: int,
         rank: int,
+        world_size: int,
     ) -> None:
         self._checkpoints, self._position = checkpoints, position
-        self._device, self._seed, self._rank = device, seed, rank
+        self._device, self._seed = device, seed
+        self._rank, self._world_size = rank, world_size
+        self.best = Best()
+        self.stall_s = 0.0  # for how long the last save held the training up, in seconds
         self._objects: dict[str, Any] = {}
         self._samples: int | None = None
         self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
-        self._saved: Position | None = None
+        self._buffer = Buffer(device)
+        self._written: tuple[Position, Best] | None = None  # saved, or being saved
 
     def track(self, objects: Mapping[str, Any], samples: int | None) -> None:
         """Name the objects, and put back the newest checkpoint if there is one.
@@ -54,16 +70,17 @@ class Keeper:
         if found is None:
             return
         for name, here in self._facts().items():
-            if found.facts.get(name) != here:
+            if found.shared.get(name) != here:
                 raise UsageError(
-                    f"{name} is {here}, but {found.facts.get(name)} in the run's checkpoint:"
+                    f"{name} is {here}, but {found.shared.get(name)} in the run's checkpoint:"
                     " the data would not go on in the same order",
                     hint="start another run, or go on with the same value",
                 )
-        state.put_back(self._objects, found.objects, found.position.step)
-        vars(self._position).update(vars(found.position))
-        self._saved = replace(self._position)
-        self._rng = found.rng
+        state.put_back(self._objects, found.shared["tree"], found.reader, found.step)
+        vars(self._position).update(found.shared["position"])
+        self.best = Best(**found.shared["best"])
+        self._written = self._now()
+        self._rng = found.own["rng"] if found.own else None
 
     def start_random(self) -> None:
         """Give the generators the state of the checkpoint, or one of this rank's own.
@@ -78,27 +95,91 @@ class Keeper:
             randomness.seed_all(seed, self._device)
         self._rng = None
 
-    def save(self) -> bool:
-        """Save, unless this very position is saved; False after a failure worth a retry."""
-        if self._saved == self._position:
-            return True
-        objects = state.collect(self._objects) if self._rank == 0 else {}
-        if self._saved is None:
-            state.check_loadable(objects, "state")
-        rng = randomness.snapshot(self._device)
-        done = self._checkpoints.save(self._position, self._facts(), objects, rng)
-        if done:
-            self._saved = replace(self._position)
+    def save(self) -> None:
+        """Copy the state and begin to write it, once the save before is done.
+
+        Nothing is done where this very position is saved. A failure shows at the next call: it
+        has been said on stderr by then.
+
+        Raises
+        ------
+        HpcDdpError
+            three saves in a row have failed
+        SupersededError
+            a later attempt of this run has started
+        """
+        began = time.monotonic()
+        self.settle()
+        if self._written == self._now():
+            return
+        found = state.collect(self._objects)
+        parts = my_parts(found.tensors, found.replicated, self._rank, self._world_size)
+        self._buffer.fill(found.tensors, parts)
+        shared = {
+            **self._facts(),
+            "position": asdict(self._position),
+            "best": asdict(self.best),
+            "tree": found.tree,
+        }
+        own = {
+            "rank": self._rank,
+            "rng": randomness.snapshot(self._device),
+            "pieces": as_plain(self._buffer.pieces),
+        }
+        self._written = self._now()
+        self.stall_s = time.monotonic() - began
+        self._checkpoints.begin(
+            Content(
+                step=self._position.step,
+                facts={"epoch": self._position.epoch, "samples": self._position.samples}
+                | {"best": None if self.best.step is None else asdict(self.best)},
+                shared=dump(shared) if self._rank == 0 else b"",
+                own=dump(own),
+                data=self._buffer.bytes,
+                stall_s=self.stall_s,
+            )
+        )
+
+    def judge(self, value: float, higher: bool) -> bool:
+        """Compare a value (rank 0's) with the best so far; all ranks get the same answer."""
+        best = self.best
+        value = self._checkpoints.agree(value)
+        beats = best.value is None or (value > best.value if higher else value < best.value)
+        found = beats and not math.isnan(value)
+        self.best = (
+            Best(value, self._position.step) if found else replace(best, stale=best.stale + 1)
+        )
+        return found
+
+    def settle(self) -> bool:
+        """Wait for the save under way; False after a failure. Raises as `save` does."""
+        done = self._checkpoints.settle()
+        if not done:
+            self._written = None
         return done
 
     def save_surely(self) -> None:
-        """Save, trying again after a failure until the run has to give up (HpcDdpError)."""
-        while not self.save():
+        """Save and wait, trying again after a failure until the run has to give up."""
+        self.save()
+        while not self.settle():
             time.sleep(RETRY_S)
+            self.save()
+
+    @property
+    def in_flight(self) -> bool:
+        return self._checkpoints.in_flight
+
+    @property
+    def failed(self) -> bool:
+        return self._checkpoints.failed
 
     @property
     def slowest_save_s(self) -> float:
+        """The longest time from the begin of a save until it was durable, in seconds."""
         return self._checkpoints.slowest_save_s
+
+    def _now(self) -> tuple[Position, Best]:
+        return replace(self._position), replace(self.best)
 
     def _facts(self) -> dict[str, Any]:
         return {"seed": self._seed, "samples": self._samples}

@@ -22,6 +22,7 @@ from hpc_ddp.training import order, randomness
 from hpc_ddp.training.notice import ignore_in_loader
 from hpc_ddp.training.order import Cut, Position, Share
 from hpc_ddp.training.stream import Stream
+from hpc_ddp.training.watchdog import beat
 
 
 class Loader:
@@ -67,6 +68,7 @@ class Loader:
             self._sync(share.ends_step)
             if share.ends_step:
                 self._position.samples += share.total
+            beat()
             yield to_device(batch, self._device)
 
 
@@ -89,6 +91,7 @@ class Shard:
 
     def __iter__(self) -> Iterator[Any]:
         for share, batch in _watched(self._batches):
+            beat()
             if share.weight:
                 yield to_device(batch, self._device)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from hpc_ddp.run import goodput
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training import control as groups
 from hpc_ddp.training.exchange import Decision
@@ -21,15 +24,21 @@ from hpc_ddp.training.order import Share, make_cut
 from hpc_ddp.training.parts import Parts, assemble
 from hpc_ddp.training.settle import settle
 from hpc_ddp.training.state import unwrap
+from hpc_ddp.training.storage import LEAST, Keep
+from hpc_ddp.training.watchdog import beat
 
 SAVE_EVERY_S = 300.0
+HANG_AFTER_S = 1800.0
 
 
 def start(
     seed: int = 0,
     *,
-    save_every: float | None = SAVE_EVERY_S,
+    save_every: float | Literal["auto"] | None = SAVE_EVERY_S,
     save_every_steps: int | None = None,
+    keep_last: int = 3,
+    keep_every: int | None = None,
+    hang_after: float | None = HANG_AFTER_S,
 ) -> Run:
     """Join the process group, listen for notices, and open the run's folder.
 
@@ -42,9 +51,20 @@ def start(
     seed
         decides initial weights, order of the data, and every other random number
     save_every
-        seconds between checkpoints, None for no such clock; ``HPC_DDP_SAVE_EVERY`` overrides
+        seconds between checkpoints, ``"auto"`` for the interval that is expected to lose the
+        least time, None for no such clock; ``HPC_DDP_SAVE_EVERY`` overrides
     save_every_steps
         a checkpoint after every so many optimizer steps as well
+    keep_last
+        how many of the newest checkpoints stay, at least 2; the best one does (see `Run.best`)
+    keep_every
+        of every so many steps one checkpoint stays for good
+    hang_after
+        seconds without a sign of progress, from the first step on, after which a rank writes
+        its threads' stacks into the run's folder and fails, so that the run can be retried;
+        None: never; ``HPC_DDP_HANG_AFTER`` overrides (0: never). Progress is a step, a batch
+        of the run's `loader` or of a `shard`, a `sum`, a save, an epoch's end: code between
+        steps that takes longer than this calls ``run.sum()`` now and then, on all ranks
 
     Raises
     ------
@@ -53,11 +73,15 @@ def start(
     HpcDdpError
         more workers than GPUs on this node, or another process works in the run's folder
     """
-    if save_every_steps is not None and save_every_steps < 1:
-        raise UsageError(
-            f"save_every_steps is {save_every_steps}; accepted: a whole number from 1, or None"
-        )
-    return Run(assemble(seed, save_every, save_every_steps), seed)
+    if keep_last < LEAST:
+        raise UsageError(f"keep_last is {keep_last}; accepted: a whole number from {LEAST}")
+    for name, value in (("save_every_steps", save_every_steps), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}; accepted: a whole number from 1, or None")
+    if hang_after is not None and hang_after <= 0:
+        raise UsageError(f"hang_after is {hang_after}; accepted: seconds above 0, or None")
+    keep = Keep(keep_last, keep_every)
+    return Run(assemble(seed, save_every, save_every_steps, keep, hang_after), seed)
 
 
 class Run:
@@ -180,6 +204,8 @@ class Run:
         """
         self._epochs = total
         self._parts.keeper.start_random()
+        if self.rank == 0:
+            self._parts.journal.write("training", step=self.position.step)
         while self.position.epoch < total:
             self._parts.pace.restart_step()
             yield self.position.epoch
@@ -187,6 +213,7 @@ class Run:
             self.position.samples = 0
             if self._loader is not None:
                 self._loader.share = None
+            beat()
             self._act(self._parts.pace.epoch_done())
 
     @property
@@ -224,6 +251,7 @@ class Run:
         if not self.ends_step:
             return
         self.position.step += 1
+        self._parts.watchdog.step_done()
         if self.rank == 0:
             self._report(values)
         decision = self._parts.pace.step_done(self.position.step)
@@ -236,6 +264,25 @@ class Run:
         self._save_due = self._save_due or decision.save
         if decision.reason != NONE:
             self._parts.keeper.save()
+
+    def best(self, value: float, *, higher: bool = True) -> bool:
+        """Tell whether `value` is the best so far; if so, the checkpoint of this moment stays.
+
+        Rank 0's value counts on all ranks, so they can decide together: ``if run.stale >= 5:
+        break`` is an early stop. All ranks call it, after an evaluation; best at the end of an
+        epoch, where the checkpoint is made anyway when the epoch is over.
+        """
+        found = self._parts.keeper.judge(float(value), higher)
+        if found and self._loader is not None and not self._ends_epoch():
+            self._parts.keeper.save()
+        else:
+            self._save_due = self._save_due or found
+        return found
+
+    @property
+    def stale(self) -> int:
+        """How many values `best` was given since the best one."""
+        return self._parts.keeper.best.stale
 
     def finish(self) -> None:
         """Save the last state, journal that the run is done, and leave the process group."""
@@ -287,6 +334,7 @@ class Run:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it."""
         sums = torch.tensor([float(value) for value in values], dtype=torch.float64)
         self._parts.control.sum(sums)
+        beat()
         numbers: list[float] = sums.tolist()
         return numbers
 
@@ -338,7 +386,9 @@ class Run:
         if decision.save or self._save_due:
             self._save_due = False
             self._parts.keeper.save()
-            self._parts.pace.saved(self._parts.keeper.slowest_save_s)
+            self._parts.schedule.saved()
+            self._parts.pace.restart_step()
+            beat()
 
     def _stop(self, reason: int) -> NoReturn:
         source = self._parts.notices.source
@@ -350,8 +400,16 @@ class Run:
         """Save, journal the event, and leave; all ranks come here together."""
         parts = self._parts
         parts.keeper.save_surely()
+        parts.watchdog.end()
         if self.rank == 0:
             parts.metrics.flush()
             parts.journal.write(event, step=self.position.step, **fields)
         parts.notices.end()
         groups.leave(parts.control, then_exit=event == "stopped")
+        if self.rank == 0:
+            self._say_goodput()
+
+    def _say_goodput(self) -> None:
+        with suppress(OSError):  # all is done: no reason left to fail
+            told = goodput.line(goodput.account(self.folder.events(thin=True), time.time()))
+            print(f"hpc-ddp: {told}", file=sys.stderr, flush=True)

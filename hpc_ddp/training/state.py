@@ -1,85 +1,262 @@
-"""State of the user's objects: taking it out, checking it, putting it back."""
+"""State of the user's objects: taking it out, checking it, putting it back.
+
+Names are a person's: ``model.fc.weight``, ``optimizer.state.model.fc.weight.exp_avg``. So what was
+trained under one wrapper is found again under another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.training.pieces import Reader
 
-_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
+COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
+
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _SHOWN = 8
 
 
 def unwrap(thing: Any) -> Any:
-    """Return the module inside a DDP wrapper, so that keys have no ``module.`` in front."""
-    return thing.module if isinstance(thing, DistributedDataParallel) else thing
+    """Return the module inside wrappers, so that its names have no ``module.`` in front."""
+    while True:
+        if isinstance(thing, (DistributedDataParallel, DataParallel)):
+            thing = thing.module
+        elif isinstance(thing, torch.nn.Module) and hasattr(thing, "_orig_mod"):  # torch.compile's
+            thing = thing._orig_mod
+        else:
+            return thing
 
 
-def collect(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of each object by name."""
-    return {name: unwrap(each).state_dict() for name, each in objects.items()}
+@dataclass(frozen=True)
+class State:
+    """The objects' state, taken apart.
+
+    Attributes
+    ----------
+    tree
+        the state dicts by object, with `TENSOR` in place of each tensor
+    tensors
+        by name; DTensors as they are. They are the living ones, not copies
+    replicated
+        names of those that are the same on all ranks: parameters, and what an optimizer keeps
+        for each of their numbers. Others, batch norm's buffers say, may differ: rank 0's count
+    """
+
+    tree: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    replicated: set[str]
 
 
-def check_loadable(value: Any, where: str) -> None:
-    """Refuse at the first save what ``weights_only`` would refuse at the first restore.
+def collect(objects: Mapping[str, Any]) -> State:
+    """Return the state of each object by name.
 
     Raises
     ------
     HpcDdpError
-        names the entry that is neither a tensor nor a plain value
+        names an entry that ``weights_only`` would refuse to load again
     """
+    labels = _labels(objects)
+    state = State({}, {}, set())
+    for name, wrapped in objects.items():
+        each = unwrap(wrapped)
+        if isinstance(each, Optimizer):
+            found: Any = _by_label(each.state_dict(), _params(each, labels))
+        else:
+            found = each.state_dict()
+        if isinstance(each, torch.nn.Module):
+            found = {key.replace(COMPILED, ""): value for key, value in found.items()}
+            state.replicated.update(f"{name}.{key}" for key in _parameter_names(each))
+        if isinstance(each, Optimizer):
+            state.replicated.update(_like_parameters(name, each, labels))
+        state.tree[name] = _take_apart(found, name, state.tensors)
+    return state
+
+
+def _labels(objects: Mapping[str, Any]) -> dict[int, str]:
+    """Return the name of each parameter of the tracked modules, by its id."""
+    labels: dict[int, str] = {}
+    for name, wrapped in objects.items():
+        each = unwrap(wrapped)
+        if isinstance(each, torch.nn.Module):
+            for key, parameter in each.named_parameters():
+                labels.setdefault(id(parameter), f"{name}.{key.replace(COMPILED, '')}")
+    return labels
+
+
+def _parameter_names(module: torch.nn.Module) -> list[str]:
+    names = module.named_parameters(remove_duplicate=False)
+    return [key.replace(COMPILED, "") for key, _ in names]
+
+
+def _params(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    """Return an optimizer's parameters by name, in the order of its state dict's numbers."""
+    params = [each for group in optimizer.param_groups for each in group["params"]]
+    return {labels.get(id(each), f"parameter {i}"): each for i, each in enumerate(params)}
+
+
+def _by_label(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with names in place of its numbers.
+
+    The numbers depend on which parameters a rank has; the names do not.
+    """
+    names = dict(enumerate(params))
+    return {
+        **state,
+        "state": {names[number]: value for number, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def _by_number(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {label: number for number, label in enumerate(params)}
+    return {
+        **state,
+        "state": {numbers[label]: value for label, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[label] for label in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def _like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> Iterator[str]:
+    """Yield the names of the state that is shaped like the parameter it belongs to."""
+    for label, parameter in _params(optimizer, labels).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
+                yield f"{name}.state.{label}.{key}"
+
+
+def _take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return `value` with its tensors moved to `tensors`, by their place."""
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise _refused(where, f"a tensor of layout {value.layout}")
+        if where in tensors:
+            raise _refused(where, "the second one of this name")
+        tensors[where] = value
+        return TENSOR
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            check_loadable(key, f"a key of {where}")
-            check_loadable(item, f"{where}[{key!r}]")
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            check_loadable(item, where)
-    elif type(value) not in _ATOMS and not isinstance(value, torch.Tensor):
-        raise HpcDdpError(
-            f"{where} is a {type(value).__module__}.{type(value).__name__}; accepted in a"
-            " state_dict: tensors, numbers, text, None, and lists and dicts of them",
-            hint="return plain values from state_dict, for instance float(x) or x.item()",
-        )
+        for key in value:
+            if type(key) not in _ATOMS:
+                raise _refused(f"a key of {where}", _kind(key))
+        return {key: _take_apart(item, f"{where}.{key}", tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_take_apart(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, set):
+        return {_take_apart(item, f"{where}.{item}", tensors) for item in value}
+    if type(value) not in _ATOMS:
+        raise _refused(where, _kind(value))
+    return value
 
 
-def put_back(objects: Mapping[str, Any], saved: Mapping[str, Any], step: int) -> None:
-    """Load the states of a checkpoint (made at `step`) into the objects.
+def _kind(value: Any) -> str:
+    return f"a {type(value).__module__}.{type(value).__name__}"
+
+
+def _refused(where: str, what: str) -> HpcDdpError:
+    return HpcDdpError(
+        f"{where} is {what}; accepted in a state_dict: tensors, numbers, text, None, and lists and"
+        " dicts of them",
+        hint="return plain values from state_dict, for instance float(x) or x.item()",
+    )
+
+
+def put_back(
+    objects: Mapping[str, Any], tree: Mapping[str, Any], reader: Reader, step: int
+) -> None:
+    """Load the state of a checkpoint (made at `step`) into the objects.
+
+    Sharded objects take their own part of each tensor, however it was stored.
 
     Raises
     ------
     HpcDdpError
         the checkpoint belongs to other objects: names the keys and shapes that differ
     """
-    if set(objects) != set(saved):
+    if set(objects) != set(tree):
         raise _other(
-            step, f"it holds {', '.join(sorted(saved))}, tracked are {', '.join(sorted(objects))}"
+            step, f"it holds {', '.join(sorted(tree))}, tracked are {', '.join(sorted(objects))}"
         )
+    labels = _labels(objects)
     for name, wrapped in objects.items():
         each = unwrap(wrapped)
-        if isinstance(each, torch.nn.Module):
-            differences = _differences(each.state_dict(), saved[name])
-            if differences:
-                more = f", and {len(differences) - _SHOWN} more" if differences[_SHOWN:] else ""
-                raise _other(step, f"{name}: {', '.join(differences[:_SHOWN])}{more}")
         try:
-            each.load_state_dict(saved[name])
+            if isinstance(each, torch.nn.Module):
+                each.load_state_dict(_for_module(name, each, tree[name], reader))
+            elif isinstance(each, Optimizer):
+                each.load_state_dict(_for_optimizer(name, each, labels, tree[name], reader))
+            else:
+                each.load_state_dict(_assemble(tree[name], name, reader, {}))
+        except HpcDdpError as error:
+            raise _other(step, error.message) from None
         except (ValueError, RuntimeError, KeyError) as error:
             raise _other(step, f"{name}: {error}") from error
 
 
-def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    found = [f"{key} is not in the checkpoint" for key in here if key not in there]
-    found += [f"{key} is not in the model" for key in there if key not in here]
-    for key in here.keys() & there.keys():
-        mine, saved = getattr(here[key], "shape", None), getattr(there[key], "shape", None)
+def _for_module(
+    name: str, module: torch.nn.Module, tree: Mapping[str, Any], reader: Reader
+) -> dict[str, Any]:
+    """Return what `module` loads; tensors may be views of the file, since it copies them."""
+    here = {key.replace(COMPILED, ""): (key, value) for key, value in module.state_dict().items()}
+    found = [f"{key} is not in the checkpoint" for key in here if key not in tree]
+    found += [f"{key} is not in the model" for key in tree if key not in here]
+    for key in here.keys() & tree.keys():
+        stored = f"{name}.{key}"
+        mine = getattr(here[key][1], "shape", None)
+        saved = reader.describe(stored).shape if stored in reader else None
         if mine != saved:
             found.append(f"{key} is {_shape(mine)} here and {_shape(saved)} in the checkpoint")
-    return sorted(found)
+    if found:
+        more = f", and {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
+        raise HpcDdpError(f"{name}: {', '.join(sorted(found)[:_SHOWN])}{more}")
+    return {
+        key: reader.read(f"{name}.{plain}", value) if f"{name}.{plain}" in reader else tree[plain]
+        for plain, (key, value) in here.items()
+    }
+
+
+def _for_optimizer(
+    name: str, optimizer: Optimizer, labels: Mapping[int, str], tree: Any, reader: Reader
+) -> dict[str, Any]:
+    params = _params(optimizer, labels)
+    saved = {label for group in tree["param_groups"] for label in group["params"]}
+    if differing := sorted(saved ^ set(params)):
+        raise HpcDdpError(
+            f"{name}: its parameters differ: {', '.join(differing[:_SHOWN])}"
+            f"{' …' if differing[_SHOWN:] else ''}"
+        )
+    shards = {}
+    for label, parameter in params.items():
+        for key in tree["state"].get(label, {}):
+            stored = f"{name}.state.{label}.{key}"
+            if stored in reader and reader.describe(stored).shape == parameter.shape:
+                shards[stored] = parameter
+    return _by_number(_assemble(tree, name, reader, shards), params)
+
+
+def _assemble(value: Any, where: str, reader: Reader, like: Mapping[str, torch.Tensor]) -> Any:
+    """Undo `_take_apart`. Tensors are copies: an object may keep what it is given."""
+    if value == TENSOR and type(value) is str and where in reader:
+        return reader.read(where, like.get(where)).clone()
+    if isinstance(value, dict):
+        return {k: _assemble(item, f"{where}.{k}", reader, like) for k, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_assemble(item, f"{where}.{i}", reader, like) for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
 
 
 def _shape(shape: Any) -> str:

@@ -1,146 +1,78 @@
-"""Checkpoints as files: write, verify, publish, prune. Knows nothing of ranks or models.
+"""Checkpoints as files: write, publish, prune. Knows nothing of ranks or models.
 
-::
-
-    checkpoints/step-<n>/manifest.json, state.pt, rng-<rank>.pt
-    checkpoints/step-<n>.tmp-<attempt>/      being written; worth nothing
-    checkpoints/step-<n>.old-<attempt>/      on its way out, see `publish`
-    checkpoints/step-<n>.bad-<attempt>/      did not verify; kept for a person to look at
+`hpc_ddp.run.checkpoints` has the names, and the reader's side.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-MANIFEST = "manifest.json"
-CHUNK = 4 << 20
+from hpc_ddp.run.checkpoints import (
+    CHUNK,
+    MANIFEST,
+    FileFacts,
+    candidates,
+    manifest_crc,
+    step_of,
+    verify,
+)
 
-_STEP = re.compile(r"step-(\d+)(\.old-\d+)?")
+LEAST = 2  # checkpoints that are kept even where there is no space for another
 
 
 @dataclass(frozen=True)
-class FileFacts:
-    """What a manifest says of a file: `size` in bytes, and its CRC32."""
+class Keep:
+    """What stays: the newest `last`, and of every `every` steps the first checkpoint."""
 
-    size: int
-    crc32: int
+    last: int = 3
+    every: int | None = None
 
 
-class ChecksummedFile:
-    """A binary file for writing that counts and sums what passes through.
+def write_file(path: Path, content: bytes | memoryview) -> FileFacts:
+    """Create a file, sum it up while writing, and make it durable; raises OSError.
 
-    The first OSError is kept for `close` and the rest of the data is thrown away, because
-    torch.save, written in C++, turns an error inside `write` into one of its own that hides
-    the cause.
+    Both the sum and the write release the interpreter lock for each of these big chunks, so a
+    thread that does this takes microseconds of it from a training beside it.
     """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._error: OSError | None = None
-        self._size = self._crc32 = 0
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        if self._error is None:
-            try:
-                self._file.write(view)
-            except OSError as error:
-                self._error = error
-        self._size += len(view)
-        self._crc32 = zlib.crc32(view, self._crc32)
-        return len(view)
-
-    def flush(self) -> None:
-        """Wait for `close`, which also syncs."""
-
-    def close(self) -> FileFacts:
-        """Make the file durable; raises the OSError that writing it met, if any."""
-        if self._error is not None:
-            raise self._error
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return FileFacts(self._size, self._crc32)
-
-
-def write_file(path: Path, fill: Callable[[Any], object]) -> FileFacts:
-    """Create a file, let `fill` write into a file object, and make it durable; raises OSError."""
-    with open(path, "wb", buffering=0) as raw:
-        file = ChecksummedFile(raw)
-        fill(file)
-        return file.close()
+    view = memoryview(content).cast("B")
+    crc32 = 0
+    with open(path, "wb", buffering=0) as file:
+        for start in range(0, len(view), CHUNK):
+            chunk = view[start : start + CHUNK]
+            crc32 = zlib.crc32(chunk, crc32)
+            while len(chunk):
+                chunk = chunk[file.write(chunk) :]
+        os.fsync(file.fileno())
+    return FileFacts(len(view), crc32)
 
 
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFacts]) -> None:
     """Write the manifest, which makes the folder a checkpoint, and make both durable."""
     value = {**facts, "files": {name: asdict(each) for name, each in sorted(files.items())}}
-    value["crc32"] = _crc_of(value)
-    write_file(folder / MANIFEST, lambda file: file.write(json.dumps(value, indent=1).encode()))
+    value["crc32"] = manifest_crc(value)
+    write_file(folder / MANIFEST, json.dumps(value, indent=1).encode())
     sync_folder(folder)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest; raises OSError or ValueError where it can't be believed."""
-    value = json.loads((folder / MANIFEST).read_bytes())
-    if not isinstance(value, dict) or value.pop("crc32", None) != _crc_of(value):
-        raise ValueError("its own CRC32 differs")
-    return value
-
-
-def _crc_of(value: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
-
-
-def verify(folder: Path) -> str | None:
-    """Return why a checkpoint can't be trusted, or None when every byte is as it was written."""
-    try:
-        files = read_manifest(folder)["files"]
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError) as error:
-        return f"{MANIFEST} can't be read: {error}"
-    for name, said in files.items():
-        try:
-            found = _facts_of(folder / name)
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} can't be read: {error}"
-        if found.size != said["size"]:
-            return f"{name} has {found.size} bytes instead of {said['size']}"
-        if found.crc32 != said["crc32"]:
-            return f"{name} has been damaged: its CRC32 differs"
-    return None
-
-
-def _facts_of(path: Path) -> FileFacts:
-    size = crc32 = 0
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(CHUNK):
-            size += len(chunk)
-            crc32 = zlib.crc32(chunk, crc32)
-    return FileFacts(size, crc32)
-
-
-def candidates(folder: Path) -> list[Path]:
-    """Return what may be a checkpoint, newest first; at the same step `.old-` comes second."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if match := _STEP.fullmatch(path.name):
-            found.append((int(match[1]), match[2] is None, path))
-    return [path for *_, path in sorted(found, reverse=True)]
-
-
-def step_of(folder: Path) -> int:
-    """Return the step that a folder named ``step-<n>…`` is of."""
-    return int(folder.name.removeprefix("step-").partition(".")[0])
+def check_space(folder: Path, size: int, files: int) -> None:
+    """Raise the OSError that writing would meet half-way, where the file system knows it now."""
+    space = os.statvfs(folder)
+    free = space.f_bavail * space.f_frsize
+    if free < size:
+        raise OSError(
+            errno.ENOSPC, f"No space left for {size / 1e6:.1f} MB: {free / 1e6:.1f} MB are free"
+        )
+    if space.f_files and space.f_favail < files:
+        raise OSError(errno.ENOSPC, f"No space left for {files} files: {space.f_favail} inodes")
 
 
 def draft(folder: Path, step: int, attempt: int) -> Path:
@@ -174,11 +106,18 @@ def set_aside(folder: Path, kind: str, attempt: int) -> Path:
     return folder.rename(path)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; call it after a newer one is durable."""
-    published = [path for path in candidates(folder) if "." not in path.name]
-    kept = set(published[:keep])
-    for path in candidates(folder):
+def prune(folder: Path, keep: Keep, pinned: Iterable[int] = ()) -> None:
+    """Remove what `keep` does not name; call it after a newer one is durable.
+
+    `pinned` are steps that stay whatever their age: the best one.
+    """
+    found = candidates(folder)
+    published = [path for path in found if "." not in path.name]
+    kept = set(published[: keep.last])
+    kept |= {path for path in published if step_of(path) in pinned}
+    if keep.every:
+        kept |= set({step_of(path) // keep.every: path for path in published}.values())
+    for path in found:
         if path not in kept:
             remove(path)
 
@@ -193,9 +132,14 @@ def clear_drafts(folder: Path, attempt: int) -> None:
 def remove(path: Path) -> None:
     """Remove a folder, whoever else removes it at the same time.
 
-    What can't be removed (a file that NFS keeps while somebody has it open) is left lying.
+    It loses its name first, since a kill may come in between: half a checkpoint is none. What
+    can't be removed (a file that NFS keeps while somebody has it open) is left lying.
     """
-    shutil.rmtree(path, ignore_errors=True)
+    gone = path.with_name(f"{path.name.partition('.')[0]}.tmp-gone")
+    with suppress(OSError):
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

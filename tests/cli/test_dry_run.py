@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.run.folder import RunFolder, all_runs
+from hpc_ddp.run.goodput import account
 
 REPO = Path(__file__).parents[2]
 SCRIPTS = REPO / "tests" / "slurm" / "scripts"
@@ -66,6 +67,12 @@ def test_stopped_politely_it_goes_on_at_the_next_step(tmp_path: Path) -> None:
     assert second.end() == 0, second.printed()
     assert second.events("first_step", 1)[0]["step"] == int(str(stopped)) + 1
     assert "Traceback" not in second.printed()
+    assert second.printed().count("hpc-ddp: goodput ") == 2  # as it stopped, and at the end
+    times = [event["time"] for event in first.run.events()]
+    seconds = account(first.run.events())
+    assert sum(seconds.values()) == pytest.approx(max(times) - min(times), rel=0.01)
+    zero = {"running", "redone"}  # a polite stop has nothing done again
+    assert {part for part, value in seconds.items() if not value} == zero, seconds
     again = DryRun(tmp_path / "runs", "--run", first.run.id)
     assert again.end() == 2
     assert "is finished" in again.printed()

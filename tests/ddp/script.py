@@ -1,6 +1,7 @@
 """The training that the tests interrupt: several gradient buckets, and every kind of randomness."""
 
 import argparse
+import ctypes
 import os
 import random
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -29,15 +31,21 @@ parser.add_argument("--layers", type=int, default=2)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--save-every-steps", type=int)
+parser.add_argument("--save-every", type=lambda text: text if text == "auto" else float(text))
+parser.add_argument("--keep-every", type=int)
+parser.add_argument("--scores", type=float, nargs="*", help="what run.best is given, by epoch")
+parser.add_argument("--sharded", action="store_true", help="FSDP2 in place of DDP")
 parser.add_argument("--step-seconds", type=float, default=0.0)
 parser.add_argument("--at", type=int, default=-1, help="the step, from 1, in which to ...")
 parser.add_argument("--signal", type=int, help="... send a signal to this very process,")
 parser.add_argument("--wait", help="... wait for a file,")
+parser.add_argument("--hold", help="... wait in C for a `group`, or with Python's `lock`,")
 parser.add_argument("--make", help="... make a folder,")
 parser.add_argument("--exit", type=int, help="... leave with a code,")
 parser.add_argument("--fail", action="store_true", help="... raise,")
 parser.add_argument("--ranks", default="0123", help="... on these ranks")
 parser.add_argument("--unsettled", action="store_true")
+parser.add_argument("--late", type=float, default=0.0, help="seconds to stay after the end")
 args = parser.parse_args()
 
 if args.unsettled:
@@ -69,11 +77,15 @@ def act(run: Run) -> None:
     if run.position.step + 1 != args.at or str(run.rank) not in args.ranks:
         return
     print("ACTING", flush=True)
-    if args.make:
-        Path(args.make).mkdir()
     if args.wait:
         while not Path(args.wait).exists():
             time.sleep(0.01)
+    if args.make:
+        Path(args.make).mkdir()
+    if args.hold == "group":
+        torch.distributed.all_reduce(torch.zeros(1), group=aside)
+    if args.hold == "lock":
+        ctypes.PyDLL(None).sleep(60)
     if args.signal:
         os.kill(os.getpid(), args.signal)
         if args.signal == signal.SIGTERM:
@@ -84,13 +96,27 @@ def act(run: Run) -> None:
         raise ValueError("a bad batch")
 
 
-run = start(args.seed, save_every_steps=args.save_every_steps)
+run = start(
+    args.seed,
+    save_every=args.save_every or 300.0,
+    save_every_steps=args.save_every_steps,
+    keep_every=args.keep_every,
+)
+aside: Any = torch.distributed.new_group() if args.hold == "group" else None
 layers: list[nn.Module] = [nn.Linear(33, args.width)]
 for _ in range(args.layers):
     layers += [nn.ReLU(), nn.Dropout(0.1), nn.Linear(args.width, args.width)]
     layers += [nn.BatchNorm1d(args.width) if args.batch_size > 3 else nn.LayerNorm(args.width)]
 net = nn.Sequential(*layers, nn.Linear(args.width, 10))
-model = run.wrap(net, bucket_cap_mb=1)
+if args.sharded:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in net:
+        fully_shard(layer)
+    fully_shard(net)
+    model: nn.Module = net
+else:
+    model = run.wrap(net, bucket_cap_mb=1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 batches = run.loader(
@@ -119,8 +145,12 @@ for epoch in run.epochs(args.epochs):
         run.step(loss=loss)
     scheduler.step()
     run.print(f"END OF EPOCH {epoch} lr {scheduler.get_last_lr()[0]:.6f}")
+    if args.scores and not run.best(args.scores[epoch]) and run.stale == 2:
+        run.print("STALE")
+        break
 
+state = {name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in net.state_dict().items()}
 if run.rank == 0:
-    state = net.state_dict()
     (run.folder.path / "weights").write_bytes(b"".join(v.numpy().tobytes() for v in state.values()))
 run.finish()
+time.sleep(args.late)

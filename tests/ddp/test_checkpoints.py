@@ -7,28 +7,37 @@ import os
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+
+from hpc_ddp.run.checkpoints import health
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.training.export import export
 
 SMALL = ("--samples", "80", "--epochs", "3", "--save-every-steps", "4")  # 30 steps on one rank
 
 
-def kill_in(crew: Any, step: int, *argv: str) -> None:
-    launch = crew.launch(1, *argv, "--at", str(step), "--signal", str(int(signal.SIGKILL)))
-    assert launch.wait() == [-signal.SIGKILL], launch.output()
+def kill_in(crew: Any, step: int, *argv: str, ranks: int = 1) -> None:
+    """Kill all ranks in a step, once the save before it (see SMALL) is durable."""
+    wait = ("--wait", str(crew.run.checkpoints / f"step-{(step - 1) // 4 * 4}"))
+    kill = ("--at", str(step), "--signal", str(int(signal.SIGKILL)))
+    launch = crew.launch(ranks, *argv, *wait, *kill)
+    assert launch.wait() == [-signal.SIGKILL] * ranks, launch.output()
 
 
 def test_the_last_three_are_kept_and_complete(crew: Any) -> None:
-    kill_in(crew, 27, *SMALL)
+    crew.go(1, *SMALL, "--epochs", "2")
     folders = sorted(path.name for path in crew.run.checkpoints.iterdir())
     # The save due in step 20, the last one of an epoch, comes behind the epoch's end.
-    assert folders == ["step-16", "step-20", "step-24"]
+    assert folders == ["step-12", "step-16", "step-20"]
     manifest = json.loads((crew.run.checkpoints / "step-20" / "manifest.json").read_text())
     assert (manifest["epoch"], manifest["samples"], manifest["world_size"]) == (2, 0, 1)
-    assert sorted(manifest["files"]) == ["rng-0.pt", "state.pt"]
+    assert sorted(manifest["files"]) == ["rank-0.pt", "state.pt", "tensors-0.bin"]
     assert crew.events("checkpoint")[-1].keys() >= {"stall_s", "write_s", "bytes"}
 
 
@@ -38,13 +47,13 @@ def test_damage_is_passed_over_loudly(make_crew: Callable[[str], Any]) -> None:
     crew = make_crew("damaged")
     kill_in(crew, 27, *SMALL)
     newest, second = crew.run.checkpoints / "step-24", crew.run.checkpoints / "step-20"
-    flip_a_byte(newest / "state.pt")
-    os.truncate(second / "rng-0.pt", 100)
+    flip_a_byte(newest / "tensors-0.bin")
+    os.truncate(second / "rank-0.pt", 100)
     (crew.run.checkpoints / "step-25.tmp-0").mkdir()
 
     output = crew.go(1, *SMALL)
-    assert "PASSED OVER the checkpoint step-24: state.pt has been damaged" in output
-    assert "PASSED OVER the checkpoint step-20: rng-0.pt has 100 bytes instead of" in output
+    assert "PASSED OVER the checkpoint step-24: tensors-0.bin has been damaged" in output
+    assert "PASSED OVER the checkpoint step-20: rank-0.pt has 100 bytes instead of" in output
     assert "going on from step 16" in output
     (restored,) = crew.events("restored")
     assert restored["step"] == 16
@@ -74,9 +83,8 @@ def flip_a_byte(path: Path) -> None:
 
 def test_a_superseded_attempt_publishes_nothing(crew: Any) -> None:
     later = crew.run.logs / "attempt-1"
-    launch = crew.launch(
-        2, "--save-every-steps", "4", "--at", "6", "--make", str(later), "--ranks", "0"
-    )
+    act = ("--at", "6", "--wait", str(crew.run.checkpoints / "step-4"), "--make", str(later))
+    launch = crew.launch(2, "--save-every-steps", "4", *act, "--ranks", "0")
     assert launch.wait() == [1, 1]
     assert "superseded by a later one" in launch.output()
     assert [path.name for path in crew.run.checkpoints.iterdir()] == ["step-4"]
@@ -130,3 +138,82 @@ def test_a_full_disk_is_survived_for_a_while(crew: Any, tiny_disk: Path) -> None
     assert launch.wait() == [1, 1]
     assert "3 saves in a row failed" in launch.output()
     assert not list(tiny_disk.glob("step-*"))
+
+
+@pytest.mark.parametrize("ways", [("ddp", "sharded", "ddp"), ("sharded", "ddp", "sharded")])
+def test_any_number_of_ranks_goes_on_replicated_or_sharded(
+    make_crew: Callable[[str], Any], ways: tuple[str, ...]
+) -> None:
+    """Four ranks, then two, then three; the sums differ, so the weights are compared roughly."""
+    common = ("--samples", "240", "--batch-size", "4", "--epochs", "1", "--width", "30")
+    whole = make_crew("whole")
+    whole.go(1, *common)
+    crew = make_crew("crew")
+    for ranks, way, at in zip((4, 2, 3), ways, ("4", "12", "-1"), strict=True):
+        stop = ("--at", at, "--signal", "15", "--ranks", "0", "--step-seconds", "0.05")
+        sharded = ("--sharded",) if way == "sharded" else ()
+        output = crew.go(ranks, *common, *stop, *sharded)
+    assert output.count("going on from step") == 1
+    files = [sorted((path / "x").parent.glob("tensors-*")) for path in saved(crew)]
+    assert max(map(len, files)) > 1
+    seen = Counter[int]()
+    for path in crew.run.path.glob("seen-*"):
+        for line in path.read_text().splitlines():
+            seen.update(map(int, line.split()[2:]))
+    assert seen == Counter(range(240))
+
+
+def saved(crew: Any) -> list[Path]:
+    return sorted(crew.run.checkpoints.glob("step-*"))
+
+
+def test_the_same_ranks_sharded_end_with_the_same_bits(make_crew: Callable[[str], Any]) -> None:
+    whole = make_crew("whole")
+    whole.go(2, *SMALL, "--sharded")
+    crew = make_crew("killed")
+    kill_in(crew, 11, *SMALL, "--sharded", ranks=2)
+    crew.go(2, *SMALL, "--sharded")
+    assert crew.weights == whole.weights
+
+
+def test_the_best_stays_and_ends_the_run_early(crew: Any, tmp_path: Path) -> None:
+    scores = ("--scores", "1", "3", "2", "nan", "9")
+    common = ("--samples", "80", "--epochs", "5", "--save-every-steps", "3", *scores)
+    stop = crew.launch(2, *common, "--at", "12", "--signal", "15", "--ranks", "0")
+    assert stop.wait() == [0, 0]
+    output = crew.go(2, *common)
+    assert output.count("STALE") == 1
+    assert [event["step"] for event in crew.events("finished")] == [20]
+    rows = health(crew.run.checkpoints)
+    assert [(row.name, row.best) for row in rows if not row.problem] == [
+        ("step-10", True),
+        ("step-15", False),
+        ("step-18", False),
+        ("step-20", False),
+    ]
+    out = tmp_path / "best.safetensors"
+    assert export(crew.run.path, out, best=True) == 10
+    with safe_open(out, "pt") as file:
+        assert "0.weight" in file.keys()  # noqa: SIM118  # it is no dict
+    with pytest.raises(UsageError, match="no checkpoint of step 11; accepted: 20, 18, 15, 10"):
+        export(crew.run.path, out, step=11)
+
+
+def test_a_read_only_folder_is_a_failed_save(crew: Any) -> None:
+    shutil.rmtree(crew.run.checkpoints)
+    crew.run.checkpoints.write_text("no folder")  # root may write into read-only ones
+    launch = crew.launch(2, *SMALL)
+    assert launch.wait() == [1, 1]
+    assert "the checkpoint of step 4 could not be saved" in launch.output()
+    assert "3 saves in a row failed" in launch.output()
+    assert "Traceback" not in launch.output()
+
+
+def test_an_emptied_manifest_and_a_missing_file_are_passed_over(crew: Any) -> None:
+    kill_in(crew, 15, *SMALL, ranks=2)
+    (crew.run.checkpoints / "step-12" / "manifest.json").write_bytes(b"")
+    (crew.run.checkpoints / "step-8" / "tensors-1.bin").unlink()
+    output = crew.go(2, *SMALL)
+    assert "step-12: manifest.json can't be read" in output
+    assert "step-8: tensors-1.bin is missing" in output
+    assert "going on from step 4" in output

@@ -35,6 +35,15 @@ def test_among_equals_the_earliest() -> None:
     assert first_cause([]) is None
 
 
+HANG = _failure(0, error="HangError: no step for 9 s at step 3; stacks in /gloo/s", time=2.0)
+
+
+def test_a_hang_is_the_cause_of_silent_and_broken_ends() -> None:
+    silent, broken = _failure(1), _failure(2, error="RuntimeError: Connection closed by peer")
+    assert first_cause([silent, broken, HANG]) == HANG
+    assert first_cause([HANG, CAUSE]) == CAUSE
+
+
 def test_says_rank_node_and_what() -> None:
     assert str(CAUSE) == "rank 3 on n: ValueError: boom"
     assert str(_failure(0, code=-9)) == "rank 0 on n: SIGKILL"

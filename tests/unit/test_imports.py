@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "slurm": ({"run"}, set()),
     "launch": ({"run", "slurm", "launch"}, {"jinja2", "submitit", "tomli"}),
     "node": ({"run", "slurm", "node"}, set()),
-    "training": ({"run", "training"}, {"torch", "numpy"}),
+    "training": ({"run", "training"}, {"torch", "numpy", "safetensors"}),
     "report": ({"run", "slurm", "report"}, {"rich", "jinja2"}),
     "cli": ({"run", "slurm", "launch", "report", "cli"}, {"click"}),
 }

@@ -15,6 +15,7 @@ from hpc_ddp.training.metrics import Metrics
 from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.pace import Pace
+from hpc_ddp.training.schedule import Schedule, between_failures
 
 
 class Alone:
@@ -29,9 +30,20 @@ class Alone:
         pass
 
 
-def make_pace(notices: Notices, **options: Any) -> Pace:
-    values: dict[str, Any] = {"end_time": None, "save_every_s": None, "save_every_steps": None}
-    return Pace(Alone(), notices, **{**values, **options})  # type: ignore[arg-type]  # a stand-in
+class Saves:
+    """What a Schedule asks of a Keeper."""
+
+    in_flight = failed = False
+    slowest_save_s = stall_s = 0.0
+
+
+def make_schedule(saves: Saves | None = None, **options: Any) -> Schedule:
+    return Schedule(saves or Saves(), 0, **options)  # type: ignore[arg-type]  # a stand-in
+
+
+def make_pace(notices: Notices, end_time: float | None = None, **options: Any) -> Pace:
+    schedule = make_schedule(**options)
+    return Pace(Alone(), notices, end_time, schedule)  # type: ignore[arg-type]  # a stand-in
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**8))
@@ -62,19 +74,56 @@ def test_a_notice_is_acted_on_at_the_next_exchange() -> None:
 
 def test_the_deadline_leaves_time_for_a_save() -> None:
     for save_s, left_s, reason in ((1, 60, NONE), (60, 60, DEADLINE), (1, 3, DEADLINE)):
-        pace = make_pace(Notices(None), end_time=time.time() + left_s)
-        pace.saved(save_s)
+        saves = Saves()
+        saves.slowest_save_s = save_s
+        pace = make_pace(Notices(None), end_time=time.time() + left_s, saves=saves)
         assert pace.epoch_done().reason == reason
 
 
 def test_saves_are_due_by_steps_and_by_time() -> None:
-    pace = make_pace(Notices(None), save_every_steps=3)
+    pace = make_pace(Notices(None), every_steps=3)
     assert [pace.step_done(step).save for step in range(1, 7)] == [False, False, True] * 2
-    pace = make_pace(Notices(None), save_every_s=0.0)
+    pace = make_pace(Notices(None), every=0.0)
     due = [pace.step_done(step).save for step in range(1, 4)]
     assert True in due
     assert due != [True] * 3  # not again before the save has been made
-    assert not make_pace(Notices(None), save_every_s=1000.0).epoch_done().save
+    assert not make_pace(Notices(None), every=1000.0).epoch_done().save
+
+
+def test_a_clock_waits_for_the_save_under_way_and_retries_a_failed_one_soon() -> None:
+    saves = Saves()
+    schedule = make_schedule(saves, every=0.0)
+    assert schedule.due()
+    saves.in_flight = True
+    assert not schedule.due()
+    saves.slowest_save_s = 7.0
+    assert schedule.save_s() == 14.0
+    saves.in_flight, saves.failed = False, True
+    schedule = make_schedule(saves, every=1000.0)
+    assert not schedule.due()
+    schedule._last -= 31
+    assert schedule.due()
+
+
+def test_auto_is_young_and_daly_from_what_was_measured(capsys: Any) -> None:
+    history: list[dict[str, Any]] = []
+    for attempt, end in enumerate(("failed", "stopped", "verdict")):  # two that lost something
+        for event, at in (("first_step", 0), ("checkpoint", 10), (end, 28_800)):
+            more = {"write_s": 3.0} if event == "checkpoint" else {}
+            history.append({"event": event, "attempt": attempt, "time": 1e9 + at, **more})
+    assert between_failures(history) == 2 * 86_400 / 3
+    saves = Saves()
+    schedule = make_schedule(saves, every="auto", history=history)
+    assert schedule.save_s() == 3.0
+    assert not schedule.due()
+    saves.slowest_save_s, saves.stall_s = 1.0, 0.5
+    for _ in range(2):
+        schedule.saved()
+    assert schedule._every == pytest.approx(240)
+    assert capsys.readouterr().err == (
+        "hpc-ddp: saving every 240 s: a save holds the training up for 0.500 s, and a failure is"
+        " expected every 16.0 h; together 0.42 % of the time\n"
+    )
 
 
 @pytest.mark.parametrize(

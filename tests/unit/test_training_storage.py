@@ -1,20 +1,23 @@
 from __future__ import annotations
 
+import random
+import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_ddp.run import checkpoints
+from hpc_ddp.run.checkpoints import FileFacts
 from hpc_ddp.training import storage
+from hpc_ddp.training.storage import Keep
 
 
 def make(folder: Path, step: int, attempt: int = 0, content: bytes = b"x" * 1000) -> Path:
     made = storage.draft(folder, step, attempt)
     made.mkdir(parents=True)
-    facts = storage.write_file(made / "state.pt", lambda file: file.write(content))
+    facts = storage.write_file(made / "state.pt", content)
     storage.write_manifest(made, {"step": step}, {"state.pt": facts})
     return made
 
@@ -26,8 +29,8 @@ def names(folder: Path) -> list[str]:
 def test_a_checkpoint_verifies(tmp_path: Path) -> None:
     final = storage.publish(make(tmp_path, 7), attempt=0)
     assert final.name == "step-7"
-    assert storage.verify(final) is None
-    assert storage.read_manifest(final)["step"] == 7
+    assert checkpoints.verify(final) is None
+    assert checkpoints.read_manifest(final)["step"] == 7
 
 
 @given(st.data())
@@ -35,7 +38,7 @@ def test_no_flipped_bit_and_no_cut_goes_unseen(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     made = make(tmp_path_factory.mktemp("damage"), 1, content=bytes(range(50)))
-    victim = made / data.draw(st.sampled_from(["state.pt", storage.MANIFEST]))
+    victim = made / data.draw(st.sampled_from(["state.pt", checkpoints.MANIFEST]))
     content = bytearray(victim.read_bytes())
     place = data.draw(st.integers(0, len(content) - 1))
     if data.draw(st.booleans()):
@@ -43,26 +46,26 @@ def test_no_flipped_bit_and_no_cut_goes_unseen(
     else:
         del content[place:]
     victim.write_bytes(content)
-    assert storage.verify(made)
+    assert checkpoints.verify(made)
 
 
 def test_reasons_name_the_file(tmp_path: Path) -> None:
     made = make(tmp_path, 1)
     (made / "state.pt").write_bytes(b"y" * 1000)
-    assert storage.verify(made) == "state.pt has been damaged: its CRC32 differs"
+    assert checkpoints.verify(made) == "state.pt has been damaged: its CRC32 differs"
     (made / "state.pt").unlink()
-    assert storage.verify(made) == "state.pt is missing"
-    (made / storage.MANIFEST).unlink()
-    assert storage.verify(made) == "manifest.json is missing"
+    assert checkpoints.verify(made) == "state.pt is missing"
+    (made / checkpoints.MANIFEST).unlink()
+    assert checkpoints.verify(made) == "manifest.json is missing"
 
 
 def test_candidates_are_newest_first_and_published_ones_only(tmp_path: Path) -> None:
     others = ["step-5.old-1", "step-9.tmp-0", "step-7.bad-0", "step-x", "else"]
     for name in ["step-5", "step-10", "step-1", *others]:
         (tmp_path / name).mkdir()
-    found = [path.name for path in storage.candidates(tmp_path)]
+    found = [path.name for path in checkpoints.candidates(tmp_path)]
     assert found == ["step-10", "step-5", "step-5.old-1", "step-1"]
-    assert storage.candidates(tmp_path / "absent") == []
+    assert checkpoints.candidates(tmp_path / "absent") == []
 
 
 def test_an_existing_step_is_moved_aside(tmp_path: Path) -> None:
@@ -79,9 +82,17 @@ def test_an_existing_step_is_moved_aside(tmp_path: Path) -> None:
 def test_pruning_keeps_the_newest_and_what_is_bad(tmp_path: Path) -> None:
     for name in ["step-1", "step-2", "step-3", "step-10", "step-10.old-0", "step-4.bad-0"]:
         (tmp_path / name).mkdir()
-    storage.prune(tmp_path, keep=2)
+    storage.prune(tmp_path, Keep(2))
     assert names(tmp_path) == ["step-10", "step-3", "step-4.bad-0"]
     storage.remove(tmp_path / "step-1")  # somebody else was faster
+
+
+def test_the_best_and_one_of_every_n_steps_stay(tmp_path: Path) -> None:
+    for step in range(5, 65, 5):
+        (tmp_path / f"step-{step}").mkdir()
+        storage.prune(tmp_path, Keep(last=2, every=20), pinned=[35])
+    left = sorted(map(checkpoints.step_of, tmp_path.iterdir()))
+    assert left == [5, 20, 35, 40, 55, 60]
 
 
 def test_drafts_of_earlier_attempts_are_cleared(tmp_path: Path) -> None:
@@ -93,11 +104,29 @@ def test_drafts_of_earlier_attempts_are_cleared(tmp_path: Path) -> None:
 
 def test_a_write_error_keeps_its_cause() -> None:
     with pytest.raises(OSError, match="No space left"):
-        storage.write_file(Path("/dev/full"), lambda file: torch.save(torch.zeros(9), file))
+        storage.write_file(Path("/dev/full"), bytes(9))
+    with pytest.raises(OSError, match="No space left for 10000000000000"):
+        storage.check_space(Path("/tmp"), 10**19, 1)
+    storage.check_space(Path("/tmp"), 1, 1)
 
 
-def test_sizes_and_sums_are_those_of_the_file(tmp_path: Path) -> None:
-    value: dict[str, Any] = {"a": torch.arange(1000), "b": [1, "x"]}
-    facts = storage.write_file(tmp_path / "f", lambda file: torch.save(value, file))
-    assert facts == storage._facts_of(tmp_path / "f")
-    assert torch.equal(torch.load(tmp_path / "f", weights_only=True)["a"], value["a"])
+@pytest.mark.parametrize("size", [0, 1, checkpoints.CHUNK, 2 * checkpoints.CHUNK + 7])
+def test_sizes_and_sums_are_those_of_the_file(tmp_path: Path, size: int) -> None:
+    content = random.Random(size).randbytes(size)
+    facts = storage.write_file(tmp_path / "f", memoryview(content))
+    assert facts == checkpoints.facts_of(tmp_path / "f") == FileFacts(size, zlib.crc32(content))
+    assert (tmp_path / "f").read_bytes() == content
+
+
+def test_health_is_listed_oldest_first(tmp_path: Path) -> None:
+    for step in (9, 10, 8):
+        storage.publish(make(tmp_path, step), 0)
+    (tmp_path / "step-9" / "state.pt").unlink()
+    make(tmp_path, 11)
+    rows = checkpoints.health(tmp_path)
+    assert [(row.name, row.problem) for row in rows] == [
+        ("step-8", None),
+        ("step-9", "state.pt is missing"),
+        ("step-10", None),
+    ]
+    assert rows[0].bytes == 1000

@@ -143,6 +143,18 @@ def test_the_same_error_at_the_same_step_is_not_retried() -> None:
     assert _decide(attempt=1, records=_failed(), events=other).action == "requeue"
 
 
+def test_a_hang_is_retried_like_a_lost_connection() -> None:
+    error = "HangError: no step for 1800 s at step 7; stacks in /r/logs/n1/stack-rank-0.txt"
+    last = _event("verdict", cause="failed", action="requeue", error=error, step=7, progress=True)
+    here = [_event("first_step", 1, step=5), _event("failed", 1, step=7)]
+    records = _failed(error=error)
+    verdict = _decide(attempt=1, records=records, events=[last, *here])
+    assert (verdict.cause, verdict.action) == ("failed", "requeue")
+    assert error in verdict.why
+    stuck = [{**last, "progress": False}, *here]
+    assert _decide(attempt=1, records=records, events=stuck).action == "give up"
+
+
 def test_two_attempts_without_progress_end_it() -> None:
     first = _event("verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False)
     events = [first, _event("first_step", 1, step=1)]

@@ -1,0 +1,149 @@
+"""A run's checkpoints as a reader sees them: which there are, and whether they can be trusted.
+
+::
+
+    checkpoints/step-<n>/manifest.json       each file's size and CRC32; written last
+    checkpoints/step-<n>/state.pt            what is no tensor, and the tensors' places
+    checkpoints/step-<n>/rank-<r>.pt         rank r's generators, and what its data file holds
+    checkpoints/step-<n>/tensors-<r>.bin     rank r's part of the tensors, as raw bytes
+    checkpoints/step-<n>.tmp-<attempt>/      being written; worth nothing
+    checkpoints/step-<n>.old-<attempt>/      on its way out: the same step, saved once more
+    checkpoints/step-<n>.bad-<attempt>/      did not verify; kept for a person to look at
+
+Standard library only, so that a login node without torch can verify them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import zlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+FORMAT = 2  # of what is in the files; another one can't be read
+CHUNK = 4 << 20  # bytes; big enough that summing and writing run outside the interpreter lock
+
+_STEP = re.compile(r"step-(\d+)(\.old-\d+)?")
+_SHOWN = re.compile(r"step-(\d+)(\.(old|bad)-[\d-]+)?")
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a manifest says of a file: `size` in bytes, and its CRC32."""
+
+    size: int
+    crc32: int
+
+
+def manifest_crc(value: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest; raises OSError or ValueError where it can't be believed."""
+    value = json.loads((folder / MANIFEST).read_bytes())
+    if not isinstance(value, dict) or value.pop("crc32", None) != manifest_crc(value):
+        raise ValueError("its own CRC32 differs")
+    return value
+
+
+def file_names(folder: Path) -> list[str]:
+    """Return the names that a checkpoint's manifest lists; none where it can't be read."""
+    try:
+        return list(read_manifest(folder)["files"])
+    except (OSError, ValueError, KeyError):
+        return []
+
+
+def verify(folder: Path, only: Collection[str] | None = None) -> str | None:
+    """Return why a checkpoint can't be trusted, or None when every byte is as it was written.
+
+    `only` limits the look to some files, for ranks that share the work.
+    """
+    try:
+        files = read_manifest(folder)["files"]
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError) as error:
+        return f"{MANIFEST} can't be read: {error}"
+    for name, said in files.items():
+        if only is not None and name not in only:
+            continue
+        try:
+            found = facts_of(folder / name)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} can't be read: {error}"
+        if found.size != said["size"]:
+            return f"{name} has {found.size} bytes instead of {said['size']}"
+        if found.crc32 != said["crc32"]:
+            return f"{name} has been damaged: its CRC32 differs"
+    return None
+
+
+def facts_of(path: Path) -> FileFacts:
+    """Read a file through; raises OSError."""
+    size = crc32 = 0
+    chunk = memoryview(bytearray(CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            size += count
+            crc32 = zlib.crc32(chunk[:count], crc32)
+    return FileFacts(size, crc32)
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return what may be a checkpoint, newest first; at the same step `.old-` comes second."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := _STEP.fullmatch(path.name):
+            found.append((int(match[1]), match[2] is None, path))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def step_of(folder: Path) -> int:
+    """Return the step that a folder named ``step-<n>…`` is of."""
+    return int(folder.name.removeprefix("step-").partition(".")[0])
+
+
+@dataclass(frozen=True)
+class Health:
+    """One checkpoint of a list. `bytes` is None where the manifest can't be read, `age_s` is in
+    seconds, `problem` None for a good one, `best` marks the one with the best value so far."""
+
+    name: str
+    age_s: float
+    bytes: int | None
+    world_size: int | None
+    best: bool
+    problem: str | None
+
+
+def health(folder: Path) -> list[Health]:
+    """Verify all checkpoints in a run's folder of checkpoints, oldest first."""
+    found = [path for path in folder.glob("step-*") if _SHOWN.fullmatch(path.name)]
+    rows = [_health(path) for path in sorted(found, key=lambda path: (step_of(path), path.name))]
+    return rows
+
+
+def _health(path: Path) -> Health:
+    problem = verify(path)
+    try:
+        manifest = read_manifest(path)
+    except (OSError, ValueError):
+        manifest = {}
+    sizes = [each["size"] for each in manifest.get("files", {}).values()]
+    return Health(
+        name=path.name,
+        age_s=time.time() - path.stat().st_mtime,
+        bytes=sum(sizes) if sizes else None,
+        world_size=manifest.get("world_size"),
+        best=(manifest.get("best") or {}).get("step") == step_of(path),
+        problem=problem,
+    )

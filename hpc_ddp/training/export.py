@@ -1,0 +1,101 @@
+"""Write the model of a checkpoint into one safetensors file::
+
+    python -m hpc_ddp.training.export RUN_FOLDER model.safetensors [--step N | --best]
+
+Works from the checkpoint's files alone, on one process, however many ranks wrote it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from hpc_ddp.run import checkpoints
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.training.checkpoint import open_checkpoint
+
+
+def export(
+    run: Path, out: Path, *, name: str = "model", step: int | None = None, best: bool = False
+) -> int:
+    """Write the tensors of the tracked object `name`; return the step of the checkpoint.
+
+    Parameters
+    ----------
+    run
+        the run's folder
+    out
+        the file to write, replaced in one step where it exists
+    step
+        which checkpoint; by default the newest
+    best
+        the one that `Run.best` has marked
+
+    Raises
+    ------
+    UsageError
+        there is no such checkpoint, or no such object in it; or safetensors is not installed
+    HpcDdpError
+        the checkpoint is damaged
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise UsageError(
+            "the package safetensors is not installed", hint="pip install safetensors"
+        ) from None
+    folder = _choose(RunFolder(run.absolute()), step, best)
+    if problem := checkpoints.verify(folder):
+        raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {run}")
+    _, _, reader = open_checkpoint(folder)
+    prefix = f"{name}."
+    tensors = {key[len(prefix) :]: reader.read(key) for key in reader if key.startswith(prefix)}
+    if not tensors:
+        known = sorted({key.partition(".")[0] for key in reader})
+        raise UsageError(f"{folder} has no tensors of {name!r}; accepted: {', '.join(known)}")
+    draft = out.with_name(f".{out.name}.part")
+    # safetensors refuses tensors that share memory, as views of one mapped file do.
+    save_file({key: tensor.clone() for key, tensor in tensors.items()}, draft)
+    draft.replace(out)
+    return checkpoints.step_of(folder)
+
+
+def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
+    found = [path for path in checkpoints.candidates(run.checkpoints) if "." not in path.name]
+    if not found:
+        raise UsageError(f"{run.path} has no checkpoint", hint="name a run's folder")
+    if best:
+        step = (checkpoints.read_manifest(found[0]).get("best") or {}).get("step")
+        if step is None:
+            raise UsageError(f"{run.path} has no best checkpoint: its script calls no run.best")
+    wanted = [path for path in found if step is None or checkpoints.step_of(path) == step]
+    if not wanted:
+        steps = ", ".join(str(checkpoints.step_of(path)) for path in found)
+        raise UsageError(f"{run.path} has no checkpoint of step {step}; accepted: {steps}")
+    return wanted[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write a checkpoint's model as safetensors.")
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("out", type=Path, help="the file to write")
+    parser.add_argument("--object", default="model", help="its name in run.track")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="the checkpoint's step (default: the newest)")
+    which.add_argument("--best", action="store_true", help="the one that run.best has marked")
+    args = parser.parse_args()
+    try:
+        step = export(args.run, args.out, name=args.object, step=args.step, best=args.best)
+    except HpcDdpError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return error.exit_code
+    print(f"{args.out}: {args.object} of step {step}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

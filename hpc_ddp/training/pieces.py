@@ -1,0 +1,259 @@
+"""Which part of each tensor a rank writes, and how any part of it is read again.
+
+A tensor is stored as boxes of its global shape, so that what W ranks wrote can be read by any
+number of ranks, whole or sharded in another way:
+
+- a DTensor (FSDP2, tensor parallel): each rank's own shard, once where ranks hold the same
+- replicated (DDP): the ranks' shares of all bytes together are equal, cut between rows
+- anything else: by rank 0
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hpc_ddp.run.errors import HpcDdpError
+
+ALIGNMENT = 64  # bytes, so that a mapped file can be viewed as numbers of any type
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of the tensor `name`: `size` from `start` on, at byte `offset` of a data file."""
+
+    name: str
+    dtype: str
+    shape: Shape  # of the whole tensor
+    start: Shape
+    size: Shape
+    offset: int
+
+
+def box_of(tensor: torch.Tensor) -> tuple[Shape, Shape]:
+    """Return start and size of the part of a tensor that this rank holds."""
+    if isinstance(tensor, DTensor):
+        size, start = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        return tuple(start), tuple(size)
+    return (0,) * tensor.dim(), tuple(tensor.shape)
+
+
+def _holds_first_copy(tensor: DTensor) -> bool:
+    """Tell whether this rank is the first of those that hold the same shard."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise HpcDdpError("a tensor with a pending reduction (Partial) can't be saved")
+    coordinate = tensor.device_mesh.get_coordinate()
+    return coordinate is not None and all(
+        place == 0
+        for place, placement in zip(coordinate, tensor.placements, strict=True)
+        if isinstance(placement, Replicate)
+    )
+
+
+Part = tuple[torch.Tensor, Shape, Shape]  # local numbers, and the start and size of their box
+
+
+def my_parts(
+    tensors: Mapping[str, torch.Tensor], replicated: set[str], rank: int, world_size: int
+) -> dict[str, Part]:
+    """Return what this rank writes: views of `tensors`, which have the same names on all ranks."""
+    sizes = {
+        name: tensor.nbytes
+        for name, tensor in tensors.items()
+        if name in replicated and not isinstance(tensor, DTensor)
+    }
+    low, high = (sum(sizes.values()) * r // world_size for r in (rank, rank + 1))
+    parts: dict[str, Part] = {}
+    begin = 0
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            if _holds_first_copy(tensor):
+                parts[name] = (tensor.to_local(), *box_of(tensor))
+        elif not sizes.get(name):
+            if rank == 0:
+                parts[name] = (tensor, *box_of(tensor))
+        else:
+            if part := _rows(tensor, low - begin, high - begin):
+                parts[name] = part
+            begin += sizes[name]
+    return {name: part for name, part in parts.items() if part[0].numel() or rank == 0}
+
+
+def _rows(tensor: torch.Tensor, low: int, high: int) -> Part | None:
+    """Return the rows of a tensor that begin between two of its bytes, if any."""
+    count = tensor.shape[0] if tensor.dim() else 1
+    first, last = (min(max(-(-edge * count // tensor.nbytes), 0), count) for edge in (low, high))
+    if first >= last:
+        return None
+    start, size = box_of(tensor)
+    if not tensor.dim():
+        return tensor, start, size
+    return tensor[first:last], (first, *start[1:]), (last - first, *size[1:])
+
+
+class Buffer:
+    """Memory for one rank's parts, allocated once (pinned where there is a GPU).
+
+    It is allocated anew only when the parts change, in practice at the first save.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._views: list[torch.Tensor] = []
+        self.pieces: list[Piece] = []
+
+    def fill(self, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part]) -> None:
+        """Copy the parts in; the caller sees to it that nobody reads the buffer meanwhile."""
+        pieces, size = _lay_out(tensors, parts)
+        if pieces != self.pieces:
+            self._allocate(pieces, size)
+        for view, (tensor, *_) in zip(self._views, parts.values(), strict=True):
+            view.copy_(tensor.detach(), non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _allocate(self, pieces: list[Piece], size: int) -> None:
+        self._views, self._memory = [], torch.empty(0, dtype=torch.uint8)  # free the old one first
+        pinned = self._device.type == "cuda"
+        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        for piece in pieces:
+            dtype = dtype_named(piece.dtype)
+            like = torch.empty(piece.size, dtype=dtype, device="meta")
+            view = self._memory[piece.offset : piece.offset + like.nbytes].view(dtype)
+            self._views.append(view.view(piece.size))
+        self.pieces = pieces
+
+    @property
+    def bytes(self) -> memoryview:
+        """The memory itself; no copy, and without numpy, which not every torch has."""
+        size = self._memory.numel()
+        return memoryview((ctypes.c_char * size).from_address(self._memory.data_ptr())).cast("B")
+
+
+def _lay_out(
+    tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part]
+) -> tuple[list[Piece], int]:
+    """Return where each part goes in the data file, and the file's size."""
+    pieces, offset = [], 0
+    for name, (part, start, size) in parts.items():
+        shape, dtype = tuple(tensors[name].shape), str(part.dtype).removeprefix("torch.")
+        pieces.append(Piece(name, dtype, shape, start, size, offset))
+        offset += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+    return pieces, offset
+
+
+def dtype_named(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def as_plain(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+    """Return pieces as values that ``weights_only`` loads."""
+    return [asdict(piece) for piece in pieces]
+
+
+class Reader:
+    """Reads tensors, or boxes of them, from the data files of a checkpoint by memory map.
+
+    Files are mapped privately and read on the CPU: each process touches only what it needs, and
+    no rank's copy lands on another rank's device.
+
+    Parameters
+    ----------
+    files
+        data files, and the pieces in each
+    """
+
+    def __init__(self, files: Iterable[tuple[Path, Iterable[Mapping[str, Any]]]]) -> None:
+        self._pieces: dict[str, list[tuple[Path, Piece]]] = {}
+        self._maps: dict[Path, torch.Tensor] = {}
+        for path, pieces in files:
+            for each in pieces:
+                self._pieces.setdefault(each["name"], []).append((path, Piece(**each)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._pieces
+
+    def describe(self, name: str) -> torch.Tensor:
+        """Return a tensor of the stored shape and type that holds nothing (on ``meta``)."""
+        _, piece = self._pieces[name][0]
+        return torch.empty(piece.shape, dtype=dtype_named(piece.dtype), device="meta")
+
+    def read(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a tensor, or, where `like` is a DTensor, this rank's part of it as one.
+
+        Without a copy where one piece has it all: the result may then be a view of the file.
+        """
+        whole = self.describe(name)
+        if not isinstance(like, DTensor):
+            return self._box(name, (0,) * whole.dim(), tuple(whole.shape))
+        local = self._box(name, *box_of(like)).to(like.to_local().device)
+        return DTensor.from_local(
+            local,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+    def _box(self, name: str, start: Shape, size: Shape) -> torch.Tensor:
+        made: torch.Tensor | None = None
+        found = 0
+        for path, piece in self._pieces[name]:
+            low = tuple(map(max, start, piece.start))
+            extent = tuple(
+                min(a + n, b + m) - first
+                for a, n, b, m, first in zip(start, size, piece.start, piece.size, low, strict=True)
+            )
+            if any(n <= 0 for n in extent) and size != extent:
+                continue
+            part = self._view(path, piece)[_slices(low, extent, piece.start)]
+            if extent == size:
+                return part
+            if made is None:
+                made = torch.empty(size, dtype=part.dtype)
+            made[_slices(low, extent, start)] = part
+            found += part.numel()
+        if made is None:
+            made = torch.empty(size, dtype=dtype_named(self._pieces[name][0][1].dtype))
+        if found != made.numel():
+            raise HpcDdpError(f"{name}: only {found} of {made.numel()} numbers are stored")
+        return made
+
+    def _view(self, path: Path, piece: Piece) -> torch.Tensor:
+        if path not in self._maps:
+            self._maps[path] = _map(path)
+        dtype = dtype_named(piece.dtype)
+        count = torch.empty(piece.size, device="meta").numel()
+        content = self._maps[path][piece.offset : piece.offset + count * dtype.itemsize]
+        return content.view(dtype).view(piece.size)
+
+
+def _slices(low: Shape, extent: Shape, base: Shape) -> tuple[slice, ...]:
+    return tuple(slice(a - b, a - b + n) for a, n, b in zip(low, extent, base, strict=True))
+
+
+def _map(path: Path) -> torch.Tensor:
+    """Return a file's bytes, shape (size,); changes to them stay in this process."""
+    with open(path, "rb") as file:
+        if path.stat().st_size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(content, dtype=torch.uint8)

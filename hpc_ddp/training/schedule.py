@@ -1,0 +1,112 @@
+"""When the run saves by itself, and how long a save will take."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+
+from hpc_ddp.run.journal import Event
+from hpc_ddp.training.keeper import Keeper
+
+FIRST_SAVE_S = 5.0  # a guess, until a save has been measured
+RETRY_AFTER_S = 30.0
+FIRST_AUTO_S = 30.0  # the first save is made early, to measure what one costs
+LONGEST_AUTO_S = 3600.0
+PRIOR_S = 86_400.0  # as if one failure had been seen in a day
+
+
+def young_daly(stall_s: float, between_failures_s: float) -> float:
+    """Return the interval between saves, in seconds, that loses the least time.
+
+    sqrt(2 * stall * mean time between failures): J. W. Young, A first order approximation to the
+    optimum checkpoint interval, CACM 17 (1974); J. T. Daly, FGCS 22 (2006), lowest order.
+    """
+    return math.sqrt(2 * stall_s * between_failures_s)
+
+
+def between_failures(events: Sequence[Event]) -> float:
+    """Return the mean time between failures in seconds, from a run's earlier attempts.
+
+    A failure is an attempt that ended without a stop: it lost what came after its last save.
+    """
+    spent, failures = PRIOR_S, 1
+    for attempt in {event["attempt"] for event in events}:
+        ours = [event for event in events if event["attempt"] == attempt]
+        if any(event["event"] == "first_step" for event in ours):
+            times = [event["time"] for event in ours]
+            spent += max(times) - min(times)
+            failures += not any(event["event"] in ("stopped", "finished") for event in ours)
+    return spent / failures
+
+
+class Schedule:
+    """The clock of the saves. Rank 0's counts; `history` is the run's journal so far (rank 0).
+
+    Parameters
+    ----------
+    every
+        seconds between saves, ``"auto"`` for the best interval, None for no clock
+    every_steps
+        a save after every so many optimizer steps as well
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        rank: int,
+        every: float | str | None = None,
+        every_steps: int | None = None,
+        history: Sequence[Event] = (),
+    ) -> None:
+        self._keeper, self._rank = keeper, rank
+        self._steps = every_steps
+        self._auto = isinstance(every, str)
+        self._every = FIRST_AUTO_S if isinstance(every, str) else every
+        self._between_failures_s = between_failures(history)
+        self._last = time.monotonic()
+        saves = [event["write_s"] for event in history if event["event"] == "checkpoint"]
+        self._slowest_before_s = max(saves, default=FIRST_SAVE_S)
+
+    def after_step(self, step: int) -> bool:
+        """Tell whether a save belongs to this step; the same on all ranks."""
+        return self._steps is not None and step % self._steps == 0
+
+    def due(self) -> bool:
+        """Tell whether rank 0 wants a save. One that has failed is tried again soon.
+
+        Not while one is under way: a clock that runs faster than the disk skips beats.
+        """
+        if self._rank != 0 or self._keeper.in_flight:
+            return False
+        since = time.monotonic() - self._last
+        every = (
+            min(self._every or RETRY_AFTER_S, RETRY_AFTER_S) if self._keeper.failed else self._every
+        )
+        return every is not None and since >= every
+
+    def saved(self) -> None:
+        """Start the clock anew after a save has begun."""
+        self._last = time.monotonic()
+        if self._auto and self._rank == 0 and self._keeper.slowest_save_s:
+            self._auto = False
+            self._choose(self._keeper.stall_s)
+
+    def save_s(self) -> float:
+        """Return how long a save may take from now until it is durable, in seconds."""
+        slowest = self._keeper.slowest_save_s or self._slowest_before_s
+        return slowest * (2 if self._keeper.in_flight else 1)
+
+    def _choose(self, stall_s: float) -> None:
+        best = young_daly(stall_s, self._between_failures_s)
+        # The disk is to be idle for most of the time, whatever the formula says.
+        self._every = every = min(max(best, 4 * self._keeper.slowest_save_s), LONGEST_AUTO_S)
+        cost = stall_s / every + every / 2 / self._between_failures_s
+        print(
+            f"hpc-ddp: saving every {every:.0f} s: a save holds the training up for"
+            f" {stall_s:.3f} s, and a failure is expected every"
+            f" {self._between_failures_s / 3600:.1f} h; together {100 * cost:.2g} % of the time",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,28 @@
+"""Run a script that gets a SIGTERM in a given step: ``signalled.py STEP SCRIPT [ARGS…]``.
+
+Its steps are slowed down, so that the stop follows within a few of them.
+"""
+
+import os
+import runpy
+import signal
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+from hpc_ddp.training import Run
+
+at, sys.argv = int(sys.argv[1]), sys.argv[2:]
+step = Run.step
+
+
+def signalled_step(run: Run, **values: Any) -> None:
+    if run.position.step + 1 == at:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.03)
+    step(run, **values)
+
+
+with mock.patch.object(Run, "step", signalled_step):
+    runpy.run_path(sys.argv[0], run_name="__main__")

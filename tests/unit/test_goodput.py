@@ -1,0 +1,219 @@
+"""Where a run's time went, from journals made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_ddp.run.goodput import PARTS, account, line, share
+from hpc_ddp.run.journal import Event
+
+
+def _event(event: str, time: float, attempt: int = 0, **fields: Any) -> Event:
+    return {"event": event, "time": time, "attempt": attempt, **fields}
+
+
+def _steps(attempt: int, start: float, first: int, last: int) -> list[Event]:
+    """Steps of one second: `training` at `start`, `metrics` at each second after it."""
+    count = last - first + 1
+    events = [_event("training", start, attempt, step=first - 1)]
+    events += [
+        _event("metrics", start + 1 + i, attempt, step=first + i, loss=0.1) for i in range(count)
+    ]
+    return events
+
+
+def _start(attempt: int, at: float, step: int | None = None) -> list[Event]:
+    """10 s to the worker's process, 4 to import, 2 to start, 3 to restore; 1 more to train."""
+    events = [_event("started", at, attempt, nodes=["n1"], job_id="1")]
+    events += [_event("worker", at + 15, attempt, began=at + 10, called=at + 14)]
+    if step is not None:
+        events += [_event("restored", at + 19, attempt, step=step, passed_over=[], restore_s=3.0)]
+    return events
+
+
+def _save(attempt: int, at: float, step: int, stall_s: float = 0.5) -> Event:
+    return _event("checkpoint", at, attempt, step=step, stall_s=stall_s, write_s=0.4, bytes=1)
+
+
+def _verdict(attempt: int, at: float, cause: str, step: int | None = None) -> Event:
+    return _event("verdict", at, attempt, cause=cause, action="requeue", step=step)
+
+
+def _told(events: list[Event], now: float | None = None, waits: bool = False) -> dict[str, Any]:
+    """Return the parts that are not zero, having checked that they add up."""
+    events = sorted(events, key=lambda event: (event["attempt"], event["time"]))
+    seconds = account(events, now, waits)
+    begin = min(e["time"] for e in events if e["event"] == "submitted")
+    assert sum(seconds.values()) == pytest.approx((now or max(e["time"] for e in events)) - begin)
+    return {part: pytest.approx(value) for part, value in seconds.items() if value}
+
+
+SUBMITTED = [_event("submitted", 100.0, first_attempt=0), _event("queued", 100.1, job_id="1")]
+FIRST = [*SUBMITTED, *_start(0, 150.0), *_steps(0, 170.0, 1, 20)]  # the 20th ends at 190
+
+
+def test_an_undisturbed_run() -> None:
+    events = [*FIRST, _save(0, 180.0, 10), _save(0, 190.6, 20), _event("finished", 190.6, step=20)]
+    events += [_verdict(0, 193.6, "finished")]
+    assert _told(events) == {
+        "queued": 50,
+        "starting": 16,
+        "importing": 4,
+        "training": 19.6,
+        "saving": 1,
+        "lost": 3,
+    }
+    assert share(account(events)) == pytest.approx(19.6 / 43.6)
+
+
+def test_preempted_twice() -> None:
+    events = list(FIRST)
+    for attempt, at, step in ((0, 190.0, 20), (1, 290.0, 30)):
+        events += [_save(attempt, at + 1, step, 1.0), _event("stopped", at + 1, attempt, step=step)]
+        events += [_verdict(attempt, at + 3, "preempted", step)]
+        events += _start(attempt + 1, at + 70, step)
+        events += _steps(attempt + 1, at + 90, step + 1, step + 10)
+    events += [_event("finished", 390.0, 2, step=40), _verdict(2, 391.0, "finished")]
+    assert _told(events) == {
+        "queued": 50 + 67 + 67,
+        "starting": 16 + 13 + 13,
+        "importing": 12,
+        "restoring": 6,
+        "training": 40,
+        "saving": 2,
+        "lost": 2 + 2 + 1,
+    }
+
+
+def test_what_a_crash_made_to_be_done_again() -> None:
+    # Attempt 0 reaches step 20, with a checkpoint at 12; killed, and noticed 5 s later.
+    events = [*FIRST, _save(0, 182.0, 12), _verdict(0, 195.0, "failed", 20)]
+    events += _start(1, 200.0, 12)
+    # 2 steps between two events: it passes step 20 in the middle, at 228.
+    marks = [_event("metrics", 220.0 + 2 * i + 1, 1, step=13 + 2 * i) for i in range(1, 10)]
+    events += [_event("training", 220.0, 1, step=12), *marks]
+    events += [_save(1, 225.2, 17, 0.2), _verdict(1, 245.0, "failed", 31)]
+    told = _told(events)
+    assert told["redone"] == 7.8
+    assert told["training"] == 20 - 0.5 + (239 - 228)
+    assert told["saving"] == 0.7
+    assert told["lost"] == 5 + 6
+    # The next one starts below both.
+    events += [*_start(2, 250.0, 17), *_steps(2, 270.0, 18, 28)]
+    assert _told(events)["redone"] == 7.8 + 11
+
+
+def test_a_stall_lies_at_the_beginning_of_an_asynchronous_save() -> None:
+    # Copied at 181.0, durable at 189.0: step 10 has long passed when the event comes.
+    save = _event("checkpoint", 189.0, step=11, stall_s=0.3, write_s=8.0, bytes=1)
+    assert _told([*FIRST, save]) == {
+        "queued": 50,
+        "starting": 16,
+        "importing": 4,
+        "training": 19.7,
+        "saving": 0.3,
+    }
+
+
+def test_killed_before_the_first_step() -> None:
+    events = [*SUBMITTED, *_start(0, 150.0), _verdict(0, 172.0, "node lost")]
+    assert _told(events) == {"queued": 50, "starting": 11, "importing": 4, "lost": 7}
+    assert share(account(events)) == 0.0
+    only = [*SUBMITTED, _event("started", 150.0), _verdict(0, 152.0, "node lost")]
+    assert _told([*only, *_start(1, 160.0)]) == {
+        "queued": 58,
+        "lost": 2,
+        "starting": 11,
+        "importing": 4,
+    }
+
+
+def test_a_live_run() -> None:
+    assert _told(SUBMITTED, 110.0) == {"queued": 10}
+    assert _told([*SUBMITTED, *_start(0, 150.0)], 167.0)["starting"] == 13
+    assert _told(FIRST, 195.0)["training"] == 25
+    stopped = [*FIRST, _event("stopped", 190.5, step=20)]
+    assert _told(stopped, 200.0)["lost"] == 9.5
+    assert _told([*stopped, _verdict(0, 191.5, "preempted")], 200.0)["queued"] == 50 + 8.5
+    assert _told(FIRST, 200.0, waits=True)["queued"] == 50 + 10  # its node was lost
+
+
+def test_continued_by_hand() -> None:
+    events = [*FIRST, _event("stopped", 190.0, step=20), _verdict(0, 191.0, "notice")]
+    events += [_event("submitted", 991.0, first_attempt=1), *_start(1, 1000.0, 20)]
+    assert _told(events)["queued"] == 50 + 809
+
+
+def test_a_script_of_others() -> None:
+    events = [*SUBMITTED, _event("started", 150.0), _verdict(0, 190.0, "preempted")]
+    assert _told(events) == {"queued": 50, "running": 40}
+    events += [_event("started", 250.0, 1)]
+    assert _told(events, 300.0) == {"queued": 110, "running": 90}
+    assert share(account(events, 300.0)) is None
+
+
+def test_without_a_launcher_the_worker_comes_first() -> None:
+    events = [_event("worker", 105.5, began=100.0, called=104.0), _event("started", 105.0)]
+    events += _steps(0, 106.0, 1, 5)
+    seconds = account(sorted(events, key=lambda event: event["time"]))
+    assert {part: value for part, value in seconds.items() if value} == {
+        "importing": 4,
+        "starting": 2,
+        "training": 5,
+    }
+
+
+def test_the_line_for_people() -> None:
+    seconds = dict.fromkeys(PARTS, 0.0) | {"training": 41.2, "saving": 0.2, "lost": 0.04}
+    seconds |= {"starting": 9.96, "queued": 7200.0}
+    assert (
+        line(seconds) == "goodput 80 %: 41 s training, 0.2 s saving, 10 s starting, 120 min queued"
+    )
+    assert line(dict.fromkeys(PARTS, 0.0)) == "goodput -: nothing yet"
+    assert account([]) == dict.fromkeys(PARTS, 0.0)
+
+
+WHOLE = [
+    *FIRST,
+    _save(0, 182.0, 12),
+    _verdict(0, 195.0, "failed", 20),
+    *_start(1, 200.0, 12),
+    *_steps(1, 220.0, 13, 30),
+    _save(1, 238.4, 30),
+    _event("stopped", 238.5, 1, step=30),
+    _verdict(1, 240.0, "preempted", 30),
+    *_start(2, 300.0, 30),
+    *_steps(2, 320.0, 31, 35),
+    _event("finished", 325.5, 2, step=35),
+    _verdict(2, 327.0, "finished"),
+]
+FIELDS = st.sampled_from(["step", "began", "called", "restore_s", "stall_s", "write_s"])
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.booleans(), st.floats(-1.5, 1.5), FIELDS), min_size=len(WHOLE)),
+    st.one_of(st.none(), st.floats(327.0, 400.0)),
+    st.booleans(),
+)
+def test_the_parts_add_up_whatever_is_missing(
+    changes: list[tuple[bool, float, str]], now: float | None, waits: bool
+) -> None:
+    events = []
+    for event, (kept, shift, without) in zip(WHOLE, changes, strict=False):
+        if kept:
+            changed = {**event, "time": event["time"] + shift}
+            changed.pop(without, None)
+            events.append(changed)
+    seconds = account(sorted(events, key=lambda e: (e["attempt"], e["time"])), now, waits)
+    assert all(value >= 0 for value in seconds.values())
+    if events:
+        times = [event["time"] for event in events]
+        submitted = [event["time"] for event in events if event["event"] == "submitted"]
+        begin = min(submitted or [*times, *(e["began"] for e in events if "began" in e)])
+        wall = max((now or max(times)) - begin, 0)
+        assert sum(seconds.values()) == pytest.approx(wall, rel=0.01)
