@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ STATE = "state.pt"
 TRIES = 3  # failed saves in a row that end the run
 NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
-_SAVED, _FAILED, _SUPERSEDED = "saved", "failed", "superseded"
+_SAVED, _FAILED, _SUPERSEDED, _UNSOUND = "saved", "failed", "superseded", "unsound"
 
 
 class SupersededError(HpcDdpError):
@@ -57,6 +57,8 @@ class Content:
         this rank's own plain values, ``pieces`` of its data file among them
     data
         the data file
+    is_sound
+        tells whether it is fit to go on from; asked behind the training
     stall_s
         for how long the training has been held up so far, in seconds
     """
@@ -66,6 +68,7 @@ class Content:
     shared: bytes
     own: bytes
     data: memoryview
+    is_sound: Callable[[], bool]
     stall_s: float
 
 
@@ -129,6 +132,8 @@ class Checkpoints:
             it failed for the third time in a row
         SupersededError
             a later attempt has started; nothing was published
+        HpcDdpError
+            not all of the weights were finite; nothing was published
         """
         if self._thread is None:
             return True
@@ -141,6 +146,8 @@ class Checkpoints:
                 f"attempt {self._attempt} of {self._run.path} has been superseded by a later one"
                 " and leaves the run alone"
             )
+        if kind == _UNSOUND:
+            raise self.unsound(why)
         self._failures = self._failures + 1 if kind == _FAILED else 0
         if self._failures >= TRIES:
             raise HpcDdpError(
@@ -173,6 +180,8 @@ class Checkpoints:
         if rank == 0:
             files[STATE] = content.shared
         try:
+            if not content.is_sound():
+                return _UNSOUND
             made.mkdir(parents=True, exist_ok=True)
             size = sum(len(each) for each in files.values())
             storage.check_space(made, size * ranks, 2 * ranks + 2)
@@ -187,6 +196,9 @@ class Checkpoints:
         folder = self._run.checkpoints
         pinned = [content.facts["best"]["step"]] if content.facts.get("best") else []
         files: dict[str, FileFacts] = {}
+        if _UNSOUND in answers:
+            storage.remove(made)
+            return _UNSOUND, str(content.step)
         for rank, answer in enumerate(answers):
             if isinstance(answer, str):
                 storage.remove(made)
@@ -229,6 +241,16 @@ class Checkpoints:
                 write_s=round(took, 4),
                 bytes=int(detail),
             )
+
+    def unsound(self, step: int | str) -> HpcDdpError:
+        """Return the error that ends a run whose weights can't be gone on from."""
+        found = checkpoints.candidates(self._run.checkpoints)
+        last = found[0].name if found else "none"
+        return HpcDdpError(
+            "the weights have NaN or infinity in them; it came at or before step"
+            f" {step}; last checkpoint: {last}",
+            hint="lower the learning rate, or clip: run.update(optimizer, clip_norm=1.0)",
+        )
 
     def agree(self, value: float) -> float:
         """Return rank 0's value on every rank."""

@@ -52,6 +52,7 @@ class Surroundings:
     end_time: float | None
     save_every: float | str | None
     hang_after: float | None
+    profile: tuple[int, ...] | None  # first and last step
     runs: Path
     stem: str
 
@@ -68,6 +69,7 @@ class Surroundings:
             end_time=_seconds(environ, "HPC_DDP_END_TIME"),
             save_every=_interval(environ, "HPC_DDP_SAVE_EVERY"),
             hang_after=_seconds(environ, "HPC_DDP_HANG_AFTER"),
+            profile=_window(environ, "HPC_DDP_PROFILE"),
             runs=Path(environ.get("HPC_DDP_RUNS") or "runs").expanduser().absolute(),
             stem=script if script not in ("", "-", "-c") else "python",
         )
@@ -96,5 +98,18 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         raise UsageError(
             f"the environment variable {name} is {text!r}; accepted: a number of seconds",
+            hint=f"unset {name}",
+        ) from None
+
+
+def _window(environ: Mapping[str, str], name: str) -> tuple[int, ...] | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(":"))
+    except ValueError:
+        raise UsageError(
+            f"the environment variable {name} is {text!r}; accepted: two steps, like 10:15",
             hint=f"unset {name}",
         ) from None

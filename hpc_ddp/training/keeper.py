@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,10 +40,12 @@ class Keeper:
         seed: int,
         rank: int,
         world_size: int,
+        only_finite: bool,
     ) -> None:
         self._checkpoints, self._position = checkpoints, position
         self._device, self._seed = device, seed
         self._rank, self._world_size = rank, world_size
+        self._only_finite = only_finite
         self.best = Best()
         self.stall_s = 0.0  # for how long the last save held the training up, in seconds
         self._objects: dict[str, Any] = {}
@@ -115,6 +118,7 @@ class Keeper:
         found = state.collect(self._objects)
         parts = my_parts(found.tensors, found.replicated, self._rank, self._world_size)
         self._buffer.fill(found.tensors, parts)
+        guarded = found.replicated if self._only_finite else ()
         shared = {
             **self._facts(),
             "position": asdict(self._position),
@@ -136,6 +140,7 @@ class Keeper:
                 shared=dump(shared) if self._rank == 0 else b"",
                 own=dump(own),
                 data=self._buffer.bytes,
+                is_sound=partial(self._buffer.is_finite, guarded),
                 stall_s=self.stall_s,
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -156,16 +157,29 @@ def batches_of(
 
 
 def _watched(batches: DataLoader[tuple[Share, Any]]) -> Iterator[tuple[Share, Any]]:
-    """Yield the batches; say in a word, without a process id, how a loader worker has died."""
+    """Yield the batches; say in a word how a loader worker has died."""
     try:
         yield from batches
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker (pid"):
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        how = _death(error)
+        if how is None:
             raise
-        how = re.sub(r" \(pid[^)]*\)?[^)]*\)", "", str(error.__cause__ or error)).strip()
         raise HpcDdpError(
             how, hint="was it out of memory? try fewer num_workers, or more memory for the job"
         ) from error
+
+
+def _death(error: BaseException) -> str | None:
+    """Return torch's word for a worker's death, less the process id; None for another error."""
+    if not isinstance(error, RuntimeError):
+        try:
+            time.sleep(1)  # the connection to it broke first; torch's handler of SIGCHLD raises
+        except RuntimeError as later:
+            error = later
+    for text in (str(error.__cause__), str(error)):
+        if text.startswith("DataLoader worker (pid"):
+            return re.sub(r" \(pid\D*[\d, ]+\)", "", text).strip()
+    return None
 
 
 class _Keys:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from hpc_ddp.run.errors import UsageError
@@ -10,7 +11,7 @@ from hpc_ddp.run.journal import Journal
 from hpc_ddp.training.order import Position
 
 EVERY_S = 0.5
-TAKEN = {"time", "event", "attempt", "step", "total_steps", "epoch", "samples_per_s"}
+TAKEN = {"time", "event", "attempt", "step", "total_steps", "epoch", "samples_per_s", "mfu"}
 
 
 class Metrics:
@@ -20,8 +21,15 @@ class Metrics:
     a step. A tensor is read only when a line is due, since reading it waits for the GPU.
     """
 
-    def __init__(self, journal: Journal, world_size: int, hosts: list[str]) -> None:
-        self._journal = journal
+    def __init__(
+        self,
+        journal: Journal,
+        world_size: int,
+        hosts: list[str],
+        use_per_sample_s: float | None = None,  # one sample per second, as a share of the peak
+    ) -> None:
+        self._journal, self._use_per_sample_s = journal, use_per_sample_s
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # get what is written
         self._first: dict[str, Any] = {"world_size": world_size, "hosts": hosts}
         self._written_at = time.monotonic()
         self._samples = 0
@@ -62,7 +70,12 @@ class Metrics:
         now = time.monotonic()
         speed = self._samples / max(now - self._written_at, 1e-9)
         fields = {name: _plain(value) for name, value in self._latest.items() if value is not None}
-        self._journal.write("metrics", **fields, samples_per_s=round(speed, 1))
+        fields["samples_per_s"] = round(speed, 1)
+        if self._use_per_sample_s is not None:
+            fields["mfu"] = round(speed * self._use_per_sample_s, 4)
+        self._journal.write("metrics", **fields)
+        for listener in self.listeners:
+            listener(fields)
         self._written_at, self._samples, self._latest = now, 0, None
 
 

@@ -24,6 +24,7 @@ class Pace:
         self._exchange = Exchange(control)
         self._notices, self._end_time, self._schedule = notices, end_time, schedule
         self._stepped_at = time.monotonic()
+        self.exchanges = 0  # so far, the same number on all ranks
         self._steps: list[float] = []  # the durations since the last exchange, in seconds
         self._slowest_before_s = 0.0
 
@@ -50,6 +51,7 @@ class Pace:
     def _turn(self) -> Decision:
         """Read the last exchange and send the next."""
         decision = self._exchange.read()
+        self.exchanges += 1
         # A save that has just been decided is not due once more.
         save = self._schedule.due() and not decision.save
         mean_s = sum(self._steps) / max(len(self._steps), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,9 +21,13 @@ from hpc_ddp.training.failure import FailureHook
 from hpc_ddp.training.keeper import Keeper
 from hpc_ddp.training.metrics import Metrics
 from hpc_ddp.training.notice import Notices
+from hpc_ddp.training.options import Options
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.pace import Pace
+from hpc_ddp.training.precision import Precision, make_deterministic
+from hpc_ddp.training.profiling import Profiler, use_per_sample
 from hpc_ddp.training.schedule import Schedule
+from hpc_ddp.training.shown import Board, Progress
 from hpc_ddp.training.storage import Keep
 from hpc_ddp.training.watchdog import Watchdog, flight_recorder
 
@@ -39,51 +44,64 @@ class Parts:
     notices: Notices
     pace: Pace
     schedule: Schedule
+    checkpoints: Checkpoints
     keeper: Keeper
     journal: Journal
     metrics: Metrics
     watchdog: Watchdog
+    precision: Precision
+    profiler: Profiler
+    board: Board | None  # on rank 0, where it is asked for
+    progress: Progress | None
 
 
-def assemble(
-    seed: int,
-    save_every: float | str | None,
-    save_every_steps: int | None,
-    keep: Keep,
-    hang_after_s: float | None,
-) -> Parts:
-    """Do what `start` promises. Signals first: the rest takes seconds, and may wait for peers."""
+def assemble(asked: dict[str, Any]) -> Parts:
+    """Do what `start` promises. Signals first: the rest takes seconds, and may wait for peers.
+
+    `asked` becomes the `Options`, once there is a hook to show what is wrong with them.
+    """
     called = time.time()
     info, said = DistInfo.from_env(), Surroundings.from_env()
     notices = Notices(said.notice)
     notices.install()
     hook = FailureHook(info, said.node)
     hook.install()
+    options = Options.chosen(said, **asked)
+    if options.deterministic:
+        make_deterministic()
     device = groups.choose_device(info)
-    hang_after_s = hang_after_s if said.hang_after is None else said.hang_after
-    control = groups.join(info, device, hang_after_s)
+    control = groups.join(info, device, options.hang_after)
     hook.install()
     folder, attempt = place.find(said, info, control)
     hook.journal = journal = folder.journal(f"rank-{info.rank}", attempt)
     if info.rank == 0:
         journal.write("worker", began=process.began_at(), called=called)
         notices.stop_file = folder.cancelled
-    every = save_every if said.save_every is None else said.save_every
     hook.position = position = Position()
+    keep = Keep(options.keep_last, options.keep_every)
     checkpoints = Checkpoints(folder, attempt, control, control.another(), journal, keep)
-    keeper = Keeper(checkpoints, position, device, seed, info.rank, info.world_size)
+    keeper = Keeper(
+        checkpoints, position, device, options.seed, info.rank, info.world_size, options.stop_on_nan
+    )
     history = folder.events() if info.rank == 0 and attempt else []
-    schedule = Schedule(keeper, info.rank, every, save_every_steps, history)
+    schedule = Schedule(keeper, info.rank, options.save_every, options.save_every_steps, history)
     hosts = sorted(set(control.to_first(said.node)))
-    randomness.seed_all(seed, device)
+    randomness.seed_all(options.seed, device)
     watchdog = Watchdog(
-        hang_after_s,
+        options.hang_after,
         folder.attempt(attempt).node(said.node),
         info.rank,
         position,
         partial(flight_recorder, device.type),
         hook.tell,
     )
+    first = info.rank == 0
+    use = use_per_sample(options, device, info.world_size)
+    metrics = Metrics(journal, info.world_size, hosts, use)
+    board = Board(folder.path / "tensorboard", position) if options.tensorboard and first else None
+    progress = Progress() if options.progress and first else None
+    metrics.listeners += [each.show for each in (board, progress) if each is not None]
+    trace = folder.path / "profile" / f"attempt-{attempt}-rank-{info.rank}.json.gz"
     return Parts(
         info=info,
         device=device,
@@ -93,8 +111,13 @@ def assemble(
         notices=notices,
         pace=Pace(control, notices, said.end_time, schedule),
         schedule=schedule,
+        checkpoints=checkpoints,
         keeper=keeper,
         journal=journal,
-        metrics=Metrics(journal, info.world_size, hosts),
+        metrics=metrics,
         watchdog=watchdog,
+        precision=Precision(options.precision, device, options.stop_on_nan),
+        profiler=Profiler(options.profile, trace, told=first),
+        board=board,
+        progress=progress,
     )

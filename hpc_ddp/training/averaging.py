@@ -1,0 +1,28 @@
+"""The exponential moving average of a model's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from hpc_ddp.run.errors import UsageError
+
+
+def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
+    """Return a copy whose ``update_parameters`` averages weights and running statistics.
+
+    Buffers that are no floating-point numbers (counters, masks) are copied.
+    """
+    if not 0 <= decay <= 1:
+        raise UsageError(f"decay is {decay}; accepted: a number from 0 to 1, such as 0.999")
+    average: Any = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # as torch has it
+
+    def step(ours: Any, theirs: Any, count: Any) -> None:
+        if ours[0].is_floating_point():
+            average(ours, theirs, count)
+        else:
+            torch._foreach_copy_(ours, theirs)
+
+    return AveragedModel(model, multi_avg_fn=step, use_buffers=True)

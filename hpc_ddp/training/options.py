@@ -1,0 +1,76 @@
+"""What `start` can be asked for, and whether it makes sense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.training.facts import Surroundings
+from hpc_ddp.training.storage import LEAST
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Options:
+    """See `start`; making one raises UsageError for a value that makes no sense."""
+
+    seed: int
+    save_every: float | str | None
+    save_every_steps: int | None
+    keep_last: int
+    keep_every: int | None
+    hang_after: float | None
+    precision: str
+    stop_on_nan: bool
+    deterministic: bool
+    tensorboard: bool
+    progress: bool
+    profile: tuple[int, ...] | None
+    flops_per_sample: float | None
+    peak_flops: float | None
+
+    @classmethod
+    def chosen(cls, said: Surroundings, **asked: object) -> Options:
+        """Return what the script asks for, but for what the environment says otherwise."""
+        for name in ("save_every", "hang_after", "profile"):
+            if (value := getattr(said, name)) is not None:
+                asked[name] = value
+        return cls(**asked)  # type: ignore[arg-type]  # the types are looked at below
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            accepted = ", ".join(map(repr, PRECISIONS))
+            raise UsageError(f"precision is {self.precision!r}; accepted: {accepted}")
+        if isinstance(self.save_every, str) and self.save_every != "auto":
+            raise UsageError(
+                f"save_every is {self.save_every!r}; accepted: seconds, 'auto', or None"
+            )
+        self._check("keep_last", LEAST)
+        for name in ("save_every_steps", "keep_every"):
+            self._check(name, 1, or_none=True)
+        for name in ("save_every", "hang_after"):
+            self._check(name, 0, or_none=True)
+        for name in ("flops_per_sample", "peak_flops"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise UsageError(f"{name} is {value!r}; accepted: a number above 0, or None")
+        window = self.profile
+        if window is not None and not (len(window) == 2 and 2 <= window[0] <= window[1]):
+            raise UsageError(  # the first step of a process would only show it warming up
+                f"profile is {window}; accepted: the first step to trace, from 2, and the last",
+                hint="profile=(10, 15), or HPC_DDP_PROFILE=10:15",
+            )
+        if self.tensorboard and find_spec("tensorboard") is None:
+            raise UsageError(
+                "tensorboard=True needs the package tensorboard, which is not installed",
+                hint="pip install tensorboard",
+            )
+
+    def _check(self, name: str, least: int, or_none: bool = False) -> None:
+        value = getattr(self, name)
+        if value == "auto" or (value is None and or_none):
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+            kind = f"a number from {least}" + (", or None" if or_none else "")
+            raise UsageError(f"{name} is {value!r}; accepted: {kind}")

@@ -1,0 +1,109 @@
+"""What precision a step computes in, and what becomes of numbers that left its range."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from hpc_ddp.run.errors import UsageError
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+LEAST_SCALE = 2.0**-16  # 32 skipped steps in a row from where GradScaler starts
+
+
+class Precision:
+    """Autocast, loss scaling, the update of the weights, and the look whether they are sound.
+
+    Its state, the scale of fp16's gradients, belongs into every checkpoint. It is empty for the
+    other precisions, so that a run can go on with another one.
+    """
+
+    def __init__(self, kind: str, device: torch.device, stop_on_nan: bool) -> None:
+        self._device, self._dtype = device, DTYPES[kind]
+        self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
+        self._stop_on_nan = stop_on_nan
+        self._watched: list[torch.Tensor] = []
+        self._left_scaled = False  # gradients are, and no update has taken that back
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._left_scaled = self._scaler is not None
+        torch.autograd.backward(self._scaler.scale(loss) if self._scaler else loss)
+
+    def update(
+        self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scheduler: Any
+    ) -> torch.Tensor | None:
+        """See `Run.update`."""
+        norm = None
+        if clip_norm is not None:
+            if self._scaler:
+                self._scaler.unscale_(optimizer)
+            ours = [each for group in optimizer.param_groups for each in group["params"]]
+            norm = clip_grad_norm_(ours, clip_norm)
+        if self._step(optimizer) and scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+        self._left_scaled = False
+        return norm
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step the optimizer; False when the scaler has skipped that."""
+        if self._scaler is None:
+            optimizer.step()
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= before  # it is lowered after a skip, and only then
+
+    def check_updated(self) -> None:
+        """Refuse gradients that an ``optimizer.step()`` of the script's own took as they were."""
+        if self._left_scaled:
+            raise UsageError(
+                "with precision='fp16' the gradients are scaled, and run.update was not called",
+                hint="write run.update(optimizer) in place of optimizer.step()",
+            )
+
+    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Name weights that `poisoned` looks at, the same on all ranks."""
+        self._watched += [each for each in parameters if each.requires_grad]
+
+    def poisoned(self) -> bool:
+        """Tell whether training has left the finite numbers; the same answer on all ranks.
+
+        Looks at the weights, not at each step's gradients: what is not finite there ends up in
+        the weights and stays. A look costs the time of reading them once, and waits for the
+        GPU. With fp16 the scaler keeps them sound by skipping steps; then it is skipping alone.
+        """
+        if not self._stop_on_nan:
+            return False
+        if self._scaler is not None and self._scaler.get_scale() < LEAST_SCALE:
+            return True
+        with torch.no_grad():
+            return bool(self._watched) and not torch.isfinite(get_total_norm(self._watched))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scaler.state_dict() if self._scaler else {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        if self._scaler and saved:
+            self._scaler.load_state_dict(saved)
+
+
+def make_deterministic() -> None:
+    """Have torch use deterministic algorithms only; call it before anything uses a GPU.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)

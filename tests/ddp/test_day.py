@@ -1,0 +1,86 @@
+"""Precision, update, stop on NaN, TensorBoard and profiles, with ranks and across attempts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing import event_accumulator
+
+SAVING = ("--save-every-steps", "5")
+
+
+def go(crew: Any, ranks: int, *argv: str, codes: int = 0, **env: str) -> str:
+    launch = crew.launch(ranks, *argv, script="day.py", **env)
+    assert launch.wait() == [codes] * ranks, launch.output()
+    output: str = launch.output()
+    return output
+
+
+def told(output: str, what: str) -> list[float]:
+    return [float(number) for number in re.findall(rf"{what} (\S+)", output)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_an_overflow_and_a_kill_leave_the_same_bits(
+    make_crew: Callable[[str], Any], precision: str
+) -> None:
+    common = ["--precision", precision, *SAVING]
+    if precision == "fp16":  # in the others it ends the run
+        common += ["--bad", "inf", "--bad-at", "4"]
+    whole, killed = make_crew("whole"), make_crew("killed")
+    output = go(whole, 2, *common)
+    go(killed, 2, *common, "--kill-at", "8", codes=-signal.SIGKILL)
+    again = go(killed, 2, *common)
+    assert killed.weights == whole.weights
+    assert told(again, "STEP")[0] == 6
+    if precision == "fp16":
+        rates = told(output, "LR")[:5]
+        skipped = [step for step in range(5) if rates[step] == [0.05, *rates][step]]
+        assert 3 in skipped  # the first ones may be too, until the scale suits the gradients
+        assert 4 not in skipped
+        assert told(output, "SCALE") == [2.0**16]
+        assert told(again, "SCALE") == [2.0 ** (16 - len(skipped))]
+
+
+def test_the_clipped_norm_is_that_of_one_process(make_crew: Callable[[str], Any]) -> None:
+    alone = told(go(make_crew("alone"), 1, "--batch-size", "16"), "NORM")
+    shared = told(go(make_crew("shared"), 2), "NORM")
+    assert len(alone) == 20
+    assert max(alone) > 1
+    assert shared == pytest.approx(alone, rel=1e-4)
+
+
+def test_nan_ends_all_ranks_and_is_never_saved(crew: Any) -> None:
+    saving = ("--save-every-steps", "2")
+    output = go(crew, 2, *saving, "--bad", "nan", "--bad-at", "7", codes=1)
+    assert output.count("the weights have NaN or infinity in them") == 2
+    assert "at or before step 8; last checkpoint: step-6" in output
+    assert "Traceback" not in output
+    names = sorted(path.name for path in crew.run.checkpoints.iterdir())
+    assert names == ["step-2", "step-4", "step-6"]
+    assert told(go(crew, 2, *saving), "STEP")[0] == 7
+
+
+def test_an_option_that_makes_no_sense_is_said_plainly(crew: Any) -> None:
+    output = go(crew, 1, HPC_DDP_PROFILE="9:4", codes=2)
+    assert output.startswith("error: profile is (9, 4); accepted: the first step to trace")
+
+
+def test_tensorboard_shows_each_step_once(crew: Any) -> None:
+    go(crew, 2, *SAVING, "--tensorboard", "--kill-at", "8", codes=-signal.SIGKILL)
+    go(crew, 2, *SAVING, "--tensorboard", HPC_DDP_PROFILE="3:4")
+    events = event_accumulator.EventAccumulator(str(crew.run.path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 21))
+    assert {"samples_per_s", "epoch"} < set(events.Tags()["scalars"])
+    traces = sorted((crew.run.path / "profile").iterdir())
+    assert [path.name for path in traces] == [f"attempt-1-rank-{r}.json.gz" for r in (0, 1)]
+    with gzip.open(traces[1]) as file:
+        names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
+    assert any(name.startswith("Optimizer.step") for name in names)

@@ -1,0 +1,204 @@
+"""The rest of a trainer's day, as far as it needs no ranks."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.journal import Journal, read_events
+from hpc_ddp.training import options as options_module
+from hpc_ddp.training import shown
+from hpc_ddp.training.averaging import averaged
+from hpc_ddp.training.facts import Surroundings
+from hpc_ddp.training.metrics import Metrics
+from hpc_ddp.training.options import Options
+from hpc_ddp.training.order import Position
+from hpc_ddp.training.precision import Precision
+from hpc_ddp.training.profiling import peak_flops, use_per_sample
+from hpc_ddp.training.run import start
+from hpc_ddp.training.shown import Progress
+
+CPU = torch.device("cpu")
+
+
+def options(**asked: Any) -> Options:
+    """Return what `start` makes of its arguments."""
+    parameters = inspect.signature(start).parameters.values()
+    return Options(**{each.name: each.default for each in parameters} | asked)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"precision": "half"}, "precision is 'half'; accepted: 'fp32', 'bf16', 'fp16'"),
+        ({"profile": (1, 5)}, r"profile is \(1, 5\); accepted: the first step to trace, from 2"),
+        ({"profile": (9, 5)}, "profile is"),
+        ({"flops_per_sample": 0.0}, "flops_per_sample is 0.0; accepted: a number above 0"),
+        ({"peak_flops": -1.0}, "peak_flops is -1.0"),
+    ],
+)
+def test_options_are_checked(wrong: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        options(**wrong)
+
+
+def test_a_missing_tensorboard_is_said_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options_module, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="tensorboard") as caught:
+        options(tensorboard=True)
+    assert caught.value.hint == "pip install tensorboard"
+
+
+def test_the_environment_names_a_window_to_profile() -> None:
+    assert Surroundings.from_env({"HPC_DDP_PROFILE": "10:15"}).profile == (10, 15)
+    with pytest.raises(UsageError, match="HPC_DDP_PROFILE is 'ten'"):
+        Surroundings.from_env({"HPC_DDP_PROFILE": "ten"})
+
+
+def make_step(precision: Precision, factor: float = 1.0) -> tuple[nn.Linear, Any, Any]:
+    """Return a model with gradients of 2 * `factor`, its optimizer, and a scheduler."""
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    precision.watch(model.parameters())
+    precision.backward(factor * model(torch.full((2, 3), 2.0)).mean())
+    return model, optimizer, scheduler
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
+def test_an_update_clips_the_true_gradient(kind: str) -> None:
+    precision = Precision(kind, CPU, stop_on_nan=True)
+    model, optimizer, scheduler = make_step(precision)
+    before = model.weight.detach().clone()
+    norm = precision.update(optimizer, clip_norm=1.0, scheduler=scheduler)
+    assert norm is not None
+    assert norm.item() == pytest.approx(12**0.5)
+    assert (before - model.weight).norm().item() == pytest.approx(1.0, rel=1e-4)
+    assert scheduler.get_last_lr() == [0.5]
+    assert model.weight.grad is None
+    precision.check_updated()
+    with precision.autocast():
+        expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+        assert model(torch.ones(1, 3)).dtype == expected
+
+
+def test_without_clipping_there_is_no_norm() -> None:
+    precision = Precision("fp32", CPU, stop_on_nan=True)
+    _, optimizer, _ = make_step(precision)
+    assert precision.update(optimizer, None, None) is None
+
+
+def test_an_overflow_skips_the_step_and_the_schedule() -> None:
+    precision = Precision("fp16", CPU, stop_on_nan=True)
+    model, optimizer, scheduler = make_step(precision, factor=float("inf"))
+    before = model.weight.detach().clone()
+    precision.update(optimizer, None, scheduler)
+    assert torch.equal(before, model.weight)
+    assert scheduler.get_last_lr() == [1.0]
+    assert precision.state_dict()["scale"] == 2.0**15
+    for state in (precision.state_dict(), {}):  # {}: of a run in another precision
+        other = Precision("fp16", CPU, stop_on_nan=True)
+        other.load_state_dict(state)
+        assert other.state_dict()["scale"] == (2.0**15 if state else 2.0**16)
+    Precision("bf16", CPU, stop_on_nan=True).load_state_dict(precision.state_dict())
+
+
+def test_scaled_gradients_are_not_for_an_optimizer_alone() -> None:
+    precision = Precision("fp16", CPU, stop_on_nan=True)
+    make_step(precision)
+    with pytest.raises(UsageError, match=r"run\.update was not called"):
+        precision.check_updated()
+
+
+def test_poison_is_seen_in_the_weights_and_in_a_scale_that_sinks() -> None:
+    for watching in (True, False):
+        precision = Precision("fp32", CPU, stop_on_nan=watching)
+        _, optimizer, _ = make_step(precision, factor=float("nan"))
+        assert not precision.poisoned()
+        optimizer.step()
+        assert precision.poisoned() == watching
+    scaled = Precision("fp16", CPU, stop_on_nan=True)
+    for _ in range(33):
+        assert not scaled.poisoned()
+        _, optimizer, _ = make_step(scaled, factor=float("nan"))
+        scaled.update(optimizer, None, None)
+    assert scaled.poisoned()
+
+
+def test_the_average_follows_weights_and_statistics() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    average = averaged(model, decay=0.5)
+    average.update_parameters(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.add_(2)
+    average.update_parameters(model)
+    for name, value in average.module.state_dict().items():
+        added = 2 if name.endswith("num_batches_tracked") else 1
+        assert torch.allclose(value, before[name] + added), name
+    with pytest.raises(UsageError, match=r"decay is 1\.5"):
+        averaged(model, 1.5)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_one_line_and_no_print_runs_into_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("sys.stdout", terminal)
+    progress = Progress()
+    progress.show({"step": 1, "total_steps": 3, "loss": 0.5, "epoch": 0})
+    print("mine")
+    progress.show({"step": 2, "total_steps": 3, "loss": 0.25, "epoch": 0})
+    progress.end()
+    wiped = "\r\x1b[K"
+    first, last = "step 1/3  loss 0.5  epoch 0", "step 2/3  loss 0.25  epoch 0  0:00:00 left"
+    assert terminal.getvalue() == f"{wiped}{first}{wiped}mine\n{wiped}{last}{wiped}{last}\n"
+
+
+def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log)
+    Progress().end()
+    quiet = Progress()
+    quiet.show({"step": 1})
+    quiet.end()
+    assert not log.getvalue()
+    monkeypatch.setattr(shown, "EVERY_S", 0.0)
+    progress = Progress()
+    progress.show({"step": 1, "loss": 2.0})
+    progress.end()
+    assert log.getvalue() == "step 1  loss 2\n" * 2
+
+
+def test_mfu_needs_a_peak_and_the_cost_of_a_sample(tmp_path: Path) -> None:
+    chosen = options(flops_per_sample=2e6, peak_flops=1e9)
+    assert use_per_sample(chosen, CPU, world_size=4) == pytest.approx(0.0005)
+    assert use_per_sample(options(flops_per_sample=2e6), CPU, 4) is None
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "fp16") == 989.4e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 156e12
+    assert peak_flops("a toaster", "fp32") is None
+
+    metrics = Metrics(Journal(tmp_path, "rank-0"), 1, ["here"], use_per_sample_s=0.5)
+    told: list[dict[str, Any]] = []
+    metrics.listeners.append(told.append)
+    metrics.add(Position(step=1), 10, {"loss": torch.tensor(1.0)}, None)
+    metrics.flush()
+    event = read_events(tmp_path)[-1]
+    assert event["mfu"] == pytest.approx(event["samples_per_s"] / 2, rel=1e-3)
+    assert told == [{name: event[name] for name in told[0]}]
+    assert told[0]["loss"] == 1.0
