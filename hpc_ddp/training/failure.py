@@ -63,6 +63,8 @@ class FailureHook:
         if self.journal is None or isinstance(error, SupersededError):
             return
         line = traceback.format_exception_only(error)[-1].strip()
+        if "in DataLoader worker process" in line:  # the message holds a traceback
+            line = line.splitlines()[-1]
         step = self.position.step if self.position else None
         self.journal.write(
             "failed", rank=self._info.rank, node=self._node, step=step, error=line, traceback=text

@@ -1,122 +1,251 @@
-"""The training loader: what `order` says, through torch's DataLoader."""
+"""The loaders of a run: what `order` says, through torch's DataLoader."""
 
 from __future__ import annotations
 
-from collections import deque
+import re
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
+from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import order, randomness
 from hpc_ddp.training.notice import ignore_in_loader
-from hpc_ddp.training.order import Position, Share
+from hpc_ddp.training.order import Cut, Position, Share
+from hpc_ddp.training.stream import Stream
 from hpc_ddp.training.watchdog import beat
 
 
 class Loader:
-    """Yields this rank's batches of the current epoch, from the current position on.
+    """Yields this rank's micro-batches of the current epoch, from the current position on.
 
-    Made by `Run.loader`. Batches are on the run's device. One batch is one share of a global
-    batch of ``batch_size * world_size`` samples; `share` describes the one last yielded.
+    Made by `Run.loader`. Batches are on the run's device; `share` describes the one last
+    yielded. `samples` is the size of the data set, None for a stream.
     """
 
     def __init__(
         self,
         dataset: Dataset[Any],
+        cut: Cut,
         *,
-        batch_size: int,
         seed: int,
-        rank: int,
-        world_size: int,
         position: Position,
         device: torch.device,
         check: Callable[[], None],
-        shuffle: bool = True,
-        drop_last: bool = False,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        sync: Callable[[bool], None],
+        shuffle: bool | None = None,
+        **options: Any,
     ) -> None:
-        self.samples = len(dataset)  # type: ignore[arg-type]  # map-style ones have a length
-        self.batch_size = batch_size
+        self.samples = size_of(dataset)
         self.share: Share | None = None
-        self._seed, self._rank, self._world_size = seed, rank, world_size
-        self._position, self._device, self._check = position, device, check
-        self._shuffle, self._drop_last = shuffle, drop_last
-        self._dataset = _Seeded(dataset, seed)
-        self._options: dict[str, Any] = {
-            "num_workers": num_workers,
-            "collate_fn": collate_fn,
-            "pin_memory": device.type == "cuda",
-            "worker_init_fn": ignore_in_loader if num_workers else None,
-        }
+        self._cut, self._position, self._device = cut, position, device
+        self._check, self._sync = check, sync
+        if shuffle is None:
+            shuffle = self.samples is not None
+        self._batches = batches_of(dataset, cut, seed, position, device, shuffle, **options)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, wherever in it the run is (what a scheduler wants to know)."""
-        return self.steps(0)
+        """Optimizer steps of a whole epoch, wherever in it the run is (for a scheduler)."""
+        return self._cut.steps(known(self.samples))
 
-    def steps(self, start: int) -> int:
-        """Return the steps from position `start` (in samples) to the end of an epoch."""
-        return order.step_count(
-            self.samples - start, self.batch_size, self._world_size, self._drop_last
-        )
-
-    def last_of_epoch(self) -> bool:
-        """Tell whether the position is behind the epoch's last step."""
-        return self.steps(self._position.samples) == 0
+    def steps(self, start: int) -> int | None:
+        """Return the steps from position `start` (in samples) to the end of an epoch, if known."""
+        return None if self.samples is None else self._cut.steps(self.samples - start)
 
     def __iter__(self) -> Iterator[Any]:
         self._check()
-        epoch = self._position.epoch
-        ahead: deque[Share] = deque()  # fetched or being fetched, not yet yielded
-        batches: DataLoader[Any] = DataLoader(
-            self._dataset,  # type: ignore[arg-type]  # fetched by (epoch, index)
-            batch_sampler=self._keys(epoch, ahead),
-            # Without a generator of its own an iterator draws from the global one.
-            generator=torch.Generator().manual_seed(order.derive(self._seed, epoch, self._rank)),
-            **self._options,
-        )
-        for batch in batches:
-            self.share = ahead.popleft()
-            self._position.samples += self.share.total
+        for share, batch in _watched(self._batches):
+            self.share = share
+            self._sync(share.ends_step)
+            if share.ends_step:
+                self._position.samples += share.total
             beat()
             yield to_device(batch, self._device)
 
-    def _keys(self, epoch: int, ahead: deque[Share]) -> Iterator[list[tuple[int, int]]]:
-        """Yield what to fetch, batch by batch, and note each share in `ahead`."""
-        indices = order.permutation(self.samples, self._seed, epoch, self._shuffle)
-        start, size = self._position.samples, self.batch_size
-        for share in order.shares(
-            indices, start, size, self._rank, self._world_size, self._drop_last
-        ):
-            ahead.append(share)
-            yield [(epoch, index) for index in share.indices]
+
+class Shard:
+    """This rank's part of a data set, in order, each sample on one rank only: for evaluation.
+
+    Made by `Run.shard`. Nothing is padded, so ranks may have different numbers of batches, or
+    none: call nothing collective per batch, and add the sums up afterwards with `Run.sum`.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], cut: Cut, *, seed: int, device: torch.device, **options: Any
+    ) -> None:
+        self._samples, self._cut, self._device = size_of(dataset), cut, device
+        self._batches = batches_of(dataset, cut, seed, Position(), device, False, **options)
+
+    def __len__(self) -> int:
+        mine = range(self._cut.rank, known(self._samples), self._cut.world_size)
+        return len(mine[:: self._cut.batch_size])
+
+    def __iter__(self) -> Iterator[Any]:
+        for share, batch in _watched(self._batches):
+            beat()
+            if share.weight:
+                yield to_device(batch, self._device)
 
 
-class _Seeded:
-    """A data set whose randomness depends on (seed, epoch, index) and on nothing else.
+class UnknownLengthError(UsageError, TypeError):
+    """A stream was asked for its length. A TypeError, so that `list` and tqdm do without."""
+
+
+def size_of(dataset: Dataset[Any]) -> int | None:
+    """Return the number of samples; None for a stream, which need not know it."""
+    return None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
+
+
+def known(samples: int | None) -> int:
+    """Return the size of a data set, or raise UnknownLengthError for a stream's."""
+    if samples is None:
+        raise UnknownLengthError(
+            "the length of an iterable data set is not known before its end",
+            hint="give the scheduler a number of steps of your own",
+        )
+    return samples
+
+
+def batches_of(
+    dataset: Dataset[Any],
+    cut: Cut,
+    seed: int,
+    position: Position,
+    device: torch.device,
+    shuffle: bool,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    worker_init_fn: Callable[[int], None] | None = None,
+    **options: Any,
+) -> DataLoader[tuple[Share, Any]]:
+    """Return what yields the rest of the epoch of `position`, a new one at each iteration."""
+    collate = collate_fn or default_collate
+    source: Dataset[Any]
+    if isinstance(dataset, IterableDataset):
+        if shuffle or options.get("persistent_workers"):
+            name = "shuffle" if shuffle else "persistent_workers"
+            raise UsageError(
+                f"{name} is True; accepted with an iterable data set: False",
+                hint="let the data set shuffle itself; set_epoch(epoch) is called if it has that",
+            )
+        source = Stream(dataset, cut, seed, position, collate)
+    else:
+        source = _Seeded(dataset, seed, collate)
+        options["sampler"] = _Keys(len(dataset), cut, seed, position, shuffle)  # type: ignore[arg-type]
+    return DataLoader(
+        source,
+        batch_size=None,  # the source makes the batches
+        collate_fn=_as_it_is,
+        num_workers=num_workers,
+        worker_init_fn=partial(_begin_worker, worker_init_fn) if num_workers else None,
+        in_order=True,
+        # Without a generator of its own an iterator draws from the global one.
+        generator=torch.Generator(),
+        **{"pin_memory": device.type == "cuda", **options},
+    )
+
+
+def _watched(batches: DataLoader[tuple[Share, Any]]) -> Iterator[tuple[Share, Any]]:
+    """Yield the batches; say in a word how a loader worker has died."""
+    try:
+        yield from batches
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        how = _death(error)
+        if how is None:
+            raise
+        raise HpcDdpError(
+            how, hint="was it out of memory? try fewer num_workers, or more memory for the job"
+        ) from error
+
+
+def _death(error: BaseException) -> str | None:
+    """Return torch's word for a worker's death, less the process id; None for another error."""
+    if not isinstance(error, RuntimeError):
+        try:
+            time.sleep(1)  # the connection to it broke first; torch's handler of SIGCHLD raises
+        except RuntimeError as later:
+            error = later
+    for text in (str(error.__cause__), str(error)):
+        if text.startswith("DataLoader worker (pid"):
+            return re.sub(r" \(pid\D*[\d, ]+\)", "", text).strip()
+    return None
+
+
+class _Keys:
+    """What to fetch, batch by batch: (epoch, indices, share) from the current position on."""
+
+    def __init__(
+        self, samples: int, cut: Cut, seed: int, position: Position, shuffle: bool
+    ) -> None:
+        self._samples, self._cut, self._seed = samples, cut, seed
+        self._position, self._shuffle = position, shuffle
+
+    def __iter__(self) -> Iterator[tuple[int, list[int], Share]]:
+        epoch = self._position.epoch
+        shares = self._cut.shares(self._samples, self._position.samples)
+        if not self._shuffle:
+            yield from ((epoch, list(share.places), share) for share in shares)
+            return
+        indices = order.permutation(self._samples, self._seed, epoch)
+        for share in shares:
+            places = slice(share.places.start, share.places.stop, share.places.step)
+            yield epoch, indices[places].tolist(), share
+
+
+class _Seeded(Dataset[tuple[Share, Any]]):
+    """Fetches batches whose randomness depends on (seed, epoch, index) and on nothing else.
 
     Neither the number of ranks or loader workers nor an interruption changes what an
     augmentation draws, and it takes nothing from the generators of the training itself.
+    `collate` has a seed of its own for each batch.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-        self._plain = type(dataset) is TensorDataset  # draws nothing: skip 20 us a sample
+    def __init__(
+        self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any]
+    ) -> None:
+        self._dataset, self._seed, self._collate = dataset, seed, collate
+        # These draw nothing: skip 15 us a sample, and 200 us a batch.
+        self._draws = type(dataset) is not TensorDataset
+        self._quiet = not self._draws and collate is default_collate
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
-        if self._plain:
-            return [self._dataset[index] for _, index in keys]
-        if get_worker_info() is not None:
-            return [self._seeded(*key) for key in keys]
+    def __getitem__(self, key: tuple[int, list[int], Share]) -> tuple[Share, Any]:
+        epoch, indices, share = key
+        if self._quiet or get_worker_info() is not None:
+            return share, self._batch(epoch, indices)
         with randomness.untouched():
-            return [self._seeded(*key) for key in keys]
+            return share, self._batch(epoch, indices)
 
-    def _seeded(self, epoch: int, index: int) -> Any:
-        randomness.seed_all(order.derive(self._seed, epoch, index))
+    def _batch(self, epoch: int, indices: list[int]) -> Any:
+        samples = [self._sample(epoch, index) for index in indices]
+        if not self._quiet:
+            randomness.seed_all(order.derive(self._seed, epoch, indices[0], len(indices)))
+        return self._collate(samples)
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        if self._draws:
+            randomness.seed_all(order.derive(self._seed, epoch, index))
         return self._dataset[index]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    ignore_in_loader(worker)
+    if then is not None:
+        then(worker)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -130,44 +259,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (tuple, list)):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
-
-
-class Shard:
-    """This rank's part of a data set, in order, each sample on one rank only: for evaluation.
-
-    Made by `Run.shard`. Nothing is padded, so ranks may have different numbers of batches, or
-    none: call nothing collective per batch, and add the sums up afterwards with `Run.sum`.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        *,
-        batch_size: int,
-        seed: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        mine = range(rank, len(dataset), world_size)  # type: ignore[arg-type]  # as above
-        keys = [(0, index) for index in mine]
-        self._device = device
-        self._loader: DataLoader[Any] = DataLoader(
-            _Seeded(dataset, seed),  # type: ignore[arg-type]  # fetched by (epoch, index)
-            batch_sampler=[keys[i : i + batch_size] for i in range(0, len(keys), batch_size)],
-            generator=torch.Generator(),
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=device.type == "cuda",
-            worker_init_fn=ignore_in_loader if num_workers else None,
-        )
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            beat()
-            yield to_device(batch, self._device)

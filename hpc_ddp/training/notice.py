@@ -114,10 +114,19 @@ def _give_back() -> None:
 def ignore_in_loader(worker: int) -> None:
     """``worker_init_fn``: outlive a notice, since the rank still needs its batches until it stops.
 
-    A loader worker ends when its parent says so, or is gone.
+    A loader worker ends when its parent is gone, or says so: multiprocessing does it by a
+    SIGTERM, for which it then waits without end.
     """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def _read(path: Path) -> str:

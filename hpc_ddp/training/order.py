@@ -12,6 +12,8 @@ from hashlib import blake2b
 
 import torch
 
+from hpc_ddp.run.errors import UsageError
+
 
 @dataclass
 class Position:
@@ -24,14 +26,103 @@ class Position:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of one global batch.
+    """One micro-batch of one rank: its part of a global batch, or a piece of that part.
 
-    `indices` are never empty: a rank that has none left repeats some, with `weight` zero.
+    `places` are never empty: a rank that has none left repeats some, with `weight` zero.
     """
 
-    indices: tuple[int, ...]
-    weight: float  # for the gradient of this rank's mean loss; see `share_of`
+    places: range  # of its samples in the order of the epoch
+    weight: float  # for the gradient of this rank's mean loss; see `Cut.pieces`
     total: int  # samples in the global batch
+    ends_step: bool = True  # the last micro-batch before the optimizer's step
+    ends_epoch: bool = False  # in the last step of the epoch
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How an epoch is cut into global batches of `size` samples, and those for one rank.
+
+    Each optimizer step takes a global batch. A rank has its part of it in at most `accumulate`
+    micro-batches, at the tail of an epoch in fewer, but every rank in the same number.
+    """
+
+    size: int
+    rank: int
+    world_size: int
+    accumulate: int = 1
+    drop_last: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        """The most samples in a micro-batch."""
+        return _ceil(_ceil(self.size, self.world_size), self.accumulate)
+
+    def steps(self, samples: int) -> int:
+        """Return how many steps `samples` are worth, the same on every rank."""
+        return samples // self.size if self.drop_last else _ceil(samples, self.size)
+
+    def shares(self, samples: int, start: int) -> Iterator[Share]:
+        """Yield what is left of an epoch of `samples` from position `start` on."""
+        stop = min(start + self.steps(samples - start) * self.size, samples)
+        for first in range(start, stop, self.size):
+            block = range(first, min(first + self.size, stop))
+            yield from self.pieces(block, ends_epoch=block.stop == stop)
+
+    def pieces(self, block: range, ends_epoch: bool) -> list[Share]:
+        """Return what this rank takes of one global batch, given as places in the epoch's order.
+
+        DistributedDataParallel divides the sum of the ranks' gradients by the number of ranks.
+        With each micro-batch's mean loss weighted by n * ranks / n_total, the sum over them is
+        the mean over the samples of the global batch, however unevenly they are spread.
+        """
+        total = len(block)
+        mine = block[self.rank :: self.world_size]
+        count = _ceil(_ceil(total, self.world_size), self.batch_size)
+        repeated = block[:2]  # two, since batch norm refuses a single one
+        return [
+            Share(
+                places=part or repeated,
+                weight=len(part) * self.world_size / total,
+                total=total,
+                ends_step=i == count - 1,
+                ends_epoch=ends_epoch,
+            )
+            # Every count-th one, so that no piece is much smaller than the others.
+            for i, part in enumerate(mine[i::count] for i in range(count))
+        ]
+
+
+def make_cut(
+    batch_size: int | None,
+    global_batch_size: int | None,
+    accumulate: int,
+    rank: int,
+    world_size: int,
+    drop_last: bool = False,
+) -> Cut:
+    """Return the cut for a batch size per rank and micro-batch, or for one of all ranks' steps.
+
+    Raises
+    ------
+    UsageError
+        not exactly one of the two is given, or a number is below 1
+    """
+    if (batch_size is None) == (global_batch_size is None):
+        which = "neither" if batch_size is None else "both"
+        raise UsageError(
+            f"{which} of batch_size and global_batch_size given; accepted: one of them",
+            hint="batch_size counts samples per rank, global_batch_size those of all ranks",
+        )
+    sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
+    for name, number in {**sizes, "accumulate": accumulate}.items():
+        if number is not None and number < 1:
+            raise UsageError(f"{name} is {number}; accepted: a whole number from 1")
+    size = global_batch_size or (batch_size or 0) * accumulate * world_size
+    return Cut(size, rank, world_size, accumulate, drop_last)
+
+
+def _ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 def derive(*parts: int) -> int:
@@ -40,38 +131,9 @@ def derive(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def permutation(samples: int, seed: int, epoch: int, shuffle: bool = True) -> torch.Tensor:
-    """Return the order of an epoch, int64 of shape (samples,), leaving global generators alone."""
-    if not shuffle:
-        return torch.arange(samples)
+def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the order of an epoch, of shape (samples,), leaving global generators alone."""
     generator = torch.Generator().manual_seed(derive(seed, epoch))
-    return torch.randperm(samples, generator=generator)
-
-
-def step_count(samples: int, batch_size: int, world_size: int, drop_last: bool) -> int:
-    """Return how many steps `samples` are worth, the same on every rank."""
-    full, rest = divmod(samples, batch_size * world_size)
-    return full + (0 if drop_last else bool(rest))
-
-
-def share_of(block: torch.Tensor, rank: int, world_size: int) -> Share:
-    """Return what `rank` takes of a global batch, a tensor of sample indices.
-
-    DistributedDataParallel divides the sum of the ranks' gradients by the number of ranks.
-    With each rank's mean loss weighted by n_rank * ranks / n_total, the result is the mean
-    over the samples of the global batch, however unevenly they are spread.
-    """
-    mine = block[rank::world_size].tolist()
-    weight = len(mine) * world_size / len(block)
-    repeated = block[:2].tolist()  # two, since batch norm refuses a single one
-    return Share(tuple(mine or repeated), weight, len(block))
-
-
-def shares(
-    order: torch.Tensor, start: int, batch_size: int, rank: int, world_size: int, drop_last: bool
-) -> Iterator[Share]:
-    """Yield one rank's shares of what is left of an epoch's `order` from position `start` on."""
-    size = batch_size * world_size
-    steps = step_count(len(order) - start, batch_size, world_size, drop_last)
-    for first in range(start, start + steps * size, size):
-        yield share_of(order[first : first + size], rank, world_size)
+    # The order is the same in either type, and takes half the memory in int32.
+    dtype = torch.int32 if samples < 2**31 else torch.int64
+    return torch.randperm(samples, generator=generator, dtype=dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -22,6 +22,7 @@ from hpc_ddp.training.exchange import Decision
 from hpc_ddp.training.failure import leave_quickly
 from hpc_ddp.training.loader import Loader, Shard
 from hpc_ddp.training.notice import NONE, REASONS
+from hpc_ddp.training.order import Share, make_cut
 from hpc_ddp.training.parts import Parts, assemble
 from hpc_ddp.training.settle import settle
 from hpc_ddp.training.state import unwrap
@@ -118,6 +119,7 @@ class Run:
         self.position = parts.position
         self._parts = parts
         self._loader: Loader | None = None
+        self._wrapped: list[Any] = []
         self._epochs: int | None = None
         self._save_due = False
         self._look_at = 0  # the number of exchanges
@@ -160,6 +162,7 @@ class Run:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
         settle(ddp)
+        self._wrapped.append(ddp)
         return ddp
 
     def ema(self, model: torch.nn.Module, decay: float = 0.999) -> AveragedModel:
@@ -177,51 +180,62 @@ class Run:
     def loader(
         self,
         dataset: Dataset[Any],
-        batch_size: int,
+        batch_size: int | None = None,
         *,
-        shuffle: bool = True,
+        global_batch_size: int | None = None,
+        accumulate: int = 1,
         drop_last: bool = False,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **options: Any,
     ) -> Loader:
         """Return the loader of the training data, one per run, to be iterated in `epochs`.
+
+        An iterable data set is read in whole by every rank and loader worker, each of which
+        keeps its part; so it must not split itself by rank. Let it yield references, such as
+        paths, and decode them in ``collate_fn``. After an interruption, what was consumed is
+        read again, unless the data set has a ``skip(n)`` that returns the rest of it.
 
         Parameters
         ----------
         dataset
-            map-style; what it draws at random depends on (seed, epoch, index) only
+            map-style or iterable; what it draws from the global generators depends on (seed,
+            epoch, index) only
         batch_size
-            samples per rank and step
+            samples per rank and micro-batch
+        global_batch_size
+            in its place: samples of all ranks together per optimizer step, so that the steps
+            do not depend on the number of ranks; need not be divisible by it
+        accumulate
+            micro-batches per optimizer step: ``optimizer.step()`` belongs to those where
+            `ends_step` is true
         drop_last
             drops the last incomplete global batch; without it the last step of an epoch has
             fewer samples, on some ranks maybe none that count (see `backward`); batch norm
             refuses a single one, so use `drop_last` with it
+        options
+            ``shuffle`` (by default all but an iterable data set), ``num_workers``,
+            ``collate_fn``, and others of torch's DataLoader
 
         Raises
         ------
         UsageError
-            the run has a loader already, or `batch_size` is below 1
+            the run has a loader already, or the options make no sense
         """
         if self._loader is not None:
             raise UsageError(
                 "the run has a training loader already, and its position belongs to that one",
                 hint="for evaluation use run.shard",
             )
-        if batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size}; accepted: a whole number from 1")
         self._loader = Loader(
             dataset,
-            batch_size=batch_size,
+            make_cut(
+                batch_size, global_batch_size, accumulate, self.rank, self.world_size, drop_last
+            ),
             seed=self.seed,
-            rank=self.rank,
-            world_size=self.world_size,
             position=self.position,
             device=self.device,
             check=self._check_epoch,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
+            sync=self._sync_gradients,
+            **options,
         )
         return self._loader
 
@@ -237,7 +251,8 @@ class Run:
             the checkpoint is of other objects, or was made with another seed
         """
         objects["_precision"] = self._parts.precision
-        self._parts.keeper.track(objects, self._loader.samples if self._loader else None)
+        samples = None if self._loader is None else self._loader.samples
+        self._parts.keeper.track(objects, samples)
 
     # -- the loop --------------------------------------------------------------------------
 
@@ -258,27 +273,29 @@ class Run:
             yield self.position.epoch
             self.position.epoch += 1
             self.position.samples = 0
+            if self._loader is not None:
+                self._loader.share = None
             beat()
             self._act(self._parts.pace.epoch_done())
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run backward of this rank's mean loss over its batch, a scalar.
+    @property
+    def ends_step(self) -> bool:
+        """Whether the current micro-batch is the last one of its optimizer step."""
+        return self._share is None or self._share.ends_step
 
-        It is weighted by the number of samples that this rank really has, so that the averaged
-        gradient is the mean over the global batch, also where the batches differ in size at
-        the end of an epoch.
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward of this rank's mean loss over its micro-batch, a scalar.
+
+        It is weighted by the number of samples that are really in it, so that the accumulated
+        and averaged gradient is the mean over the global batch, also where micro-batches differ
+        in size at the end of an epoch. DDP talks to its peers in the last one of a step only.
         """
-        share = self._loader.share if self._loader else None
-        weight = 1.0 if share is None else share.weight
+        weight = 1.0 if self._share is None else self._share.weight
         self._parts.precision.backward(loss if weight == 1.0 else loss * weight)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes in the run's precision; it does nothing for fp32."""
         return self._parts.precision.autocast()
-
-    @property
-    def ends_step(self) -> bool:
-        return True  # MERGE: a stub; the one with gradient accumulation replaces it
 
     def update(
         self,
@@ -312,8 +329,10 @@ class Run:
     def step(self, **values: Any) -> None:
         """End an optimizer step: here the run saves, and stops when it has to.
 
-        Every rank calls it after every ``optimizer.step()``. `values` (numbers or scalar
-        tensors; this rank's own) go into the journal, from rank 0 and about twice a second.
+        Every rank calls it after every ``optimizer.step()``; where gradients accumulate it may
+        be called after every micro-batch, and does nothing unless `ends_step`. `values`
+        (numbers or scalar tensors; this rank's own) go into the journal, from rank 0 and about
+        twice a second.
 
         Raises
         ------
@@ -326,8 +345,9 @@ class Run:
         SupersededError
             a later attempt of this run has started
         """
-        if self.ends_step:
-            self._parts.precision.check_updated()
+        if not self.ends_step:
+            return
+        self._parts.precision.check_updated()
         self.position.step += 1
         self._parts.watchdog.step_done()
         if self.rank == 0:
@@ -388,17 +408,11 @@ class Run:
     def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard:
         """Return this rank's part of an evaluation set, every sample on exactly one rank.
 
-        `options`: ``num_workers``, ``collate_fn``.
+        An iterable data set is read by every rank. `options`: ``num_workers``, ``collate_fn``,
+        and others of torch's DataLoader.
         """
-        return Shard(
-            dataset,
-            batch_size=batch_size,
-            seed=self.seed,
-            rank=self.rank,
-            world_size=self.world_size,
-            device=self.device,
-            **options,
-        )
+        cut = make_cut(batch_size, None, 1, self.rank, self.world_size)
+        return Shard(dataset, cut, seed=self.seed, device=self.device, **options)
 
     @contextmanager
     def evaluating(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -439,6 +453,10 @@ class Run:
 
     # -- inside ----------------------------------------------------------------------------
 
+    @property
+    def _share(self) -> Share | None:
+        return None if self._loader is None else self._loader.share
+
     def _check_epoch(self) -> None:
         if self._epochs is None:
             raise UsageError(
@@ -446,15 +464,28 @@ class Run:
                 hint="write `for epoch in run.epochs(n):` around the loop over batches",
             )
 
+    def _sync_gradients(self, on: bool) -> None:
+        """Say if the gradients of the coming micro-batch are to be averaged over ranks.
+
+        For DDP what its `no_sync` switches, which counts in forward already.
+        """
+        for model in self._wrapped:
+            if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+                model.set_requires_gradient_sync(on)
+            else:
+                model.require_backward_grad_sync = on
+
     def _ends_epoch(self) -> bool:
-        return self._loader is not None and self._loader.last_of_epoch()
+        return self._share is not None and self._share.ends_epoch
 
     def _report(self, values: dict[str, Any]) -> None:
         samples, total = 0, None
         if self._loader is not None and self._epochs is not None:
-            later = (self._epochs - self.position.epoch - 1) * len(self._loader)
-            total = self.position.step + self._loader.steps(self.position.samples) + later
-            samples = self._loader.share.total if self._loader.share else 0
+            left = self._loader.steps(self.position.samples)
+            if left is not None:
+                later = (self._epochs - self.position.epoch - 1) * len(self._loader)
+                total = self.position.step + left + later
+            samples = self._share.total if self._share else 0
         self._parts.metrics.add(self.position, samples, values, total)
 
     def _refuse_poison(self) -> None:

@@ -7,13 +7,14 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from hpc_ddp.training import Run, start
 from hpc_ddp.training import run as run_module
@@ -22,6 +23,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--samples", type=int, default=203)
 parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--stream", action="store_true")
+parser.add_argument("--bad-sample", type=int)
 parser.add_argument("--width", type=int, default=16)
 parser.add_argument("--layers", type=int, default=2)
 parser.add_argument("--workers", type=int, default=0)
@@ -55,9 +59,18 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return int(args.samples)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == args.bad_sample:
+            raise ValueError(f"no sample {index}")
         noise = torch.randn(30)
         more = torch.tensor([float(index), random.random(), numpy.random.random()])
         return torch.cat([more, noise]), torch.tensor(index % 10)
+
+
+class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same samples one after the other."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (Noisy()[index] for index in range(args.samples))
 
 
 def act(run: Run) -> None:
@@ -106,7 +119,12 @@ else:
     model = run.wrap(net, bucket_cap_mb=1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-batches = run.loader(Noisy(), args.batch_size, num_workers=args.workers)
+batches = run.loader(
+    Stream() if args.stream else Noisy(),
+    args.batch_size,
+    accumulate=args.accumulate,
+    num_workers=args.workers,
+)
 run.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
 for epoch in run.epochs(args.epochs):
@@ -115,10 +133,11 @@ for epoch in run.epochs(args.epochs):
         share = batches.share
         assert share is not None
         seen = x[:, 0].round().int().tolist() if share.weight else []
-        optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         run.backward(loss)
-        optimizer.step()
+        if run.ends_step:
+            optimizer.step()
+            optimizer.zero_grad()
         with open(run.folder.path / f"seen-{run.rank}", "a") as file:
             file.write(f"{epoch} {run.position.step + 1} {' '.join(map(str, seen))}\n")
         time.sleep(args.step_seconds)

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 WIDE = ("--width", "512", "--layers", "5")  # 6 MB in buckets of 1 MB
 
 
@@ -53,16 +55,42 @@ def test_loader_workers_change_nothing(make_crew: Callable[[str], Any]) -> None:
     assert plain.weights == helped.weights
 
 
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_killed_between_micro_batches_it_does_the_step_again(
+    make_crew: Callable[[str], Any], stream: tuple[str, ...]
+) -> None:
+    argv: tuple[str, ...] = (
+        *WIDE,
+        "--accumulate",
+        "3",
+        "--batch-size",
+        "4",
+        "--save-every-steps",
+        "5",
+    )
+    argv += ("--epochs", "2", "--samples", "120", *stream)
+    whole, killed = make_crew("whole"), make_crew("killed")
+    whole.go(3, *argv)
+    # Four steps an epoch. The signal comes after the first of step 7's micro-batches.
+    launch = killed.launch(3, *argv, "--at", "7", "--signal", str(int(signal.SIGKILL)))
+    assert launch.wait() == [-signal.SIGKILL] * 3, launch.output()
+    killed.go(3, *argv, *(("--workers", "1") if stream else ()))
+    assert [event["step"] for event in killed.events("restored")] == [5]
+    assert [event["step"] for event in killed.events("finished")] == [8]
+    assert killed.weights == whole.weights
+
+
 def test_another_number_of_ranks_sees_each_sample_once(crew: Any) -> None:
-    common = ("--samples", "201", "--batch-size", "3", "--epochs", "2", "--seed", "5")
-    for ranks, at in ((4, "4"), (2, "14")):
+    sizes = ("--samples", "201", "--batch-size", "3", "--accumulate", "2", "--epochs", "2")
+    common = (*sizes, "--seed", "5", "--workers", "1")
+    for ranks, at in ((4, "2"), (2, "7")):
         stop = ("--at", at, "--signal", "15", "--ranks", "0", "--step-seconds", "0.05")
         launch = crew.launch(ranks, *common, *stop)
         assert launch.wait() == [0] * ranks, launch.output()
     crew.go(3, *common)
     stops = [event["step"] for event in crew.events("stopped")]
     assert len(stops) == 2
-    assert stops[0] * 12 + (stops[1] - stops[0]) * 6 < 201  # both were in the first epoch
+    assert stops[0] * 24 + (stops[1] - stops[0]) * 12 < 201  # both were in the first epoch
 
     seen = {0: Counter[int](), 1: Counter[int]()}
     for path in crew.run.path.glob("seen-*"):

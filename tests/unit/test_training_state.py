@@ -15,7 +15,7 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import randomness, state
 from hpc_ddp.training.facts import DistInfo, Surroundings
 from hpc_ddp.training.loader import Loader, Shard, to_device
-from hpc_ddp.training.order import Position
+from hpc_ddp.training.order import Cut, Position
 from hpc_ddp.training.pieces import Buffer, Reader, as_plain, my_parts
 
 CPU = torch.device("cpu")
@@ -41,9 +41,8 @@ class Noisy(Dataset[torch.Tensor]):
 
 def make_loader(rank: int = 0, world_size: int = 1, **options: Any) -> Loader:
     place: dict[str, Any] = {"position": Position(), "device": CPU, "check": lambda: None}
-    return Loader(
-        Noisy(), batch_size=4, seed=1, rank=rank, world_size=world_size, **{**place, **options}
-    )
+    cut = Cut(4 * world_size, rank, world_size)
+    return Loader(Noisy(), cut, seed=1, sync=lambda on: None, **{**place, **options})
 
 
 def test_generators_go_through_a_file_as_plain_values(tmp_path: Any) -> None:
@@ -74,7 +73,8 @@ def test_the_loader_goes_on_where_it_was() -> None:
     assert len(loader) == 6
     batches = list(loader)
     assert position.samples == 23
-    assert loader.last_of_epoch()
+    assert loader.share is not None
+    assert loader.share.ends_epoch
     assert list(loader) == []
     position.samples = 8
     assert all(map(torch.equal, loader, batches[2:]))
@@ -82,10 +82,7 @@ def test_the_loader_goes_on_where_it_was() -> None:
 
 
 def test_a_shard_pads_nothing() -> None:
-    shards = [
-        Shard(Noisy(), batch_size=4, seed=0, rank=rank, world_size=5, device=CPU)
-        for rank in range(5)
-    ]
+    shards = [Shard(Noisy(), Cut(4 * 5, rank, 5), seed=0, device=CPU) for rank in range(5)]
     rows = [int(row[0]) for shard in shards for batch in shard for row in batch]
     assert sorted(rows) == list(range(23))
 
