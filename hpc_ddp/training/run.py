@@ -259,9 +259,9 @@ class Run:
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, of `total`.
 
-        The first one may be partly done: the loader then yields the rest of it. What the
-        script does at the end of an epoch is part of it: a checkpoint made afterwards goes on
-        with the next epoch, one made before does it again, from the same state.
+        The first one may be partly done: the loader then yields the rest of it, at least one
+        batch. What the script does at the end of an epoch is part of it: a checkpoint that falls
+        due in the last step is made after that.
         """
         self._epochs = total
         self._parts.keeper.start_random()
@@ -276,7 +276,7 @@ class Run:
             if self._loader is not None:
                 self._loader.share = None
             beat()
-            self._act(self._parts.pace.epoch_done())
+            self._act(self._parts.pace.hear_all())
 
     @property
     def ends_step(self) -> bool:
@@ -353,20 +353,18 @@ class Run:
         if self.rank == 0:
             self._report(values)
         self._parts.profiler.step_done()
-        decision = self._parts.pace.step_done(self.position.step)
+        left = None if self._loader is None else self._loader.steps(self.position.samples)
+        decision = self._parts.pace.step_done(self.position.step, hear_all=left == 1)
         if self._parts.pace.exchanges >= self._look_at:
             self._look_at = self._parts.pace.exchanges + LOOK_EVERY
             self._refuse_poison()
-        if not self._ends_epoch():
+        if self._ends_epoch():
+            # The end of the epoch comes first: a start that finds an epoch without a batch would
+            # trip over what a loop leaves behind, the last loss say. What makes all ranks stop
+            # makes them stop there too; most stops come a step earlier, see `hear_all`.
+            self._save_due = self._save_due or decision.save
+        else:
             self._act(decision)
-            return
-        # The end of the epoch comes first, so that no start finds an epoch without a batch, where
-        # a script may trip over what its loop has not set. What makes all ranks stop makes them
-        # stop there too. Saved here all the same: they may not be given the time.
-        self._save_due = self._save_due or decision.save
-        if decision.reason != NONE:
-            self._refuse_poison()
-            self._parts.keeper.save()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
         """Tell whether `value` is the best so far; if so, the checkpoint of this moment stays.

@@ -69,7 +69,7 @@ def test_a_notice_is_acted_on_at_the_next_exchange() -> None:
     decisions = [pace.step_done(step).reason for step in range(2, 12)]
     assert NOTICE in decisions
     assert decisions[0] == NONE
-    assert pace.epoch_done().reason == NOTICE
+    assert pace.hear_all().reason == NOTICE
 
 
 def test_the_deadline_leaves_time_for_a_save() -> None:
@@ -77,7 +77,7 @@ def test_the_deadline_leaves_time_for_a_save() -> None:
         saves = Saves()
         saves.slowest_save_s = save_s
         pace = make_pace(Notices(None), end_time=time.time() + left_s, saves=saves)
-        assert pace.epoch_done().reason == reason
+        assert pace.hear_all().reason == reason
 
 
 def test_saves_are_due_by_steps_and_by_time() -> None:
@@ -87,7 +87,7 @@ def test_saves_are_due_by_steps_and_by_time() -> None:
     due = [pace.step_done(step).save for step in range(1, 4)]
     assert True in due
     assert due != [True] * 3  # not again before the save has been made
-    assert not make_pace(Notices(None), every=1000.0).epoch_done().save
+    assert not make_pace(Notices(None), every=1000.0).hear_all().save
 
 
 def test_a_clock_waits_for_the_save_under_way_and_retries_a_failed_one_soon() -> None:
