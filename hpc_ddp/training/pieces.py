@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.training.sharded import from_local, holds_first_copy, is_sharded, local_box
 
 ALIGNMENT = 64  # bytes, so that a mapped file can be viewed as numbers of any type
 
@@ -38,29 +37,11 @@ class Piece(NamedTuple):  # thousands are made at each save, in the training's t
     offset: int
 
 
-def box_of(tensor: torch.Tensor) -> tuple[Shape, Shape]:
-    """Return start and size of the part of a tensor that this rank holds."""
-    if isinstance(tensor, DTensor):
-        size, start = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-        return tuple(start), tuple(size)
-    return (0,) * tensor.dim(), tuple(tensor.shape)
-
-
-def _holds_first_copy(tensor: DTensor) -> bool:
-    """Tell whether this rank is the first of those that hold the same shard."""
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise HpcDdpError("a tensor with a pending reduction (Partial) can't be saved")
-    coordinate = tensor.device_mesh.get_coordinate()
-    return coordinate is not None and all(
-        place == 0
-        for place, placement in zip(coordinate, tensor.placements, strict=True)
-        if isinstance(placement, Replicate)
-    )
-
-
 Part = tuple[torch.Tensor, Shape, Shape]  # local numbers, and the start and size of their box
+
+
+def _whole(tensor: torch.Tensor) -> tuple[Shape, Shape]:
+    return (0,) * tensor.dim(), tuple(tensor.shape)
 
 
 def my_parts(
@@ -70,22 +51,22 @@ def my_parts(
     sizes = {
         name: tensor.nbytes
         for name, tensor in tensors.items()
-        if name in replicated and not isinstance(tensor, DTensor)
+        if name in replicated and not is_sharded(tensor)
     }
     low, high = (sum(sizes.values()) * r // world_size for r in (rank, rank + 1))
     parts: dict[str, Part] = {}
     begin = 0
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            if _holds_first_copy(tensor):
-                parts[name] = (tensor.to_local(), *box_of(tensor))
+        if is_sharded(tensor):
+            if holds_first_copy(tensor):
+                parts[name] = (tensor.to_local(), *local_box(tensor))  # type: ignore[attr-defined]
         elif not sizes.get(name):
             if rank == 0:
-                parts[name] = (tensor, *box_of(tensor))
+                parts[name] = (tensor, *_whole(tensor))
         else:
             end = begin + sizes[name]
             if low <= begin and end <= high:
-                parts[name] = (tensor, *box_of(tensor))
+                parts[name] = (tensor, *_whole(tensor))
             elif part := _rows(tensor, low - begin, high - begin):
                 parts[name] = part
             begin = end
@@ -98,7 +79,7 @@ def _rows(tensor: torch.Tensor, low: int, high: int) -> Part | None:
     first, last = (min(max(-(-edge * count // tensor.nbytes), 0), count) for edge in (low, high))
     if first >= last:
         return None
-    start, size = box_of(tensor)
+    start, size = _whole(tensor)
     if not tensor.dim():
         return tensor, start, size
     return tensor[first:last], (first, *start[1:]), (last - first, *size[1:])
@@ -209,18 +190,9 @@ class Reader:
 
         Without a copy where one piece has it all: the result may then be a view of the file.
         """
-        whole = self.describe(name)
-        if not isinstance(like, DTensor):
-            return self._box(name, (0,) * whole.dim(), tuple(whole.shape))
-        local = self._box(name, *box_of(like)).to(like.to_local().device)
-        return DTensor.from_local(
-            local,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
+        if like is not None and is_sharded(like):
+            return from_local(self._box(name, *local_box(like)), like)
+        return self._box(name, *_whole(self.describe(name)))
 
     def _box(self, name: str, start: Shape, size: Shape) -> torch.Tensor:
         made: torch.Tensor | None = None

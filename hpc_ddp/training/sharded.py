@@ -1,0 +1,55 @@
+"""What there is to know of a DTensor: FSDP2's and tensor parallel's way to shard a tensor.
+
+Importing it takes a second, so that is done only where a script has loaded it already.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from hpc_ddp.run.errors import HpcDdpError
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is a DTensor; where nobody has imported that, there are none."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return start and size of this rank's part of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, start = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(start), tuple(size)
+
+
+def holds_first_copy(tensor: Any) -> bool:
+    """Tell whether this rank is the first of those that hold the same part of a DTensor."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise HpcDdpError("a tensor with a pending reduction (Partial) can't be saved")
+    coordinate = tensor.device_mesh.get_coordinate()
+    return coordinate is not None and all(
+        place == 0
+        for place, placement in zip(coordinate, tensor.placements, strict=True)
+        if placement.is_replicate()
+    )
+
+
+def from_local(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a DTensor with this rank's part, sharded as another one is."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local.to(like.to_local().device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
