@@ -158,7 +158,7 @@ def part_load(device: str, folder: Path) -> dict[str, list[float]]:
     def load() -> None:
         restored = subject.checkpoints.restore()
         assert restored
-        state.put_back(subject.objects, restored.shared["tree"], restored.reader, 1)
+        state.put_back(subject.keeper._objects, restored.shared["tree"], restored.reader, 1)
 
     def raw() -> None:
         zlib.crc32(path.read_bytes())

@@ -13,9 +13,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -28,8 +27,7 @@ ALIGNMENT = 64  # bytes, so that a mapped file can be viewed as numbers of any t
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):  # thousands are made at each save, in the training's time
     """A box of the tensor `name`: `size` from `start` on, at byte `offset` of a data file."""
 
     name: str
@@ -85,9 +83,12 @@ def my_parts(
             if rank == 0:
                 parts[name] = (tensor, *box_of(tensor))
         else:
-            if part := _rows(tensor, low - begin, high - begin):
+            end = begin + sizes[name]
+            if low <= begin and end <= high:
+                parts[name] = (tensor, *box_of(tensor))
+            elif part := _rows(tensor, low - begin, high - begin):
                 parts[name] = part
-            begin += sizes[name]
+            begin = end
     return {name: part for name, part in parts.items() if part[0].numel() or rank == 0}
 
 
@@ -168,9 +169,9 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def as_plain(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+def as_plain(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
     """Return pieces as values that ``weights_only`` loads."""
-    return [asdict(piece) for piece in pieces]
+    return [tuple(piece) for piece in pieces]
 
 
 class Reader:
@@ -185,12 +186,12 @@ class Reader:
         data files, and the pieces in each
     """
 
-    def __init__(self, files: Iterable[tuple[Path, Iterable[Mapping[str, Any]]]]) -> None:
+    def __init__(self, files: Iterable[tuple[Path, Iterable[tuple[Any, ...]]]]) -> None:
         self._pieces: dict[str, list[tuple[Path, Piece]]] = {}
         self._maps: dict[Path, torch.Tensor] = {}
         for path, pieces in files:
             for each in pieces:
-                self._pieces.setdefault(each["name"], []).append((path, Piece(**each)))
+                self._pieces.setdefault(each[0], []).append((path, Piece(*each)))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
