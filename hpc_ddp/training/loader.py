@@ -215,26 +215,26 @@ class _Seeded(Dataset[tuple[Share, Any]]):
         self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any]
     ) -> None:
         self._dataset, self._seed, self._collate = dataset, seed, collate
-        # These draw nothing: skip 15 us a sample, and 200 us a batch.
-        self._draws = type(dataset) is not TensorDataset
-        self._quiet = not self._draws and collate is default_collate
+        self._tensors: tuple[torch.Tensor, ...] | None = None
+        if isinstance(dataset, TensorDataset) and type(dataset) is TensorDataset:
+            self._tensors = dataset.tensors if collate is default_collate else None
 
     def __getitem__(self, key: tuple[int, list[int], Share]) -> tuple[Share, Any]:
         epoch, indices, share = key
-        if self._quiet or get_worker_info() is not None:
+        if self._tensors is not None:  # nothing is drawn, so all come at once
+            return share, [each[indices] for each in self._tensors]
+        if get_worker_info() is not None:
             return share, self._batch(epoch, indices)
         with randomness.untouched():
             return share, self._batch(epoch, indices)
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         samples = [self._sample(epoch, index) for index in indices]
-        if not self._quiet:
-            randomness.seed_all(order.derive(self._seed, epoch, indices[0], len(indices)))
+        randomness.seed_all(order.derive(self._seed, epoch, indices[0], len(indices)))
         return self._collate(samples)
 
     def _sample(self, epoch: int, index: int) -> Any:
-        if self._draws:
-            randomness.seed_all(order.derive(self._seed, epoch, index))
+        randomness.seed_all(order.derive(self._seed, epoch, index))
         return self._dataset[index]
 
 
