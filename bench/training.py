@@ -187,7 +187,7 @@ def part_memory(device: str, folder: Path) -> dict[str, list[float]]:
 
 
 def part_steps(device: str, folder: Path) -> dict[str, list[float]]:
-    """A model with steps of about 5 ms, in blocks of 200 steps: ours, then the bare loop."""
+    """A model with steps of about 5 ms, in blocks of 100 steps: ours, then the bare loop."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -197,13 +197,12 @@ def part_steps(device: str, folder: Path) -> dict[str, list[float]]:
 
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    block, batch = 200, 32
+    block, batch, blocks = 100, 32, 82
     run = start(save_every=300)
-    blocks = 2 * ROUNDS + 2
     data = TensorDataset(torch.randn(block * batch * run.world_size, 256))
 
     def make() -> nn.Module:
-        layers = [nn.Linear(256, 512), nn.ReLU(), *(nn.Linear(512, 512) for _ in range(4))]
+        layers = [nn.Linear(256, 256), nn.ReLU(), *(nn.Linear(256, 256) for _ in range(2))]
         return nn.Sequential(*layers).to(run.device)
 
     model = run.wrap(make())

@@ -50,7 +50,7 @@ def jobs_of(run: RunFolder, events: Sequence[Event]) -> list[str]:
 
 def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
     """Return the state of one run; `queue` is what Slurm still has, by job id."""
-    events = run.events(thin=True)
+    events = run.events()
     started = last_event(events, "started")
     metrics = last_event(events, "metrics") or {}
     saved = last_event(events, "checkpoint")

@@ -177,8 +177,8 @@ class RunFolder:
     def journal(self, writer: str, attempt: int = 0) -> Journal:
         return Journal(self.journal_folder, writer, attempt)
 
-    def events(self, thin: bool = False) -> list[Event]:
-        return read_events(self.journal_folder, thin)
+    def events(self) -> list[Event]:
+        return read_events(self.journal_folder)
 
     def finished(self) -> bool:
         """Tell whether the run has reached its end, so that there is nothing to go on with."""

@@ -16,9 +16,6 @@ from typing import Any
 
 Event = dict[str, Any]
 
-THIN_LINES = 10_000
-_METRICS = b'"event": "metrics"'
-
 
 class Journal:
     """Appends events to ``<folder>/<writer>.jsonl``.
@@ -53,23 +50,14 @@ class Journal:
             file.write(line)
 
 
-def read_events(folder: Path, thin: bool = False) -> list[Event]:
-    """Return all events of a journal folder, by attempt and time. Torn lines are skipped.
-
-    `thin` leaves out most `metrics` of long runs, evenly: a week has a million of them, and
-    whoever wants no curve has an answer in a tenth of the time. The last of a row always stays.
-    """
-    paths = sorted(folder.glob("*.jsonl"))
-    events = [event for path in paths for event in _events_of(path, thin)]
+def read_events(folder: Path) -> list[Event]:
+    """Return all events of a journal folder, by attempt and time. Torn lines are skipped."""
+    events = [event for path in sorted(folder.glob("*.jsonl")) for event in _events_of(path)]
     return sorted(events, key=lambda event: (event["attempt"], event["time"]))
 
 
-def _events_of(path: Path, thin: bool) -> Iterator[Event]:
-    lines = path.read_bytes().splitlines()
-    every = len(lines) // THIN_LINES + 1 if thin else 1
-    for number, (line, following) in enumerate(zip(lines, [*lines[1:], b""], strict=True)):
-        if number % every and _METRICS in line and _METRICS in following:
-            continue
+def _events_of(path: Path) -> Iterator[Event]:
+    for line in path.read_bytes().splitlines():
         try:
             event = json.loads(line)
         except ValueError:

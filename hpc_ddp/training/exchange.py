@@ -10,7 +10,7 @@ import torch
 from hpc_ddp.training.control import Control
 from hpc_ddp.training.notice import NONE
 
-PERIOD_US = 100_000  # an exchange costs about 0.2 ms: well under 1 % at one per 0.1 s
+PERIOD_US = 200_000  # an exchange costs up to 0.5 ms: well under 1 % at one per 0.2 s
 LEAST_STEP_US = 500  # so that never more than 200 steps pass, should they turn slow
 
 
@@ -23,7 +23,7 @@ class Decision:
 
 
 def next_period(current: int, step_us: int) -> int:
-    """Return the number of steps until the next exchange: about 0.1 s of `step_us` each.
+    """Return the number of steps until the next exchange: about 0.2 s of `step_us` each.
 
     It at most doubles, so that some quick steps in a row do not make the ranks deaf for long
     should the following ones be slow.

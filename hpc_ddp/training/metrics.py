@@ -10,12 +10,13 @@ from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training.order import Position
 
-EVERY_S = 0.5
+EVERY_S = 0.5  # in the first minutes; then less often, so that a week is no gigabyte
+SELDOM_S = 10.0
 TAKEN = {"time", "event", "attempt", "step", "total_steps", "epoch", "samples_per_s", "mfu"}
 
 
 class Metrics:
-    """Writes `first_step`, then `metrics`: at most one per `EVERY_S`, and the last one always.
+    """Writes `first_step`, then `metrics`: one per `EVERY_S` at most, and the last one always.
 
     Values are this rank's own (rank 0's in practice): a reduced loss would cost a collective
     a step. A tensor is read only when a line is due, since reading it waits for the GPU.
@@ -30,14 +31,14 @@ class Metrics:
     ) -> None:
         self._journal, self._use_per_sample_s = journal, use_per_sample_s
         self.listeners: list[Callable[[dict[str, Any]], None]] = []  # get what is written
+        self.total_steps: Callable[[], int | None] = lambda: None
         self._first: dict[str, Any] = {"world_size": world_size, "hosts": hosts}
-        self._written_at = time.monotonic()
+        self._began = self._written_at = time.monotonic()
+        self._due = self._began + EVERY_S
         self._samples = 0
-        self._latest: dict[str, Any] | None = None
+        self._latest: tuple[int, int, dict[str, Any]] | None = None
 
-    def add(
-        self, position: Position, samples: int, values: dict[str, Any], total_steps: int | None
-    ) -> None:
+    def add(self, position: Position, samples: int, values: dict[str, Any]) -> None:
         """Take in a step's values; `samples` is the size of its global batch.
 
         Raises
@@ -54,13 +55,8 @@ class Metrics:
             self._journal.write("first_step", step=position.step, **self._first)
             self._first = {}
         self._samples += samples
-        self._latest = {
-            "step": position.step,
-            "total_steps": total_steps,
-            "epoch": position.epoch,
-            **values,
-        }
-        if time.monotonic() - self._written_at >= EVERY_S:
+        self._latest = position.step, position.epoch, values
+        if time.monotonic() >= self._due:
             self.flush()
 
     def flush(self) -> None:
@@ -69,7 +65,9 @@ class Metrics:
             return
         now = time.monotonic()
         speed = self._samples / max(now - self._written_at, 1e-9)
-        fields = {name: _plain(value) for name, value in self._latest.items() if value is not None}
+        step, epoch, values = self._latest
+        found = {"step": step, "total_steps": self.total_steps(), "epoch": epoch, **values}
+        fields = {name: _plain(value) for name, value in found.items() if value is not None}
         fields["samples_per_s"] = round(speed, 1)
         if self._use_per_sample_s is not None:
             fields["mfu"] = round(speed * self._use_per_sample_s, 4)
@@ -77,6 +75,7 @@ class Metrics:
         for listener in self.listeners:
             listener(fields)
         self._written_at, self._samples, self._latest = now, 0, None
+        self._due = now + min(max(EVERY_S, (now - self._began) / 1000), SELDOM_S)
 
 
 def _plain(value: Any) -> Any:

@@ -118,6 +118,7 @@ class Run:
         self.device, self.folder, self.seed = parts.device, parts.folder, seed
         self.position = parts.position
         self._parts = parts
+        parts.metrics.total_steps = self._total_steps
         self._loader: Loader | None = None
         self._wrapped: list[Any] = []
         self._epochs: int | None = None
@@ -351,7 +352,8 @@ class Run:
         self.position.step += 1
         self._parts.watchdog.step_done()
         if self.rank == 0:
-            self._report(values)
+            samples = self._share.total if self._share else 0
+            self._parts.metrics.add(self.position, samples, values)
         self._parts.profiler.step_done()
         left = None if self._loader is None else self._loader.steps(self.position.samples)
         decision = self._parts.pace.step_done(self.position.step, hear_all=left == 1)
@@ -476,15 +478,13 @@ class Run:
     def _ends_epoch(self) -> bool:
         return self._share is not None and self._share.ends_epoch
 
-    def _report(self, values: dict[str, Any]) -> None:
-        samples, total = 0, None
-        if self._loader is not None and self._epochs is not None:
-            left = self._loader.steps(self.position.samples)
-            if left is not None:
-                later = (self._epochs - self.position.epoch - 1) * len(self._loader)
-                total = self.position.step + left + later
-            samples = self._share.total if self._share else 0
-        self._parts.metrics.add(self.position, samples, values, total)
+    def _total_steps(self) -> int | None:
+        """Return the steps of the whole run, where the length of an epoch is known."""
+        if self._loader is None or self._epochs is None:
+            return None
+        left = self._loader.steps(self.position.samples)
+        later = self._epochs - self.position.epoch - 1
+        return None if left is None else self.position.step + left + later * len(self._loader)
 
     def _refuse_poison(self) -> None:
         if self._parts.precision.poisoned():
@@ -528,5 +528,5 @@ class Run:
 
     def _say_goodput(self) -> None:
         with suppress(OSError):  # all is done: no reason left to fail
-            told = goodput.line(goodput.account(self.folder.events(thin=True), time.time()))
+            told = goodput.line(goodput.account(self.folder.events(), time.time()))
             print(f"hpc-ddp: {told}", file=sys.stderr, flush=True)

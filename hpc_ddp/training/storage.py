@@ -11,6 +11,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,20 +39,19 @@ class Keep:
 
 
 def write_file(path: Path, content: bytes | memoryview) -> FileFacts:
-    """Create a file, sum it up while writing, and make it durable; raises OSError.
+    """Create a file, sum up what it is to hold, and make it durable; raises OSError.
 
-    Both the sum and the write release the interpreter lock for each of these big chunks, so a
-    thread that does this takes microseconds of it from a training beside it.
+    Writing, syncing and summing all release the interpreter lock, so a thread that does this
+    takes microseconds of it from a training beside it.
     """
     view = memoryview(content).cast("B")
-    crc32 = 0
-    with open(path, "wb", buffering=0) as file:
-        for start in range(0, len(view), CHUNK):
-            chunk = view[start : start + CHUNK]
-            crc32 = zlib.crc32(chunk, crc32)
-            while len(chunk):
-                chunk = chunk[file.write(chunk) :]
-        os.fsync(file.fileno())
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+        rest = view
+        while len(rest):
+            rest = rest[file.write(rest[:CHUNK]) :]
+        synced = pool.submit(os.fsync, file.fileno())
+        crc32 = zlib.crc32(view)  # while the disk is busy
+        synced.result()
     return FileFacts(len(view), crc32)
 
 

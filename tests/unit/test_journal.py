@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.run import journal as module
 from hpc_ddp.run.journal import Journal, last_event, read_events
 
 
@@ -39,17 +38,3 @@ def test_a_failing_disk_is_said_once_and_ends_nothing(
     journal.write("one")
     journal.write("two")
     assert capsys.readouterr().err.count("can't write the journal") == 1
-
-
-def test_a_long_journal_can_be_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "THIN_LINES", 10)
-    journal = Journal(tmp_path, "a")
-    for step in range(1, 101):
-        journal.write("metrics", step=step)
-        if step == 50:
-            journal.write("checkpoint", step=step)
-    steps = [event["step"] for event in read_events(tmp_path, thin=True)]
-    assert 10 <= len(steps) <= 20
-    assert steps.count(50) == 2
-    assert steps[-1] == 100
-    assert len(read_events(tmp_path)) == 101

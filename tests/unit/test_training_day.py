@@ -128,7 +128,7 @@ def test_poison_is_seen_in_the_weights_and_in_a_scale_that_sinks() -> None:
     for _ in range(33):
         assert not scaled.poisoned()
         _, optimizer, _ = make_step(scaled, factor=float("nan"))
-        scaled.update(optimizer, None, None)
+        scaled.update(optimizer, None)
     assert scaled.poisoned()
 
 
@@ -196,7 +196,7 @@ def test_mfu_needs_a_peak_and_the_cost_of_a_sample(tmp_path: Path) -> None:
     metrics = Metrics(Journal(tmp_path, "rank-0"), 1, ["here"], use_per_sample_s=0.5)
     told: list[dict[str, Any]] = []
     metrics.listeners.append(told.append)
-    metrics.add(Position(step=1), 10, {"loss": torch.tensor(1.0)}, None)
+    metrics.add(Position(step=1), 10, {"loss": torch.tensor(1.0)})
     metrics.flush()
     event = read_events(tmp_path)[-1]
     assert event["mfu"] == pytest.approx(event["samples_per_s"] / 2, rel=1e-3)

@@ -47,17 +47,17 @@ def make_pace(notices: Notices, end_time: float | None = None, **options: Any) -
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**8))
-def test_the_period_is_a_tenth_of_a_second_and_grows_slowly(current: int, step_us: int) -> None:
+def test_the_period_is_a_fifth_of_a_second_and_grows_slowly(current: int, step_us: int) -> None:
     period = next_period(current, step_us)
     assert 1 <= period <= 2 * current
-    assert period == 1 or period * step_us <= 100_000
+    assert period == 1 or period * step_us <= 200_000
 
 
 def test_short_steps_exchange_rarely_and_slow_ones_each_time() -> None:
     period = 1
     for _ in range(20):
         period = next_period(period, 1000)
-    assert period == 100
+    assert period == 200
     assert next_period(period, 500_000) == 1
 
 
@@ -149,7 +149,7 @@ def test_metrics_are_written_rarely_and_at_the_end(tmp_path: Path) -> None:
     metrics = Metrics(Journal(tmp_path, "rank-0"), 2, ["a", "b"])
     for step in range(1, 100):
         loss = torch.tensor(float(step))
-        metrics.add(Position(step=step), 16, {"loss": loss}, None)
+        metrics.add(Position(step=step), 16, {"loss": loss})
     metrics.flush()
     metrics.flush()
     first, *events = read_events(tmp_path)
