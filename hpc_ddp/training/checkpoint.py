@@ -101,16 +101,18 @@ class Checkpoints:
         self._run, self._attempt, self._keep = run, attempt, keep
         self._control, self._background, self._journal = control, background, journal
         self._thread: threading.Thread | None = None
+        self._known = threading.Event()  # what has become of the save is
+        self._known.set()
         self._outcome: tuple[str, str] = (_SAVED, "")
         self._failures = 0
-        self._awaited = False
+        self._begun = self._awaited = False
         self.slowest_save_s = 0.0
 
     # -- saving ----------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return not self._known.is_set()
 
     @property
     def failed(self) -> bool:
@@ -119,11 +121,19 @@ class Checkpoints:
 
     def begin(self, content: Content) -> None:
         """Start to write; the one before has been settled."""
+        self.tidy()
+        self._known.clear()
+        self._begun = True
         self._thread = threading.Thread(target=self._save, args=(content,), daemon=True)
         self._thread.start()
 
+    def tidy(self) -> None:
+        """Wait until old checkpoints are removed, too."""
+        if self._thread is not None:
+            self._thread.join()
+
     def settle(self) -> bool:
-        """Wait for the save under way, if any; False when it failed and is worth another try.
+        """Wait until what was begun is durable; False when it failed and is worth another try.
 
         All ranks call it at the same step, and get the same answer.
 
@@ -136,11 +146,11 @@ class Checkpoints:
         HpcDdpError
             not all of the weights were finite; nothing was published
         """
-        if self._thread is None:
+        if not self._begun:
             return True
         self._awaited = True
-        self._thread.join()
-        self._thread, self._awaited = None, False
+        self._known.wait()
+        self._awaited = self._begun = False
         kind, why = self._outcome
         if kind == _SUPERSEDED:
             raise SupersededError(
@@ -171,6 +181,11 @@ class Checkpoints:
         self.slowest_save_s = max(self.slowest_save_s, content.stall_s + took)
         if self._background.rank == 0:
             self._report(content, took)
+        self._known.set()
+        # Only now, with the new one durable; nobody waits for it, and a kill in between is mended
+        # by the next start.
+        if self._background.rank == 0 and self._outcome[0] == _SAVED:
+            storage.prune(self._run.checkpoints, self._keep, _pinned(content))
 
     def _write(self, made: Path, content: Content) -> dict[str, FileFacts] | str:
         """Write this rank's files of a draft; return what goes into the manifest, or the error."""
@@ -195,8 +210,6 @@ class Checkpoints:
         self, made: Path, content: Content, answers: list[dict[str, FileFacts] | str]
     ) -> tuple[str, str]:
         """On rank 0: complete and publish a draft, or remove it."""
-        folder = self._run.checkpoints
-        pinned = [content.facts["best"]["step"]] if content.facts.get("best") else []
         files: dict[str, FileFacts] = {}
         if _UNSOUND in answers:
             storage.remove(made)
@@ -205,7 +218,8 @@ class Checkpoints:
             if isinstance(answer, str):
                 storage.remove(made)
                 if any(word in answer for word in NO_ROOM):
-                    storage.prune(folder, Keep(storage.LEAST), pinned)  # room for the next try
+                    least = Keep(storage.LEAST)  # room for the next try
+                    storage.prune(self._run.checkpoints, least, _pinned(content))
                 return _FAILED, f"rank {rank}: {answer}"
             files |= answer
         ranks = self._background.world_size
@@ -225,7 +239,6 @@ class Checkpoints:
         except Exception as error:  # as above
             storage.remove(made)
             return _FAILED, f"rank 0: {error}"
-        storage.prune(folder, self._keep, pinned)
         return _SAVED, str(sum(each.size for each in files.values()))
 
     def _report(self, content: Content, took: float) -> None:
@@ -310,6 +323,11 @@ class Checkpoints:
             _say(f"going on from step {step} of {self._run.path}")
         elif passed_over:
             _say("NO checkpoint of this run is good any more: it starts again from step 0")
+
+
+def _pinned(content: Content) -> list[int]:
+    best = content.facts.get("best")
+    return [best["step"]] if best else []
 
 
 def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]], Reader]:

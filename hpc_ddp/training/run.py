@@ -515,6 +515,8 @@ class Run:
         parts = self._parts
         self._refuse_poison()
         parts.keeper.save_surely()
+        if event == "finished":  # a stop has no time for it, and the next start does it
+            parts.checkpoints.tidy()
         parts.watchdog.end()
         if self.rank == 0:
             parts.metrics.flush()

@@ -128,7 +128,7 @@ def test_poison_is_seen_in_the_weights_and_in_a_scale_that_sinks() -> None:
     for _ in range(33):
         assert not scaled.poisoned()
         _, optimizer, _ = make_step(scaled, factor=float("nan"))
-        scaled.update(optimizer, None)
+        scaled.update(optimizer, None, None)
     assert scaled.poisoned()
 
 
