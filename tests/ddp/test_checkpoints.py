@@ -142,13 +142,10 @@ def test_a_full_disk_is_survived_for_a_while(crew: Any, tiny_disk: Path) -> None
 
 @pytest.mark.parametrize("ways", [("ddp", "sharded", "ddp"), ("sharded", "ddp", "sharded")])
 def test_any_number_of_ranks_goes_on_replicated_or_sharded(
-    make_crew: Callable[[str], Any], ways: tuple[str, ...]
+    crew: Any, ways: tuple[str, ...]
 ) -> None:
-    """Four ranks, then two, then three; the sums differ, so the weights are compared roughly."""
-    common = ("--samples", "240", "--batch-size", "4", "--epochs", "1", "--width", "30")
-    whole = make_crew("whole")
-    whole.go(1, *common)
-    crew = make_crew("crew")
+    """Four ranks, then two, then three."""
+    common = ("--samples", "240", "--batch-size", "3", "--epochs", "1", "--width", "30")
     for ranks, way, at in zip((4, 2, 3), ways, ("4", "12", "-1"), strict=True):
         stop = ("--at", at, "--signal", "15", "--ranks", "0", "--step-seconds", "0.05")
         sharded = ("--sharded",) if way == "sharded" else ()
