@@ -33,7 +33,8 @@ soak: .venv/ready
 	HPC_DDP_SOAK=200 $(BIN)/python -m pytest -s tests/ddp/test_soak.py
 
 bench: .venv/ready
-	$(BIN)/python bench/run.py
+	$(BIN)/python bench/launch.py
+	$(BIN)/python bench/training.py
 
 # What the environment is made of; pip's own output is long, so it goes to a file.
 $(DEPS)/done:
