@@ -15,8 +15,10 @@ import torch
 from cluster import Cluster
 from cluster_machine import poll
 
+from hpc_ddp.run.checkpoints import candidates
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event
+from hpc_ddp.training.checkpoint import open_checkpoint
 
 REPO = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -97,11 +99,9 @@ class Job:
 
     def weights(self) -> dict[str, Any]:
         """Return the model in the newest checkpoint."""
-        steps = self.run.checkpoints.glob("step-*[0-9]")
-        newest = max(steps, key=lambda path: int(path.name.removeprefix("step-")))
-        state = torch.load(newest / "state.pt", weights_only=True)
-        model: dict[str, Any] = state["objects"]["model"]
-        return model
+        newest = candidates(self.run.checkpoints)[0]
+        _, _, reader = open_checkpoint(newest)
+        return {name: reader.read(name) for name in reader if name.startswith("model.")}
 
 
 @dataclass
