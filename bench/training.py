@@ -255,6 +255,7 @@ def part_jump(device: str, folder: Path) -> dict[str, list[float]]:
 
     run = start(save_every=None)
     batches = run.loader(Big(), 32)
+    run.track()
     found: dict[str, list[float]] = {"ten million": [], "zero": []}
     for epoch in run.epochs(ROUNDS + 1):
         for name, at in (("ten million", 10_000_000), ("zero", 0)):

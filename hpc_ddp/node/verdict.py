@@ -10,6 +10,7 @@ preempted      requeue, without bound unless ``max_requeues`` is given
 time limit     the same, while attempts make progress
 notice         the same (somebody asked the job to stop, and it can go on)
 node lost      the same (a node ended without a word), while workers come to life
+unfinished     give up, as failed: the script left its loop and did not call run.finish()
 failed         requeue up to ``max_failures`` times where it may help, else give up
 =============  ==========================================================================
 """
@@ -25,6 +26,7 @@ from hpc_ddp.run.journal import Event, last_event
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.slurm import Job
 
+UNFINISHED = "the script ended without run.finish(); what came after its last checkpoint is lost"
 CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
 TIME_LIMIT_SOURCES = ("time limit", "warning signal", "deadline")
 
@@ -112,6 +114,8 @@ def decide(facts: Facts) -> Verdict:
     cause = _cause(facts)
     if cause in ("finished", "superseded"):
         return Verdict(cause, "none", "")
+    if cause == "unfinished":
+        return Verdict("failed", "give up", UNFINISHED, 1)
     if cause == "cancelled":
         return Verdict(cause, "none", "cancelled by the user", CANCELLED_CODE)
     why_not = _why_not_again(facts, cause)
@@ -144,7 +148,9 @@ def _cause(facts: Facts) -> str:
         return "time limit" if set(facts.notices) & set(TIME_LIMIT_SOURCES) else "notice"
     if facts.failure:
         return "failed"
-    return "finished" if complete and not any(codes) else "node lost"
+    if not complete or any(codes):
+        return "node lost"
+    return "unfinished" if facts.here("training") and not facts.here("finished") else "finished"
 
 
 def _why_not_again(facts: Facts, cause: str) -> str | None:

@@ -20,7 +20,7 @@ import re
 import time
 import zlib
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,8 @@ def health(folder: Path) -> list[Health]:
     """Verify all checkpoints in a run's folder of checkpoints, oldest first."""
     found = [path for path in folder.glob("step-*") if _SHOWN.fullmatch(path.name)]
     rows = [_health(path) for path in sorted(found, key=lambda path: (step_of(path), path.name))]
-    return rows
+    marked = [row.name for row in rows if row.best]
+    return [replace(row, best=row.name == marked[-1]) if row.best else row for row in rows]
 
 
 def _health(path: Path) -> Health:

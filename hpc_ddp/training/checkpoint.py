@@ -15,9 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,6 +59,8 @@ class Content:
         this rank's own plain values, ``pieces`` of its data file among them
     data
         the data file
+    layout
+        a sum of the names and shapes of all tensors, which must be the same on all ranks
     is_sound
         tells whether it is fit to go on from; asked behind the training
     stall_s
@@ -69,8 +72,16 @@ class Content:
     shared: bytes
     own: bytes
     data: memoryview
+    layout: int
     is_sound: Callable[[], bool]
     stall_s: float
+
+
+class Answer(NamedTuple):
+    """What a rank tells rank 0 of its part of a save: its files, and `Content.layout`."""
+
+    layout: int
+    files: dict[str, FileFacts]
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,8 @@ class Checkpoints:
         self._known.set()
         self._outcome: tuple[str, str] = (_SAVED, "")
         self._failures = 0
-        self._begun = self._awaited = False
+        self._begun = False
+        self._awaited_since: float | None = None
         self.slowest_save_s = 0.0
 
     # -- saving ----------------------------------------------------------------------------
@@ -148,9 +160,9 @@ class Checkpoints:
         """
         if not self._begun:
             return True
-        self._awaited = True
+        self._awaited_since = time.monotonic()
         self._known.wait()
-        self._awaited = self._begun = False
+        self._awaited_since, self._begun = None, False
         kind, why = self._outcome
         if kind == _SUPERSEDED:
             raise SupersededError(
@@ -163,31 +175,37 @@ class Checkpoints:
         if self._failures >= TRIES:
             raise HpcDdpError(
                 f"{TRIES} saves in a row failed in {self._run.checkpoints}: {why}",
-                hint=f"look for free space and quota: df -h -i {self._run.checkpoints}",
+                hint=f"look at the folder, and for free space and quota: df -h {self._run.path}",
             )
         return kind == _SAVED
 
     def _save(self, content: Content) -> None:
         """In the thread: write this rank's files and let rank 0 judge."""
         began = time.monotonic()
+        first = self._background.rank == 0
         made = storage.draft(self._run.checkpoints, content.step, self._attempt)
         try:
             answers = self._background.to_first(self._write(made, content))
-            verdict = self._judge(made, content, answers) if self._background.rank == 0 else None
+            verdict = self._judge(made, content, answers) if first else None
             self._outcome = self._background.from_first(verdict)
-        except RuntimeError as error:  # a peer is gone: the training will find that out, too
-            self._outcome = _FAILED, f"a peer is gone: {error}"
+        except Exception as error:  # a peer is gone: the training will find that out, too
+            self._outcome = _FAILED, f"the ranks could not agree: {error}"
         took = time.monotonic() - began
         self.slowest_save_s = max(self.slowest_save_s, content.stall_s + took)
-        if self._background.rank == 0:
+        if first:
             self._report(content, took)
         self._known.set()
         # Only now, with the new one durable; nobody waits for it, and a kill in between is mended
         # by the next start.
-        if self._background.rank == 0 and self._outcome[0] == _SAVED:
-            storage.prune(self._run.checkpoints, self._keep, _pinned(content))
+        if first and self._outcome[0] == _SAVED:
+            self._prune(content, self._keep)
 
-    def _write(self, made: Path, content: Content) -> dict[str, FileFacts] | str:
+    def _prune(self, content: Content, keep: Keep) -> None:
+        best = content.facts.get("best") or {"step": content.step}
+        with suppress(OSError):  # a folder that is not to be had now; the next save tries again
+            storage.prune(self._run.checkpoints, keep, [content.step, best["step"]])
+
+    def _write(self, made: Path, content: Content) -> Answer | str:
         """Write this rank's files of a draft; return what goes into the manifest, or the error."""
         rank, ranks = self._background.rank, self._background.world_size
         files: dict[str, bytes | memoryview] = {f"rank-{rank}.pt": content.own}
@@ -202,13 +220,11 @@ class Checkpoints:
             with ThreadPoolExecutor(1) as pool:  # while the disk is busy
                 sound = pool.submit(content.is_sound)
                 facts = {n: storage.write_file(made / n, each) for n, each in files.items()}
-            return facts if sound.result() else _UNSOUND
+            return Answer(content.layout, facts) if sound.result() else _UNSOUND
         except Exception as error:  # whatever it is, the peers wait for an answer
             return str(error) or repr(error)
 
-    def _judge(
-        self, made: Path, content: Content, answers: list[dict[str, FileFacts] | str]
-    ) -> tuple[str, str]:
+    def _judge(self, made: Path, content: Content, answers: list[Answer | str]) -> tuple[str, str]:
         """On rank 0: complete and publish a draft, or remove it."""
         files: dict[str, FileFacts] = {}
         if _UNSOUND in answers:
@@ -218,10 +234,12 @@ class Checkpoints:
             if isinstance(answer, str):
                 storage.remove(made)
                 if any(word in answer for word in NO_ROOM):
-                    least = Keep(storage.LEAST)  # room for the next try
-                    storage.prune(self._run.checkpoints, least, _pinned(content))
+                    self._prune(content, Keep(storage.LEAST))  # room for the next try
                 return _FAILED, f"rank {rank}: {answer}"
-            files |= answer
+            files |= answer.files
+            if answer.layout != content.layout:
+                storage.remove(made)
+                return _FAILED, f"rank {rank} has other tensors to save than rank 0"
         ranks = self._background.world_size
         facts = {
             "format": checkpoints.FORMAT,
@@ -247,8 +265,9 @@ class Checkpoints:
             self._journal.write("save_failed", step=content.step, error=detail)
             _say(f"the checkpoint of step {content.step} could not be saved ({detail})")
         elif kind == _SAVED:
-            # Where the training waits for it, all of it is a stall.
-            stall = content.stall_s + (took if self._awaited else 0.0)
+            since = self._awaited_since  # the training waits for it: that is a stall, too
+            waited = 0.0 if since is None else time.monotonic() - since
+            stall = content.stall_s + waited
             self._journal.write(
                 "checkpoint",
                 step=content.step,
@@ -303,7 +322,9 @@ class Checkpoints:
             self._tell(chosen, passed_over, time.monotonic() - began)
         if chosen is None:
             return None
-        shared, owns, reader = open_checkpoint(chosen)
+        ranks = checkpoints.read_manifest(chosen)["world_size"]
+        own = self._control.rank if ranks == self._control.world_size else None
+        shared, owns, reader = open_checkpoint(chosen, own)
         return Restored(checkpoints.step_of(chosen), shared, owns.get(self._control.rank), reader)
 
     def _set_aside(self, folder: Path, why: str) -> None:
@@ -325,13 +346,12 @@ class Checkpoints:
             _say("NO checkpoint of this run is good any more: it starts again from step 0")
 
 
-def _pinned(content: Content) -> list[int]:
-    best = content.facts.get("best")
-    return [best["step"]] if best else []
-
-
-def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]], Reader]:
+def open_checkpoint(
+    folder: Path, rank: int | None = None
+) -> tuple[dict[str, Any], dict[int, dict[str, Any]], Reader]:
     """Return what all ranks shared, what each had of its own, and the tensors; verify it first.
+
+    With a `rank` tensors are that rank's where ranks had their own (see `pieces.my_parts`).
 
     Raises
     ------
@@ -347,7 +367,7 @@ def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, A
     names = [name for name in checkpoints.file_names(folder) if name.startswith("rank-")]
     owns = {own["rank"]: own for own in (_load(folder / name) for name in names)}
     data = [(folder / f"tensors-{rank}.bin", own["pieces"]) for rank, own in owns.items()]
-    return _load(folder / STATE), owns, Reader(data)
+    return _load(folder / STATE), owns, Reader(data, rank)
 
 
 def dump(value: Mapping[str, Any]) -> bytes:
@@ -364,4 +384,5 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _say(text: str) -> None:
-    print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # nobody reads stderr any more: no reason to fail
+        print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)

@@ -57,8 +57,11 @@ def export(
         raise UsageError(f"{folder} has no tensors of {name!r}; accepted: {', '.join(known)}")
     draft = out.with_name(f".{out.name}.part")
     # safetensors refuses tensors that share memory, as views of one mapped file do.
-    save_file({key: tensor.clone() for key, tensor in tensors.items()}, draft)
-    draft.replace(out)
+    try:
+        save_file({key: tensor.clone() for key, tensor in tensors.items()}, draft)
+        draft.replace(out)
+    except Exception as error:  # safetensors has an error of its own for a full disk, say
+        raise HpcDdpError(f"{out} can't be written: {error}") from error
     return checkpoints.step_of(folder)
 
 

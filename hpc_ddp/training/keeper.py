@@ -15,14 +15,15 @@ from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training import randomness, state
 from hpc_ddp.training.checkpoint import Checkpoints, Content, dump
 from hpc_ddp.training.order import Position, derive
-from hpc_ddp.training.pieces import Buffer, as_plain, my_parts
+from hpc_ddp.training.pieces import Buffer, as_plain
+from hpc_ddp.training.state import layout_of, my_parts
 
 RETRY_S = 1.0
 
 
 @dataclass
 class Best:
-    """The best value so far, the step it was found at, and how many came after it."""
+    """The best value so far, the step of its checkpoint, and how many came after it."""
 
     value: float | None = None
     step: int | None = None
@@ -49,15 +50,15 @@ class Keeper:
         self.best = Best()
         self.stall_s = 0.0  # for how long the last save held the training up, in seconds
         self._objects: dict[str, Any] = {}
-        self._samples: int | None = None
+        self._data: dict[str, Any] = {}
         self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
         self._buffer = Buffer(device)
         self._written: tuple[Position, Best] | None = None  # saved, or being saved
 
-    def track(self, objects: Mapping[str, Any], samples: int | None) -> None:
+    def track(self, objects: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Name the objects, and put back the newest checkpoint if there is one.
 
-        `samples` is the size of the training set, which decides the order of its samples.
+        `data` is what decides the order of the training's samples, in plain values by name.
 
         Raises
         ------
@@ -68,7 +69,8 @@ class Keeper:
         """
         if self._objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
-        self._objects, self._samples = dict(objects), samples
+        state.collect(objects)  # what can't be saved is said now
+        self._objects, self._data = dict(objects), dict(data)
         found = self._checkpoints.restore()
         if found is None:
             return
@@ -111,14 +113,15 @@ class Keeper:
         SupersededError
             a later attempt of this run has started
         """
-        began = time.monotonic()
         self.settle()
         if self._written == self._now():
             return
+        began = time.monotonic()
+        if self.best.step is None and self.best.value is not None:
+            self.best.step = self._position.step
         found = state.collect(self._objects)
-        parts = my_parts(found.tensors, found.replicated, self._rank, self._world_size)
-        self._buffer.fill(found.tensors, parts)
-        guarded = found.replicated if self._only_finite else ()
+        self._buffer.fill(my_parts(found, self._rank, self._world_size))
+        guarded = found.trained if self._only_finite else ()
         shared = {
             **self._facts(),
             "position": asdict(self._position),
@@ -127,7 +130,7 @@ class Keeper:
         }
         own = {
             "rank": self._rank,
-            "rng": randomness.snapshot(self._device),
+            "rng": self._rng or randomness.snapshot(self._device),  # not yet put back, or living
             "pieces": as_plain(self._buffer.pieces),
         }
         self._written = self._now()
@@ -140,6 +143,7 @@ class Keeper:
                 shared=dump(shared) if self._rank == 0 else b"",
                 own=dump(own),
                 data=self._buffer.bytes,
+                layout=layout_of(found.tensors),
                 is_sound=partial(self._buffer.is_finite, guarded),
                 stall_s=self.stall_s,
             )
@@ -151,9 +155,7 @@ class Keeper:
         value = self._checkpoints.agree(value)
         beats = best.value is None or (value > best.value if higher else value < best.value)
         found = beats and not math.isnan(value)
-        self.best = (
-            Best(value, self._position.step) if found else replace(best, stale=best.stale + 1)
-        )
+        self.best = Best(value) if found else replace(best, stale=best.stale + 1)
         return found
 
     def settle(self) -> bool:
@@ -169,6 +171,10 @@ class Keeper:
         while not self.settle():
             time.sleep(RETRY_S)
             self.save()
+
+    @property
+    def tracked(self) -> bool:
+        return bool(self._objects)
 
     @property
     def in_flight(self) -> bool:
@@ -187,4 +193,4 @@ class Keeper:
         return replace(self._position), replace(self.best)
 
     def _facts(self) -> dict[str, Any]:
-        return {"seed": self._seed, "samples": self._samples}
+        return {"seed": self._seed, **self._data}

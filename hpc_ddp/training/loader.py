@@ -52,11 +52,17 @@ class Loader:
         self._check, self._sync = check, sync
         if shuffle is None:
             shuffle = self.samples is not None
+        self._shuffle = shuffle
         self._batches = batches_of(dataset, cut, seed, position, device, shuffle, **options)
 
     def __len__(self) -> int:
         """Optimizer steps of a whole epoch, wherever in it the run is (for a scheduler)."""
         return self._cut.steps(known(self.samples))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What decides the order of the samples beside the seed, for a resume to compare."""
+        return {"size of the training set": self.samples, "shuffle": self._shuffle}
 
     def steps(self, start: int) -> int | None:
         """Return the steps from position `start` (in samples) to the end of an epoch, if known."""
@@ -83,6 +89,8 @@ class Shard:
     def __init__(
         self, dataset: Dataset[Any], cut: Cut, *, seed: int, device: torch.device, **options: Any
     ) -> None:
+        if options.pop("shuffle", False) or options.pop("drop_last", False):
+            raise UsageError("a shard has every sample once, in order: no shuffle, no drop_last")
         self._samples, self._cut, self._device = size_of(dataset), cut, device
         self._batches = batches_of(dataset, cut, seed, Position(), device, False, **options)
 
@@ -130,6 +138,12 @@ def batches_of(
     **options: Any,
 ) -> DataLoader[tuple[Share, Any]]:
     """Return what yields the rest of the epoch of `position`, a new one at each iteration."""
+    for name in ("sampler", "batch_sampler", "generator", "in_order"):
+        if name in options:
+            raise UsageError(
+                f"{name} was given; the run has its own, so that the order can be resumed",
+                hint="choose or weight samples in the data set",
+            )
     collate = collate_fn or default_collate
     source: Dataset[Any]
     if isinstance(dataset, IterableDataset):
@@ -143,17 +157,22 @@ def batches_of(
     else:
         source = _Seeded(dataset, seed, collate)
         options["sampler"] = _Keys(len(dataset), cut, seed, position, shuffle)  # type: ignore[arg-type]
-    return DataLoader(
-        source,
-        batch_size=None,  # the source makes the batches
-        collate_fn=_as_it_is,
-        num_workers=num_workers,
-        worker_init_fn=partial(_begin_worker, worker_init_fn) if num_workers else None,
-        in_order=True,
-        # Without a generator of its own an iterator draws from the global one.
-        generator=torch.Generator(),
-        **{"pin_memory": device.type == "cuda", **options},
-    )
+    try:
+        return DataLoader(
+            source,
+            batch_size=None,  # the source makes the batches
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            worker_init_fn=partial(_begin_worker, worker_init_fn) if num_workers else None,
+            in_order=True,
+            # Without a generator of its own an iterator draws from the global one.
+            generator=torch.Generator(),
+            **{"pin_memory": device.type == "cuda", **options},
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"torch's DataLoader refuses the options: {error}", hint="see torch.utils.data"
+        ) from None
 
 
 def _watched(batches: DataLoader[tuple[Share, Any]]) -> Iterator[tuple[Share, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,18 +40,7 @@ class Metrics:
         self._latest: tuple[int, int, dict[str, Any]] | None = None
 
     def add(self, position: Position, samples: int, values: dict[str, Any]) -> None:
-        """Take in a step's values; `samples` is the size of its global batch.
-
-        Raises
-        ------
-        UsageError
-            a value has a name that the journal needs for itself
-        """
-        if taken := TAKEN & values.keys():
-            raise UsageError(
-                f"run.step was given {sorted(taken)[0]!r}, which the journal has already",
-                hint="give it another name",
-            )
+        """Take in a step's values; `samples` is the size of its global batch."""
         if self._first:
             self._journal.write("first_step", step=position.step, **self._first)
             self._first = {}
@@ -76,6 +66,24 @@ class Metrics:
             listener(fields)
         self._written_at, self._samples, self._latest = now, 0, None
         self._due = now + min(max(EVERY_S, (now - self._began) / 1000), SELDOM_S)
+
+
+def check_values(values: dict[str, Any]) -> None:
+    """Raise UsageError for a value that is no scalar, or whose name the journal has already."""
+    if taken := TAKEN & values.keys():
+        raise UsageError(
+            f"run.step was given {sorted(taken)[0]!r}, which the journal has already",
+            hint="give it another name",
+        )
+    for name, value in values.items():
+        try:
+            json.dumps(_plain(value))
+        except Exception:
+            raise UsageError(
+                f"run.step was given {name}, a {type(value).__name__} that is no scalar; accepted:"
+                " numbers, and tensors of one number",
+                hint=f"{name}.mean(), for instance",
+            ) from None
 
 
 def _plain(value: Any) -> Any:

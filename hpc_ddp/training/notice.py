@@ -26,6 +26,7 @@ REASONS = {CANCELLED: "cancelled", DEADLINE: "deadline", NOTICE: "notice"}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 WORD_S = 2.0  # the cluster may signal everybody before the supervisor has written its file
 POLL_S = 1.0
+AGAIN_S = 1.0
 TORN_DOWN = 143  # what a shell shows for a death by SIGTERM
 
 
@@ -43,6 +44,7 @@ class Notices:
         self.stop_file: Path | None = None
         self._notice = notice
         self._ended = False
+        self._first_s = 0.0  # when the first signal came, on the monotonic clock
 
     def install(self) -> None:
         """Take the signals over and start listening; main thread only."""
@@ -55,15 +57,19 @@ class Notices:
         os.register_at_fork(after_in_child=_give_back)
         threading.Thread(target=self._listen, name="hpc-ddp notices", daemon=True).start()
 
-    def end(self) -> None:
+    def end(self, then_exit: bool) -> None:
         """Ignore what comes now: the work is safe, and only the exit code could suffer.
 
         Ignored and not handled, because Python gives handled signals back to their deadly
-        default a good while before the process is gone.
+        default a good while before the process is gone. Where no supervisor is there and the
+        script has more to do (not `then_exit`), Ctrl-C is an ordinary one again.
         """
         self._ended = True
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        if self._notice is None and not then_exit:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _listen(self) -> None:
         while not self._ended:
@@ -75,6 +81,14 @@ class Notices:
 
     def _signalled(self, number: signal.Signals) -> None:
         if self._notice is None:
+            again = time.monotonic() - self._first_s > AGAIN_S  # not torchrun's copy of a Ctrl-C
+            if self.reason != NOTICE:
+                self._first_s = time.monotonic()
+                text = f"hpc-ddp: {number.name}: stops and saves after this step"
+                more = "; Ctrl-C again ends it at once\n" if number == signal.SIGINT else "\n"
+                os.write(2, (text + more).encode())
+            elif number == signal.SIGINT and again:
+                os._exit(128 + signal.SIGINT)
             self._note(NOTICE, number.name)
             return
         deadline = time.monotonic() + WORD_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.facts import Surroundings
@@ -47,18 +48,20 @@ class Options:
             raise UsageError(
                 f"save_every is {self.save_every!r}; accepted: seconds, 'auto', or None"
             )
-        self._check("keep_last", LEAST)
+        self._check("seed", -(2**63), kind=int)
+        self._check("keep_last", LEAST, kind=int)
         for name in ("save_every_steps", "keep_every"):
-            self._check(name, 1, or_none=True)
+            self._check(name, 1, or_none=True, kind=int)
         for name in ("save_every", "hang_after"):
             self._check(name, 0, or_none=True)
         for name in ("flops_per_sample", "peak_flops"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise UsageError(f"{name} is {value!r}; accepted: a number above 0, or None")
-        window = self.profile
-        if window is not None and not (len(window) == 2 and 2 <= window[0] <= window[1]):
+            self._check(name, 0, or_none=True)
+            if getattr(self, name) == 0:
+                raise UsageError(f"{name} is {getattr(self, name)!r}; accepted: a number above 0")
+        if self.profile is not None and not _is_window(self.profile):
             raise UsageError(  # the first step of a process would only show it warming up
-                f"profile is {window}; accepted: the first step to trace, from 2, and the last",
+                f"profile is {self.profile!r}; accepted: the first step to trace, from 2, and the"
+                " last",
                 hint="profile=(10, 15), or HPC_DDP_PROFILE=10:15",
             )
         if self.tensorboard and find_spec("tensorboard") is None:
@@ -67,10 +70,20 @@ class Options:
                 hint="pip install tensorboard",
             )
 
-    def _check(self, name: str, least: int, or_none: bool = False) -> None:
+    def _check(
+        self, name: str, least: int, or_none: bool = False, kind: Any = (int, float)
+    ) -> None:
         value = getattr(self, name)
         if value == "auto" or (value is None and or_none):
             return
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
-            kind = f"a number from {least}" + (", or None" if or_none else "")
-            raise UsageError(f"{name} is {value!r}; accepted: {kind}")
+        if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
+            accepted = f"a {'whole ' if kind is int else ''}number from {least}"
+            raise UsageError(
+                f"{name} is {value!r}; accepted: {accepted}{', or None' if or_none else ''}"
+            )
+
+
+def _is_window(value: Any) -> bool:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return False
+    return all(isinstance(step, int) for step in value) and 2 <= value[0] <= value[1]

@@ -115,8 +115,8 @@ def make_cut(
         )
     sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
     for name, number in {**sizes, "accumulate": accumulate}.items():
-        if number is not None and number < 1:
-            raise UsageError(f"{name} is {number}; accepted: a whole number from 1")
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise UsageError(f"{name} is {number!r}; accepted: a whole number from 1")
     size = global_batch_size or (batch_size or 0) * accumulate * world_size
     return Cut(size, rank, world_size, accumulate, drop_last)
 

@@ -61,6 +61,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
     `asked` becomes the `Options`, once there is a hook to show what is wrong with them.
     """
     called = time.time()
+    FailureHook(DistInfo(), "").install()  # for what the environment says wrong
     info, said = DistInfo.from_env(), Surroundings.from_env()
     notices = Notices(said.notice)
     notices.install()

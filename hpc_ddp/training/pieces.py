@@ -1,11 +1,7 @@
 """Which part of each tensor a rank writes, and how any part of it is read again.
 
 A tensor is stored as boxes of its global shape, so that what W ranks wrote can be read by any
-number of ranks, whole or sharded in another way:
-
-- a DTensor (FSDP2, tensor parallel): each rank's own shard, once where ranks hold the same
-- replicated (DDP): the ranks' shares of all bytes together are equal, cut between rows
-- anything else: by rank 0
+number of ranks, whole or sharded in another way. `state.my_parts` says who writes which.
 """
 
 from __future__ import annotations
@@ -19,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.training.sharded import from_local, holds_first_copy, is_sharded, local_box
+from hpc_ddp.training.sharded import from_local, is_sharded, local_box
 
+OWN = "@rank-"  # between the name of a tensor that each rank has its own of, and the rank
 ALIGNMENT = 64  # bytes, so that a mapped file can be viewed as numbers of any type
 
 Shape = tuple[int, ...]
@@ -37,52 +34,37 @@ class Piece(NamedTuple):  # thousands are made at each save, in the training's t
     offset: int
 
 
-Part = tuple[torch.Tensor, Shape, Shape]  # local numbers, and the start and size of their box
+class Part(NamedTuple):
+    """What a rank holds of a tensor: the numbers, the whole shape, start and size of the box."""
+
+    numbers: torch.Tensor
+    shape: Shape
+    start: Shape
+    size: Shape
 
 
-def _whole(tensor: torch.Tensor) -> tuple[Shape, Shape]:
-    return (0,) * tensor.dim(), tuple(tensor.shape)
+def whole(tensor: torch.Tensor) -> Part:
+    shape = tuple(tensor.shape)
+    return Part(tensor, shape, (0,) * len(shape), shape)
 
 
-def my_parts(
-    tensors: Mapping[str, torch.Tensor], replicated: set[str], rank: int, world_size: int
-) -> dict[str, Part]:
-    """Return what this rank writes: views of `tensors`, which have the same names on all ranks."""
-    sizes = {
-        name: tensor.nbytes
-        for name, tensor in tensors.items()
-        if name in replicated and not is_sharded(tensor)
-    }
-    low, high = (sum(sizes.values()) * r // world_size for r in (rank, rank + 1))
-    parts: dict[str, Part] = {}
-    begin = 0
-    for name, tensor in tensors.items():
-        if is_sharded(tensor):
-            if holds_first_copy(tensor):
-                parts[name] = (tensor.to_local(), *local_box(tensor))  # type: ignore[attr-defined]
-        elif not sizes.get(name):
-            if rank == 0:
-                parts[name] = (tensor, *_whole(tensor))
-        else:
-            end = begin + sizes[name]
-            if low <= begin and end <= high:
-                parts[name] = (tensor, *_whole(tensor))
-            elif part := _rows(tensor, low - begin, high - begin):
-                parts[name] = part
-            begin = end
-    return {name: part for name, part in parts.items() if part[0].numel() or rank == 0}
+def shard(tensor: Any) -> Part:
+    """Return this rank's part of a DTensor."""
+    return Part(tensor.to_local(), tuple(tensor.shape), *local_box(tensor))
 
 
-def _rows(tensor: torch.Tensor, low: int, high: int) -> Part | None:
+def rows(tensor: torch.Tensor, low: int, high: int) -> Part | None:
     """Return the rows of a tensor that begin between two of its bytes, if any."""
+    if low <= 0 and tensor.nbytes <= high:
+        return whole(tensor)
     count = tensor.shape[0] if tensor.dim() else 1
     first, last = (min(max(-(-edge * count // tensor.nbytes), 0), count) for edge in (low, high))
     if first >= last:
         return None
-    start, size = _whole(tensor)
     if not tensor.dim():
-        return tensor, start, size
-    return tensor[first:last], (first, *start[1:]), (last - first, *size[1:])
+        return whole(tensor)
+    _, shape, start, size = whole(tensor)
+    return Part(tensor[first:last], shape, (first, *start[1:]), (last - first, *size[1:]))
 
 
 class Buffer:
@@ -97,13 +79,13 @@ class Buffer:
         self._views: list[torch.Tensor] = []
         self.pieces: list[Piece] = []
 
-    def fill(self, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part]) -> None:
+    def fill(self, parts: Mapping[str, Part]) -> None:
         """Copy the parts in; the caller sees to it that nobody reads the buffer meanwhile."""
-        pieces, size = _lay_out(tensors, parts)
+        pieces, size = _lay_out(parts)
         if pieces != self.pieces:
             self._allocate(pieces, size)
-        for view, (tensor, *_) in zip(self._views, parts.values(), strict=True):
-            view.copy_(tensor.detach(), non_blocking=True)
+        for view, part in zip(self._views, parts.values(), strict=True):
+            view.copy_(part.numbers.detach(), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -136,15 +118,13 @@ class Buffer:
         return memoryview((ctypes.c_char * size).from_address(self._memory.data_ptr())).cast("B")
 
 
-def _lay_out(
-    tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part]
-) -> tuple[list[Piece], int]:
+def _lay_out(parts: Mapping[str, Part]) -> tuple[list[Piece], int]:
     """Return where each part goes in the data file, and the file's size."""
     pieces, offset = [], 0
-    for name, (part, start, size) in parts.items():
-        shape, dtype = tuple(tensors[name].shape), str(part.dtype).removeprefix("torch.")
+    for name, (numbers, shape, start, size) in parts.items():
+        dtype = str(numbers.dtype).removeprefix("torch.")
         pieces.append(Piece(name, dtype, shape, start, size, offset))
-        offset += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+        offset += -(-numbers.nbytes // ALIGNMENT) * ALIGNMENT
     return pieces, offset
 
 
@@ -168,9 +148,14 @@ class Reader:
     ----------
     files
         data files, and the pieces in each
+    rank
+        whose copy is read of what each rank has a copy of its own; None for rank 0's
     """
 
-    def __init__(self, files: Iterable[tuple[Path, Iterable[tuple[Any, ...]]]]) -> None:
+    def __init__(
+        self, files: Iterable[tuple[Path, Iterable[tuple[Any, ...]]]], rank: int | None = None
+    ) -> None:
+        self._rank = rank
         self._pieces: dict[str, list[tuple[Path, Piece]]] = {}
         self._maps: dict[Path, torch.Tensor] = {}
         for path, pieces in files:
@@ -178,7 +163,7 @@ class Reader:
                 self._pieces.setdefault(each[0], []).append((path, Piece(*each)))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
+        return (name for name in self._pieces if OWN not in name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._pieces
@@ -195,7 +180,9 @@ class Reader:
         """
         if like is not None and is_sharded(like):
             return from_local(self._box(name, *local_box(like)), like)
-        return self._box(name, *_whole(self.describe(name)))
+        own = f"{name}{OWN}{self._rank}"
+        name = own if own in self._pieces else name
+        return self._box(name, (0,) * self.describe(name).dim(), tuple(self.describe(name).shape))
 
     def _box(self, name: str, start: Shape, size: Shape) -> torch.Tensor:
         made: torch.Tensor | None = None

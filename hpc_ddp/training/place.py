@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.run import process
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.training.control import Control
@@ -49,6 +49,11 @@ def _claim_local(said: Surroundings, info: DistInfo) -> tuple[Path, int]:
     attempt = run.claim_attempt(process.identity(), process.is_live)
     if not run.job_json.exists():
         run.job_json.write_text(_job(said, info).to_json())
+    elif (begun := JobSpec.from_json(run.job_json.read_text()).script) != _script(said):
+        raise UsageError(
+            f"{run.path} is a run of {begun}, and this is {_script(said)}",
+            hint=f"rename or remove {run.path}, or set HPC_DDP_RUNS to another folder",
+        )
     elif (asked := list(JobSpec.from_json(run.job_json.read_text()).args)) != sys.argv[1:]:
         print(
             f"hpc-ddp: {run.path} was begun with other arguments ({' '.join(asked) or 'none'});"
@@ -61,13 +66,17 @@ def _claim_local(said: Surroundings, info: DistInfo) -> tuple[Path, int]:
 
 def _job(said: Surroundings, info: DistInfo) -> JobSpec:
     return JobSpec(
-        script=os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else said.stem,
+        script=_script(said),
         args=tuple(sys.argv[1:]),
         name=re.sub(r"[^\w .+=,@-]|^\W+", "_", said.stem)[:100],
         backend="local",
         nproc_per_node=info.world_size,
         workdir=os.getcwd(),
     )
+
+
+def _script(said: Surroundings) -> str:
+    return os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else said.stem
 
 
 def _move_away(path: Path) -> None:

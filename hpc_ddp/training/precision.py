@@ -49,6 +49,7 @@ class Precision:
                 self._scaler.unscale_(optimizer)
             ours = [each for group in optimizer.param_groups for each in group["params"]]
             norm = clip_grad_norm_(ours, clip_norm)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2: of all
         if self._step(optimizer) and scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from hpc_ddp.training.averaging import averaged
 from hpc_ddp.training.exchange import Decision
 from hpc_ddp.training.failure import leave_quickly
 from hpc_ddp.training.loader import Loader, Shard
+from hpc_ddp.training.metrics import check_values
 from hpc_ddp.training.notice import NONE, REASONS
 from hpc_ddp.training.order import Share, make_cut
 from hpc_ddp.training.parts import Parts, assemble
@@ -123,7 +125,12 @@ class Run:
         self._wrapped: list[Any] = []
         self._epochs: int | None = None
         self._save_due = False
+        self._stepped = True  # since the loader's last batch
+        self._over = False
+        self._check_values = True  # the first ones: on all ranks, so that all end
         self._look_at = 0  # the number of exchanges
+        if self.rank == 0:
+            atexit.register(self._warn_unless_over)
 
     # -- before the loop -------------------------------------------------------------------
 
@@ -226,6 +233,11 @@ class Run:
                 "the run has a training loader already, and its position belongs to that one",
                 hint="for evaluation use run.shard",
             )
+        if self._parts.keeper.tracked:
+            raise UsageError(
+                "run.loader was called after run.track, which has to know the training set",
+                hint="make the loader first",
+            )
         self._loader = Loader(
             dataset,
             make_cut(
@@ -249,11 +261,15 @@ class Run:
         Raises
         ------
         HpcDdpError
-            the checkpoint is of other objects, or was made with another seed
+            the checkpoint is of other objects
+        UsageError
+            it was made with another seed or training set, or an object can't be saved
         """
-        objects["_precision"] = self._parts.precision
-        samples = None if self._loader is None else self._loader.samples
-        self._parts.keeper.track(objects, samples)
+        data = {} if self._loader is None else self._loader.facts
+        self._parts.keeper.track({**objects, "_precision": self._parts.precision}, data)
+        for each in objects.values():
+            if isinstance(each, torch.optim.Optimizer):
+                each.register_step_pre_hook(self._check_ends_step)
 
     # -- the loop --------------------------------------------------------------------------
 
@@ -264,6 +280,13 @@ class Run:
         batch. What the script does at the end of an epoch is part of it: a checkpoint that falls
         due in the last step is made after that.
         """
+        if not isinstance(total, int):
+            raise UsageError(f"run.epochs was given {total!r}; accepted: a whole number")
+        if not self._parts.keeper.tracked:
+            raise UsageError(
+                "run.track was not called: a checkpoint would hold nothing",
+                hint="run.track(model=model, optimizer=optimizer) before the loop",
+            )
         self._epochs = total
         self._parts.keeper.start_random()
         if self.rank == 0:
@@ -331,9 +354,9 @@ class Run:
         """End an optimizer step: here the run saves, and stops when it has to.
 
         Every rank calls it after every ``optimizer.step()``; where gradients accumulate it may
-        be called after every micro-batch, and does nothing unless `ends_step`. `values`
-        (numbers or scalar tensors; this rank's own) go into the journal, from rank 0 and about
-        twice a second.
+        be called after every micro-batch, and does nothing unless `ends_step`. Once per batch of
+        the run's loader, before the next one is taken from it. `values` (numbers or scalar
+        tensors; this rank's own) go into the journal, from rank 0 and about twice a second.
 
         Raises
         ------
@@ -342,15 +365,25 @@ class Run:
         HpcDdpError
             three checkpoints in a row could not be saved, or a weight is not finite
         UsageError
-            the precision is fp16, and `update` was not called
+            called twice for a batch; a value is no scalar; or the precision is fp16, and
+            `update` was not called
         SupersededError
             a later attempt of this run has started
         """
         if not self.ends_step:
             return
+        if self._stepped and self._loader is not None:
+            raise UsageError(
+                "run.step was called twice for one batch of the run's loader",
+                hint="call it once per batch, behind all optimizers' steps",
+            )
+        self._stepped = True
         self._parts.precision.check_updated()
         self.position.step += 1
         self._parts.watchdog.step_done()
+        if self._check_values:
+            check_values(values)
+            self._check_values = False
         if self.rank == 0:
             samples = self._share.total if self._share else 0
             self._parts.metrics.add(self.position, samples, values)
@@ -372,11 +405,11 @@ class Run:
         """Tell whether `value` is the best so far; if so, the checkpoint of this moment stays.
 
         Rank 0's value counts on all ranks, so they can decide together: ``if run.stale >= 5:
-        break`` is an early stop. All ranks call it, after an evaluation; best at the end of an
-        epoch, where the checkpoint is made anyway when the epoch is over.
+        break`` is an early stop. All ranks call it, after an evaluation: at the end of an epoch,
+        or behind `step`. (In the midst of a step, the checkpoint is the one after it.)
         """
         found = self._parts.keeper.judge(float(value), higher)
-        if found and self._loader is not None and not self._ends_epoch():
+        if found and self._share is not None and self._stepped and not self._ends_epoch():
             self._parts.keeper.save()
         else:
             self._save_due = self._save_due or found
@@ -388,8 +421,12 @@ class Run:
         return self._parts.keeper.best.stale
 
     def finish(self) -> None:
-        """Save the last state, journal that the run is done, and leave the process group."""
-        self._end("finished")
+        """Save the last state, journal that the run is done, and leave the process group.
+
+        Does nothing where that is done, and on the way out of an exception (``finally``).
+        """
+        if sys.exc_info()[0] is None:
+            self._end("finished")
 
     def __enter__(self) -> Run:
         return self
@@ -408,8 +445,8 @@ class Run:
     def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard:
         """Return this rank's part of an evaluation set, every sample on exactly one rank.
 
-        An iterable data set is read by every rank. `options`: ``num_workers``, ``collate_fn``,
-        and others of torch's DataLoader.
+        In order. An iterable data set is read by every rank. `options`: ``num_workers``,
+        ``collate_fn``, and others of torch's DataLoader.
         """
         cut = make_cut(batch_size, None, 1, self.rank, self.world_size)
         return Shard(dataset, cut, seed=self.seed, device=self.device, **options)
@@ -425,13 +462,14 @@ class Run:
         plain: torch.nn.Module = unwrap(model)
         for buffer in plain.buffers():
             self._parts.control.first_copy(buffer)
-        was_training = plain.training
+        were_training = [each for each in plain.modules() if each.training]
         plain.eval()
         try:
             with torch.no_grad():
                 yield plain
         finally:
-            plain.train(was_training)
+            for each in were_training:  # frozen parts may have been in eval mode before
+                each.training = True
 
     def sum(self, *values: float | torch.Tensor) -> list[float]:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it."""
@@ -457,6 +495,19 @@ class Run:
     def _share(self) -> Share | None:
         return None if self._loader is None else self._loader.share
 
+    def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self.ends_step:
+            raise UsageError(
+                "optimizer.step() was called in the midst of accumulating gradients",
+                hint="run.update(optimizer) waits for the last micro-batch; or ask run.ends_step",
+            )
+
+    def _warn_unless_over(self) -> None:
+        if self._epochs is not None and not self._over:
+            self._say(
+                "the script ended without run.finish(): what came after the last checkpoint is lost"
+            )
+
     def _check_epoch(self) -> None:
         if self._epochs is None:
             raise UsageError(
@@ -469,6 +520,7 @@ class Run:
 
         For DDP what its `no_sync` switches, which counts in forward already.
         """
+        self._stepped = False
         for model in self._wrapped:
             if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
                 model.set_requires_gradient_sync(on)
@@ -512,6 +564,8 @@ class Run:
 
     def _end(self, event: str, **fields: str) -> None:
         """Save, journal the event, and leave; all ranks come here together."""
+        if self._over:
+            return
         parts = self._parts
         self._refuse_poison()
         parts.keeper.save_surely()
@@ -523,9 +577,14 @@ class Run:
             parts.journal.write(event, step=self.position.step, **fields)
         for end in [each.end for each in (parts.board, parts.progress, parts.profiler) if each]:
             end()
-        parts.notices.end()
+        self._over = True
+        parts.notices.end(then_exit=event == "stopped")
         groups.leave(parts.control, then_exit=event == "stopped")
         if self.rank == 0:
+            if event == "stopped":
+                self._say(
+                    f"stopped and saved at step {self.position.step}; it can go on from there"
+                )
             self._say_goodput()
 
     def _say_goodput(self) -> None:

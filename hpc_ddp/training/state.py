@@ -6,21 +6,27 @@ trained under one wrapper is found again under another.
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.training.pieces import Reader
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.training.pieces import OWN, Part, Reader, rows, shard, whole
+from hpc_ddp.training.sharded import holds_first_copy, is_sharded
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
+KIND = "class"  # an optimizer's, beside its state
 COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_DICTS = (dict, Counter, OrderedDict)  # those that weights_only knows; others become a dict
 _SHOWN = 8
 
 
@@ -47,12 +53,18 @@ class State:
         by name; DTensors as they are. They are the living ones, not copies
     replicated
         names of those that are the same on all ranks: parameters, and what an optimizer keeps
-        for each of their numbers. Others, batch norm's buffers say, may differ: rank 0's count
+        for each of their numbers
+    trained
+        those of them that the training changes
+    buffers
+        names of the modules' buffers, of which each rank may have its own: running means, say
     """
 
-    tree: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    replicated: set[str]
+    tree: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    replicated: set[str] = field(default_factory=set)
+    trained: set[str] = field(default_factory=set)
+    buffers: set[str] = field(default_factory=set)
 
 
 def collect(objects: Mapping[str, Any]) -> State:
@@ -64,20 +76,68 @@ def collect(objects: Mapping[str, Any]) -> State:
         names an entry that ``weights_only`` would refuse to load again
     """
     labels = _labels(objects)
-    state = State({}, {}, set())
+    state = State()
     for name, wrapped in objects.items():
         each = unwrap(wrapped)
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise UsageError(
+                f"{name} is {_kind(each)}; accepted by run.track: objects with state_dict and"
+                " load_state_dict",
+                hint="for a best value there is run.best",
+            )
+        found: Any = each.state_dict()
         if isinstance(each, Optimizer):
-            found: Any = _by_label(each.state_dict(), _params(each, labels))
-        else:
-            found = each.state_dict()
-        if isinstance(each, torch.nn.Module):
-            found = {key.replace(COMPILED, ""): value for key, value in found.items()}
-            state.replicated.update(f"{name}.{key}" for key in _parameter_names(each))
-        if isinstance(each, Optimizer):
-            state.replicated.update(_like_parameters(name, each, labels))
+            found = _by_label(found, _params(each, labels)) | {KIND: type(each).__name__}
+            state.trained.update(_like_parameters(name, each, labels))
+        elif isinstance(each, torch.nn.Module):
+            found = {plain_name(key): value for key, value in found.items()}
+            for key, parameter in each.named_parameters(remove_duplicate=False):
+                known = state.trained if parameter.requires_grad else state.replicated
+                known.add(f"{name}.{plain_name(key)}")
+            state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in each.named_buffers())
         state.tree[name] = _take_apart(found, name, state.tensors)
+    state.replicated.update(state.trained)
     return state
+
+
+def my_parts(state: State, rank: int, world_size: int) -> dict[str, Part]:
+    """Return what a rank writes of the tensors, which have the same names on all ranks.
+
+    - sharded (FSDP2, tensor parallel): its own shard, where ranks hold the same the first of them
+    - replicated: its share; the ranks' shares of all bytes together are equal, cut between rows
+    - buffers: its own; a run on another number of ranks goes on from rank 0's
+    - anything else: rank 0 all of it
+    """
+    shared = {
+        name: tensor.nbytes
+        for name, tensor in state.tensors.items()
+        if name in state.replicated and not is_sharded(tensor)
+    }
+    low, high = (sum(shared.values()) * r // world_size for r in (rank, rank + 1))
+    parts: dict[str, Part] = {}
+    for name, tensor in state.tensors.items():
+        if is_sharded(tensor):
+            if holds_first_copy(tensor):
+                parts[name] = shard(tensor)
+        elif size := shared.get(name):
+            if part := rows(tensor, low, high):
+                parts[name] = part
+            low, high = low - size, high - size
+        elif rank == 0:
+            parts[name] = whole(tensor)
+        elif name in state.buffers:
+            parts[f"{name}{OWN}{rank}"] = whole(tensor)
+    return {name: part for name, part in parts.items() if part.numbers.numel() or rank == 0}
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Return a sum of names and shapes: ranks that share a save must agree on them."""
+    return zlib.crc32(repr([(name, tuple(each.shape)) for name, each in tensors.items()]).encode())
+
+
+def plain_name(key: str) -> str:
+    """Return a parameter's name without what torch.compile puts into it."""
+    return key.replace(COMPILED, "")
 
 
 def _labels(objects: Mapping[str, Any]) -> dict[int, str]:
@@ -87,13 +147,8 @@ def _labels(objects: Mapping[str, Any]) -> dict[int, str]:
         each = unwrap(wrapped)
         if isinstance(each, torch.nn.Module):
             for key, parameter in each.named_parameters():
-                labels.setdefault(id(parameter), f"{name}.{key.replace(COMPILED, '')}")
+                labels.setdefault(id(parameter), f"{name}.{plain_name(key)}")
     return labels
-
-
-def _parameter_names(module: torch.nn.Module) -> list[str]:
-    names = module.named_parameters(remove_duplicate=False)
-    return [key.replace(COMPILED, "") for key, _ in names]
 
 
 def _params(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torch.Tensor]:
@@ -118,14 +173,18 @@ def _by_label(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _by_number(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+def _by_number(
+    state: dict[str, Any], params: Mapping[str, Any], groups: list[list[str]]
+) -> dict[str, Any]:
+    """Undo `_by_label`; `groups` has the names in the order of the groups they are to go to,
+    since torch pairs them by their places."""
     numbers = {label: number for number, label in enumerate(params)}
     return {
         **state,
         "state": {numbers[label]: value for label, value in state["state"].items()},
         "param_groups": [
-            {**group, "params": [numbers[label] for label in group["params"]]}
-            for group in state["param_groups"]
+            {**group, "params": [numbers[label] for label in labels]}
+            for group, labels in zip(state["param_groups"], groups, strict=True)
         ],
     }
 
@@ -151,10 +210,12 @@ def _take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any
         for key in value:
             if type(key) not in _ATOMS:
                 raise _refused(f"a key of {where}", _kind(key))
-        return {key: _take_apart(item, f"{where}.{key}", tensors) for key, item in value.items()}
+        items: Any = {k: _take_apart(item, f"{where}.{k}", tensors) for k, item in value.items()}
+        kind: Any = type(value)
+        return kind(items) if kind in _DICTS else items
     if isinstance(value, (list, tuple)):
-        items = [_take_apart(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
+        row = [_take_apart(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+        return tuple(row) if isinstance(value, tuple) else row
     if isinstance(value, set):
         return {_take_apart(item, f"{where}.{item}", tensors) for item in value}
     if type(value) not in _ATOMS:
@@ -210,7 +271,7 @@ def _for_module(
     name: str, module: torch.nn.Module, tree: Mapping[str, Any], reader: Reader
 ) -> dict[str, Any]:
     """Return what `module` loads; tensors may be views of the file, since it copies them."""
-    here = {key.replace(COMPILED, ""): (key, value) for key, value in module.state_dict().items()}
+    here = {plain_name(key): (key, value) for key, value in module.state_dict().items()}
     found = [f"{key} is not in the checkpoint" for key in here if key not in tree]
     found += [f"{key} is not in the model" for key in tree if key not in here]
     for key in here.keys() & tree.keys():
@@ -223,7 +284,9 @@ def _for_module(
         more = f", and {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
         raise HpcDdpError(f"{name}: {', '.join(sorted(found)[:_SHOWN])}{more}")
     return {
-        key: reader.read(f"{name}.{plain}", value) if f"{name}.{plain}" in reader else tree[plain]
+        key: reader.read(f"{name}.{plain}", value)
+        if f"{name}.{plain}" in reader
+        else _assemble(tree[plain], f"{name}.{plain}", reader, {})  # an extra_state
         for plain, (key, value) in here.items()
     }
 
@@ -232,19 +295,23 @@ def _for_optimizer(
     name: str, optimizer: Optimizer, labels: Mapping[int, str], tree: Any, reader: Reader
 ) -> dict[str, Any]:
     params = _params(optimizer, labels)
-    saved = {label for group in tree["param_groups"] for label in group["params"]}
-    if differing := sorted(saved ^ set(params)):
-        raise HpcDdpError(
-            f"{name}: its parameters differ: {', '.join(differing[:_SHOWN])}"
-            f"{' …' if differing[_SHOWN:] else ''}"
-        )
+    names = iter(params)
+    here = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
+    there = [group["params"] for group in tree["param_groups"]]
+    if list(map(sorted, here)) != list(map(sorted, there)):
+        differing = sorted({*chain(*here)} ^ {*chain(*there)}) or ["they are grouped otherwise"]
+        more = " …" if differing[_SHOWN:] else ""
+        raise HpcDdpError(f"{name}: its parameters differ: {', '.join(differing[:_SHOWN])}{more}")
+    if tree[KIND] != (kind := type(optimizer).__name__):
+        raise HpcDdpError(f"{name}: it is of {tree[KIND]}, and here of {kind}")
     shards = {}
     for label, parameter in params.items():
         for key in tree["state"].get(label, {}):
             stored = f"{name}.state.{label}.{key}"
             if stored in reader and reader.describe(stored).shape == parameter.shape:
                 shards[stored] = parameter
-    return _by_number(_assemble(tree, name, reader, shards), params)
+    saved = {key: value for key, value in tree.items() if key != KIND}
+    return _by_number(_assemble(saved, name, reader, shards), params, here)
 
 
 def _assemble(value: Any, where: str, reader: Reader, like: Mapping[str, torch.Tensor]) -> Any:
@@ -252,10 +319,11 @@ def _assemble(value: Any, where: str, reader: Reader, like: Mapping[str, torch.T
     if value == TENSOR and type(value) is str and where in reader:
         return reader.read(where, like.get(where)).clone()
     if isinstance(value, dict):
-        return {k: _assemble(item, f"{where}.{k}", reader, like) for k, item in value.items()}
+        items = {k: _assemble(item, f"{where}.{k}", reader, like) for k, item in value.items()}
+        return type(value)(items)
     if isinstance(value, (list, tuple)):
-        items = [_assemble(item, f"{where}.{i}", reader, like) for i, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
+        row = [_assemble(item, f"{where}.{i}", reader, like) for i, item in enumerate(value)]
+        return tuple(row) if isinstance(value, tuple) else row
     return value
 
 

@@ -16,7 +16,7 @@ from hpc_ddp.training import randomness, state
 from hpc_ddp.training.facts import DistInfo, Surroundings
 from hpc_ddp.training.loader import Loader, Shard, to_device
 from hpc_ddp.training.order import Cut, Position
-from hpc_ddp.training.pieces import Buffer, Reader, as_plain, my_parts
+from hpc_ddp.training.pieces import Buffer, Reader, as_plain
 
 CPU = torch.device("cpu")
 
@@ -118,7 +118,7 @@ def store(folder: Path, objects: dict[str, Any], world_size: int = 1) -> None:
     found = state.collect(objects)
     for rank in range(world_size):
         buffer = Buffer(CPU)
-        buffer.fill(found.tensors, my_parts(found.tensors, found.replicated, rank, world_size))
+        buffer.fill(state.my_parts(found, rank, world_size))
         (folder / f"tensors-{rank}.bin").write_bytes(buffer.bytes)
         torch.save(as_plain(buffer.pieces), folder / f"pieces-{rank}")
     torch.save(found.tree, folder / "tree")
@@ -180,7 +180,7 @@ def test_a_buffer_is_allocated_once() -> None:
     buffer = Buffer(CPU)
     places = []
     for _ in range(2):
-        buffer.fill(found.tensors, my_parts(found.tensors, found.replicated, 0, 1))
+        buffer.fill(state.my_parts(found, 0, 1))
         places.append(buffer._memory.data_ptr())
     assert places[0] == places[1]
     assert buffer._memory.numel() < sum(t.nbytes for t in found.tensors.values()) + 64 * 20
