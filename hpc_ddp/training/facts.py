@@ -1,4 +1,4 @@
-"""What a worker is told through its environment. No other file of this room reads it."""
+"""What a worker is told through its environment."""
 
 from __future__ import annotations
 

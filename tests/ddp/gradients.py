@@ -33,6 +33,7 @@ def count(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[
 
 model.register_comm_hook(None, count)  # type: ignore[operator]  # a DDP model
 batches = run.loader(TensorDataset(x, x.sum(1)), **vars(args), shuffle=False)
+run.track(model=model)
 for _ in run.epochs(1):
     for inputs, targets in batches:
         loss = (model(inputs).squeeze(1) - targets).square().mean()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,11 @@ class Holds:
         return {"value": self.value}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.value = saved["value"]
+
+
+class Forgetful(Holds):
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         raise KeyError("best")
 
 
@@ -209,7 +215,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
         ({"model": nn.Linear(2, 3)}, {"model": nn.Linear(2, 2)}, r"bias is \(2,\) here and \(3,\)"),
         ({"model": nn.Linear(2, 2)}, {"model": nn.Linear(2, 2, bias=False)}, "bias is not in the"),
         ({"model": nn.Linear(2, 2)}, {"net": nn.Linear(2, 2)}, "it holds model, tracked are net"),
-        ({"x": Holds()}, {"x": Holds()}, "x: 'best'"),
+        ({"x": Holds()}, {"x": Forgetful()}, "x: 'best'"),
         (
             {"optimizer": sgd(nn.Linear(2, 2))},
             {"optimizer": sgd(nn.Linear(2, 2, bias=False))},
@@ -251,3 +257,71 @@ def test_a_loader_outside_its_loop_is_refused(build: Callable[[], Loader]) -> No
 
 def _refuse() -> None:
     raise UsageError("outside")
+
+
+class Extra(nn.Module):
+    """State that is no tensor of the model's own, with a tensor in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra: dict[str, Any] = {}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.extra
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.extra = state
+
+
+def test_extra_state_and_counters_come_back_whole(tmp_path: Path) -> None:
+    there, here = Extra(), Extra()
+    there.extra = {"a": torch.arange(3), "n": 3}
+    counters = [Holds(Counter({30: 1, 80: 2})), Holds()]
+    store(tmp_path, {"model": there, "thing": counters[0]})
+    put_back(tmp_path, {"model": here, "thing": counters[1]})
+    assert torch.equal(here.extra["a"], torch.arange(3))
+    assert here.extra["n"] == 3
+    assert counters[1].value == counters[0].value
+    assert type(counters[1].value) is Counter
+
+
+def test_optimizer_state_goes_by_name_whatever_the_order(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    ways = [list(model.parameters()), list(model.parameters())[::-1]]
+    there, here = (torch.optim.Adam(way) for way in ways)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    there.step()
+    store(tmp_path, {"model": model, "optimizer": there})
+    put_back(tmp_path, {"model": model, "optimizer": here})
+    for parameter in model.parameters():
+        assert torch.equal(here.state[parameter]["exp_avg"], there.state[parameter]["exp_avg"])
+    with pytest.raises(HpcDdpError, match="optimizer: it is of Adam, and here of SGD"):
+        put_back(tmp_path, {"model": model, "optimizer": sgd(model)})
+
+
+def test_each_rank_has_its_buffers_and_others_take_the_first_one_s(tmp_path: Path) -> None:
+    models = [nn.BatchNorm1d(2) for _ in range(3)]
+    for rank, model in enumerate(models[:2]):
+        model.running_mean = torch.full((2,), rank + 1.0)
+        found = state.collect({"model": model})
+        buffer = Buffer(CPU)
+        buffer.fill(state.my_parts(found, rank, 2))
+        (tmp_path / f"tensors-{rank}.bin").write_bytes(buffer.bytes)
+        torch.save(as_plain(buffer.pieces), tmp_path / f"pieces-{rank}")
+    files = [
+        (path, torch.load(path.with_name(f"pieces-{path.stem[8:]}"), weights_only=True))
+        for path in tmp_path.glob("tensors-*")
+    ]
+    means = [Reader(files, rank).read("model.running_mean")[0].item() for rank in (0, 1, None)]
+    assert means == [1.0, 2.0, 1.0]
+
+
+def test_a_frozen_mask_of_infinities_is_sound() -> None:
+    model = nn.Linear(2, 2)
+    model.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
+    found = state.collect({"model": model})
+    buffer = Buffer(CPU)
+    buffer.fill(state.my_parts(found, 0, 1))
+    assert buffer.is_finite(found.trained)
+    assert not buffer.is_finite(found.replicated)

@@ -49,6 +49,13 @@ def test_finished() -> None:
     assert _decide() == Verdict("finished", "none", "")
 
 
+def test_a_loop_without_a_finish_is_not_finished() -> None:
+    events = (_event("training", step=0), _event("first_step", step=1))
+    verdict = _decide(events=events)
+    assert (verdict.cause, verdict.action, verdict.exit_code) == ("failed", "give up", 1)
+    assert "without run.finish()" in verdict.why
+
+
 def test_finished_although_a_notice_came_in_the_last_moment() -> None:
     records = (_record("n1", notice="SIGTERM"), _record("n2"))
     assert _decide(records=records, events=(_event("finished", step=9),)).cause == "finished"

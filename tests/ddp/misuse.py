@@ -1,0 +1,42 @@
+"""A script that makes one of the mistakes that people make."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hpc_ddp.training import start
+
+case = sys.argv[1]
+run = start(keep_last=2.5 if case == "options" else 3)  # type: ignore[arg-type]
+data = TensorDataset(torch.randn(64, 4))
+model = run.wrap(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+options: dict[str, Any] = {"accumulate": 2} if case == "accumulate" else {}
+if case == "sampler":
+    options["sampler"] = torch.utils.data.RandomSampler(data)
+if case == "batch size":
+    options["batch_size"] = "8"
+if case == "late loader":
+    run.track(model=model)
+batches = run.loader(data, **{"batch_size": 8, **options})
+if case == "number":
+    run.track(model=model, optimizer=optimizer, best=0.5)
+if case != "no track":
+    run.track(model=model, optimizer=optimizer)
+for _ in run.epochs(2):
+    for (x,) in batches:
+        loss = model(x).square().mean()
+        run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss=loss.expand(3) if case == "no scalar" else loss)
+        if case == "two steps":
+            run.step(loss=loss)
+if case == "no finish":
+    run._warn_unless_over()  # what happens at the exit
+else:
+    run.finish()
+    run.finish()

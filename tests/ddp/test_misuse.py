@@ -1,0 +1,48 @@
+"""What a script gets to read for the mistakes that people make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("options", "keep_last is 2.5; accepted: a whole number from 2"),
+        ("accumulate", "optimizer.step() was called in the midst of accumulating gradients"),
+        ("sampler", "sampler was given; the run has its own"),
+        ("batch size", "batch_size is '8'; accepted: a whole number from 1"),
+        ("late loader", "run.loader was called after run.track"),
+        ("number", "best is a builtins.float; accepted by run.track: objects with state_dict"),
+        ("no track", "run.track was not called"),
+        ("no scalar", "run.step was given loss, a Tensor that is no scalar"),
+        ("two steps", "run.step was called twice for one batch"),
+    ],
+)
+def test_a_mistake_ends_in_a_sentence(crew: Any, case: str, words: str) -> None:
+    launch = crew.launch(1, case, script="misuse.py")
+    assert launch.wait() == [2], launch.output()
+    assert words in launch.output()
+    assert "Traceback" not in launch.output()
+
+
+def test_without_a_finish_it_is_said(crew: Any) -> None:
+    launch = crew.launch(1, "no finish", script="misuse.py")
+    launch.wait()
+    assert "the script ended without run.finish()" in launch.output()
+    assert not crew.events("finished")
+
+
+def test_a_second_finish_does_nothing(crew: Any) -> None:
+    launch = crew.launch(1, "none", script="misuse.py")
+    assert launch.wait() == [0], launch.output()
+    assert len(crew.events("finished")) == 1
+
+
+def test_what_the_environment_says_wrong_is_said(crew: Any) -> None:
+    launch = crew.launch(1, "none", script="misuse.py", HPC_DDP_SAVE_EVERY="often")
+    assert launch.wait() == [2]
+    assert "HPC_DDP_SAVE_EVERY is 'often'" in launch.output()
+    assert "Traceback" not in launch.output()
