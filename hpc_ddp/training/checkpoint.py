@@ -69,8 +69,8 @@ class Content:
 
     step: int
     facts: dict[str, Any]
-    shared: bytes
-    own: bytes
+    shared: dict[str, Any]
+    own: dict[str, Any]
     data: memoryview
     layout: int
     is_sound: Callable[[], bool]
@@ -208,12 +208,12 @@ class Checkpoints:
     def _write(self, made: Path, content: Content) -> Answer | str:
         """Write this rank's files of a draft; return what goes into the manifest, or the error."""
         rank, ranks = self._background.rank, self._background.world_size
-        files: dict[str, bytes | memoryview] = {f"rank-{rank}.pt": content.own}
-        if len(content.data):
-            files[f"tensors-{rank}.bin"] = content.data
-        if rank == 0:
-            files[STATE] = content.shared
         try:
+            files: dict[str, bytes | memoryview] = {f"rank-{rank}.pt": _dump(content.own)}
+            if len(content.data):
+                files[f"tensors-{rank}.bin"] = content.data
+            if rank == 0:
+                files[STATE] = _dump(content.shared)
             made.mkdir(parents=True, exist_ok=True)
             size = sum(len(each) for each in files.values())
             storage.check_space(made, size * ranks, 2 * ranks + 2)
@@ -370,7 +370,7 @@ def open_checkpoint(
     return _load(folder / STATE), owns, Reader(data, rank)
 
 
-def dump(value: Mapping[str, Any]) -> bytes:
+def _dump(value: Mapping[str, Any]) -> bytes:
     """Return plain values and small tensors as the bytes of a file for ``torch.load``."""
     file = io.BytesIO()
     torch.save(value, file)

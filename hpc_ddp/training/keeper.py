@@ -13,7 +13,7 @@ import torch
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training import randomness, state
-from hpc_ddp.training.checkpoint import Checkpoints, Content, dump
+from hpc_ddp.training.checkpoint import Checkpoints, Content
 from hpc_ddp.training.order import Position, derive
 from hpc_ddp.training.pieces import Buffer, as_plain
 from hpc_ddp.training.state import layout_of, my_parts
@@ -140,8 +140,8 @@ class Keeper:
                 step=self._position.step,
                 facts={"epoch": self._position.epoch, "samples": self._position.samples}
                 | {"best": None if self.best.step is None else asdict(self.best)},
-                shared=dump(shared) if self._rank == 0 else b"",
-                own=dump(own),
+                shared=shared,
+                own=own,
                 data=self._buffer.bytes,
                 layout=layout_of(found.tensors),
                 is_sound=partial(self._buffer.is_finite, guarded),
