@@ -123,6 +123,7 @@ def test_a_full_disk_is_survived_for_a_while(crew: Any, tiny_disk: Path) -> None
     save = ("--save-every-steps", "4", "--epochs", "1")
     launch = crew.launch(2, *save, "--at", "6", "--wait", str(flag))
     launch.until("ACTING")
+    launch.until("could not be saved")
     (failed,) = crew.events("save_failed")
     assert failed["step"] == 4
     assert "No space left" in failed["error"]

@@ -29,7 +29,8 @@ def test_four_ranks_end_with_the_same_bits(make_crew: Callable[[str], Any]) -> N
     assert interrupted(stopped, signal.SIGTERM, *WIDE) == whole.weights
     killed = make_crew("killed")
     # The kill comes in step 9: the steps from 6 on are done again.
-    assert interrupted(killed, signal.SIGKILL, *WIDE, "--save-every-steps", "5") == whole.weights
+    saved = ("--save-every-steps", "5", "--wait", str(killed.run.checkpoints / "step-5"))
+    assert interrupted(killed, signal.SIGKILL, *WIDE, *saved) == whole.weights
 
     (stop,) = stopped.events("stopped")
     assert stop["reason"] == "notice"
