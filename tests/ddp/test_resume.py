@@ -73,7 +73,8 @@ def test_killed_between_micro_batches_it_does_the_step_again(
     whole, killed = make_crew("whole"), make_crew("killed")
     whole.go(3, *argv)
     # Four steps an epoch. The signal comes after the first of step 7's micro-batches.
-    launch = killed.launch(3, *argv, "--at", "7", "--signal", str(int(signal.SIGKILL)))
+    saved = ("--wait", str(killed.run.checkpoints / "step-5"))
+    launch = killed.launch(3, *argv, *saved, "--at", "7", "--signal", str(int(signal.SIGKILL)))
     assert launch.wait() == [-signal.SIGKILL] * 3, launch.output()
     killed.go(3, *argv, *(("--workers", "1") if stream else ()))
     assert [event["step"] for event in killed.events("restored")] == [5]
