@@ -316,6 +316,11 @@ class Machinery:
         processes = [known[name] for name in names if name in known]
         if not kill(processes, number, 15):
             kill(processes, signal.SIGKILL, 5)
+        ended = {process.pid for process in processes}
+        for child in self._children:
+            if child.pid in ended:  # its first thread is gone, others may take a moment longer
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(10)
         self._reap()
 
     def _alive(self, name: str) -> bool:
