@@ -19,7 +19,6 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,18 +51,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return value
 
 
-def file_names(folder: Path) -> list[str]:
-    """Return the names that a checkpoint's manifest lists; none where it can't be read."""
-    try:
-        return list(read_manifest(folder)["files"])
-    except (OSError, ValueError, KeyError):
-        return []
-
-
-def verify(folder: Path, only: Collection[str] | None = None) -> str | None:
+def verify(folder: Path, rank: int = 0, world_size: int = 1) -> str | None:
     """Return why a checkpoint can't be trusted, or None when every byte is as it was written.
 
-    `only` limits the look to some files, for ranks that share the work.
+    Ranks can share the work: each looks at the manifest, and at its part of the files.
     """
     try:
         files = read_manifest(folder)["files"]
@@ -71,9 +62,7 @@ def verify(folder: Path, only: Collection[str] | None = None) -> str | None:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError) as error:
         return f"{MANIFEST} can't be read: {error}"
-    for name, said in files.items():
-        if only is not None and name not in only:
-            continue
+    for name, said in list(files.items())[rank::world_size]:
         try:
             found = facts_of(folder / name)
         except FileNotFoundError:
@@ -105,6 +94,11 @@ def candidates(folder: Path) -> list[Path]:
         if match := _STEP.fullmatch(path.name):
             found.append((int(match[1]), match[2] is None, path))
     return [path for *_, path in sorted(found, reverse=True)]
+
+
+def published(folder: Path) -> list[Path]:
+    """Return the checkpoints that have their final name, newest first."""
+    return [path for path in candidates(folder) if "." not in path.name]
 
 
 def step_of(folder: Path) -> int:

@@ -118,7 +118,8 @@ class Checkpoints:
         self._failures = 0
         self._begun = False
         self._awaited_since: float | None = None
-        self.slowest_save_s = 0.0
+        self.stall_s = 0.0  # for how long the last save held the training up, in seconds
+        self.slowest_save_s = 0.0  # the longest time until one was durable, in seconds
 
     # -- saving ----------------------------------------------------------------------------
 
@@ -136,6 +137,7 @@ class Checkpoints:
         self.tidy()
         self._known.clear()
         self._begun = True
+        self.stall_s = content.stall_s
         self._thread = threading.Thread(target=self._save, args=(content,), daemon=True)
         self._thread.start()
 
@@ -240,15 +242,14 @@ class Checkpoints:
             if answer.layout != content.layout:
                 storage.remove(made)
                 return _FAILED, f"rank {rank} has other tensors to save than rank 0"
-        ranks = self._background.world_size
         facts = {
             "format": checkpoints.FORMAT,
             "step": content.step,
-            "world_size": ranks,
+            "world_size": self._background.world_size,
             **content.facts,
         }
         try:
-            storage.write_manifest(made, facts | content.facts, files)
+            storage.write_manifest(made, facts, files)
             # Looked at as late as can be: from the rename on, a successor would see it.
             if not self._run.is_newest(self._attempt):
                 storage.remove(made)
@@ -300,32 +301,29 @@ class Checkpoints:
         and set aside as `.bad-`.
         """
         began = time.monotonic()
-        if self._control.rank == 0:
+        rank, world_size = self._control.rank, self._control.world_size
+        names: list[str] = []
+        if rank == 0:
             storage.clear_drafts(self._run.checkpoints, self._attempt)
-        candidates = self._control.from_first(
-            [path.name for path in checkpoints.candidates(self._run.checkpoints)]
-        )
+            names = [path.name for path in checkpoints.candidates(self._run.checkpoints)]
+        names = self._control.from_first(names)
         passed_over: list[str] = []
         chosen = None
-        for folder in map(self._run.checkpoints.joinpath, candidates):
-            files = self._control.from_first(checkpoints.file_names(folder))
-            mine = files[self._control.rank :: self._control.world_size]
-            problems = self._control.to_first(checkpoints.verify(folder, mine))
+        for folder in map(self._run.checkpoints.joinpath, names):
+            problems = self._control.to_first(checkpoints.verify(folder, rank, world_size))
             why = self._control.from_first(next(filter(None, problems), None))
             if why is None:
                 chosen = folder
                 break
             passed_over.append(f"{folder.name}: {why}")
-            if self._control.rank == 0:
+            if rank == 0:
                 self._set_aside(folder, why)
-        if self._control.rank == 0:
+        if rank == 0:
             self._tell(chosen, passed_over, time.monotonic() - began)
         if chosen is None:
             return None
-        ranks = checkpoints.read_manifest(chosen)["world_size"]
-        own = self._control.rank if ranks == self._control.world_size else None
-        shared, owns, reader = open_checkpoint(chosen, own)
-        return Restored(checkpoints.step_of(chosen), shared, owns.get(self._control.rank), reader)
+        shared, owns, reader = open_checkpoint(chosen, rank, world_size)
+        return Restored(checkpoints.step_of(chosen), shared, owns.get(rank), reader)
 
     def _set_aside(self, folder: Path, why: str) -> None:
         try:
@@ -347,27 +345,28 @@ class Checkpoints:
 
 
 def open_checkpoint(
-    folder: Path, rank: int | None = None
+    folder: Path, rank: int = 0, world_size: int = 0
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]], Reader]:
     """Return what all ranks shared, what each had of its own, and the tensors; verify it first.
 
-    With a `rank` tensors are that rank's where ranks had their own (see `pieces.my_parts`).
+    Where ranks had tensors of their own (see `state.my_parts`), they are this rank's if as many
+    ranks wrote it as there are now, and else rank 0's.
 
     Raises
     ------
     HpcDdpError
         another version of hpc-ddp has written it
     """
-    found = checkpoints.read_manifest(folder).get("format")
-    if found != checkpoints.FORMAT:
+    manifest = checkpoints.read_manifest(folder)
+    if (found := manifest.get("format")) != checkpoints.FORMAT:
         raise HpcDdpError(
             f"{folder} has format {found}; this hpc-ddp reads format {checkpoints.FORMAT}",
             hint="go on with the hpc-ddp that wrote it: <run>/lib has it",
         )
-    names = [name for name in checkpoints.file_names(folder) if name.startswith("rank-")]
+    names = [name for name in manifest["files"] if name.startswith("rank-")]
     owns = {own["rank"]: own for own in (_load(folder / name) for name in names)}
     data = [(folder / f"tensors-{rank}.bin", own["pieces"]) for rank, own in owns.items()]
-    return _load(folder / STATE), owns, Reader(data, rank)
+    return _load(folder / STATE), owns, Reader(data, rank if len(owns) == world_size else None)
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:

@@ -66,7 +66,7 @@ def export(
 
 
 def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
-    found = [path for path in checkpoints.candidates(run.checkpoints) if "." not in path.name]
+    found = checkpoints.published(run.checkpoints)
     if not found:
         raise UsageError(f"{run.path} has no checkpoint", hint="name a run's folder")
     if best:

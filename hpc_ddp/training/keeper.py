@@ -48,7 +48,6 @@ class Keeper:
         self._rank, self._world_size = rank, world_size
         self._only_finite = only_finite
         self.best = Best()
-        self.stall_s = 0.0  # for how long the last save held the training up, in seconds
         self._objects: dict[str, Any] = {}
         self._data: dict[str, Any] = {}
         self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
@@ -134,7 +133,6 @@ class Keeper:
             "pieces": as_plain(self._buffer.pieces),
         }
         self._written = self._now()
-        self.stall_s = time.monotonic() - began
         self._checkpoints.begin(
             Content(
                 step=self._position.step,
@@ -145,7 +143,7 @@ class Keeper:
                 data=self._buffer.bytes,
                 layout=layout_of(found.tensors),
                 is_sound=partial(self._buffer.is_finite, guarded),
-                stall_s=self.stall_s,
+                stall_s=time.monotonic() - began,
             )
         )
 
@@ -175,19 +173,6 @@ class Keeper:
     @property
     def tracked(self) -> bool:
         return bool(self._objects)
-
-    @property
-    def in_flight(self) -> bool:
-        return self._checkpoints.in_flight
-
-    @property
-    def failed(self) -> bool:
-        return self._checkpoints.failed
-
-    @property
-    def slowest_save_s(self) -> float:
-        """The longest time from the begin of a save until it was durable, in seconds."""
-        return self._checkpoints.slowest_save_s
 
     def _now(self) -> tuple[Position, Best]:
         return replace(self._position), replace(self.best)

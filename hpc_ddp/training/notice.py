@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from hpc_ddp.run.folder import read_word
+
 NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
 REASONS = {CANCELLED: "cancelled", DEADLINE: "deadline", NOTICE: "notice"}
 
@@ -101,10 +103,9 @@ class Notices:
             os._exit(TORN_DOWN)
 
     def _look(self) -> None:
-        if self._notice is not None and self.reason != NOTICE:
-            text = _read(self._notice)
-            if text:
-                self._note(NOTICE, _source(text))
+        text = read_word(self._notice) if self._notice and self.reason != NOTICE else ""
+        if text:
+            self._note(NOTICE, _source(text))
         if self.stop_file is not None and self.reason == NONE and self.stop_file.exists():
             self._note(CANCELLED, "cancelled")
 
@@ -141,13 +142,6 @@ def _obey(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _source(text: str) -> str:

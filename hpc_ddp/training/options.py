@@ -8,9 +8,8 @@ from typing import Any
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.facts import Surroundings
+from hpc_ddp.training.precision import DTYPES
 from hpc_ddp.training.storage import LEAST
-
-PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Options:
         return cls(**asked)  # type: ignore[arg-type]  # the types are looked at below
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            accepted = ", ".join(map(repr, PRECISIONS))
+        if self.precision not in DTYPES:
+            accepted = ", ".join(map(repr, DTYPES))
             raise UsageError(f"precision is {self.precision!r}; accepted: {accepted}")
         if isinstance(self.save_every, str) and self.save_every != "auto":
             raise UsageError(

@@ -85,7 +85,9 @@ def assemble(asked: dict[str, Any]) -> Parts:
         checkpoints, position, device, options.seed, info.rank, info.world_size, options.stop_on_nan
     )
     history = folder.events() if info.rank == 0 and attempt else []
-    schedule = Schedule(keeper, info.rank, options.save_every, options.save_every_steps, history)
+    schedule = Schedule(
+        checkpoints, info.rank, options.save_every, options.save_every_steps, history
+    )
     hosts = sorted(set(control.to_first(said.node)))
     randomness.seed_all(options.seed, device)
     watchdog = Watchdog(

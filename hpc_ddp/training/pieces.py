@@ -7,6 +7,7 @@ number of ranks, whole or sharded in another way. `state.my_parts` says who writ
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -32,6 +33,12 @@ class Piece(NamedTuple):  # thousands are made at each save, in the training's t
     start: Shape
     size: Shape
     offset: int
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the box as a view of the data file's bytes, a tensor of shape (bytes,)."""
+        dtype = dtype_named(self.dtype)
+        content = memory[self.offset : self.offset + math.prod(self.size) * dtype.itemsize]
+        return content.view(dtype).view(self.size)
 
 
 class Part(NamedTuple):
@@ -93,21 +100,16 @@ class Buffer:
         self._views, self._memory = [], torch.empty(0, dtype=torch.uint8)  # free the old one first
         pinned = self._device.type == "cuda"
         self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        for piece in pieces:
-            dtype = dtype_named(piece.dtype)
-            like = torch.empty(piece.size, dtype=dtype, device="meta")
-            view = self._memory[piece.offset : piece.offset + like.nbytes].view(dtype)
-            self._views.append(view.view(piece.size))
+        self._views = [piece.of(self._memory) for piece in pieces]
         self.pieces = pieces
 
     def is_finite(self, names: Container[str]) -> bool:
         """Tell whether the numbers of these tensors are; takes about the time of reading them."""
         for piece, view in zip(self.pieces, self._views, strict=True):
-            looked_at = piece.name in names and view.is_floating_point()
-            kind = torch.promote_types(
-                view.dtype, torch.float32
-            )  # the sum of halves would overflow
-            if looked_at and not torch.isfinite(view.sum(dtype=kind)):
+            if piece.name not in names or not view.is_floating_point():
+                continue
+            kind = torch.promote_types(view.dtype, torch.float32)  # a sum of halves would overflow
+            if not torch.isfinite(view.sum(dtype=kind)):
                 return False
         return True
 
@@ -182,7 +184,8 @@ class Reader:
             return from_local(self._box(name, *local_box(like)), like)
         own = f"{name}{OWN}{self._rank}"
         name = own if own in self._pieces else name
-        return self._box(name, (0,) * self.describe(name).dim(), tuple(self.describe(name).shape))
+        shape = tuple(self.describe(name).shape)
+        return self._box(name, (0,) * len(shape), shape)
 
     def _box(self, name: str, start: Shape, size: Shape) -> torch.Tensor:
         made: torch.Tensor | None = None
@@ -211,10 +214,7 @@ class Reader:
     def _view(self, path: Path, piece: Piece) -> torch.Tensor:
         if path not in self._maps:
             self._maps[path] = _map(path)
-        dtype = dtype_named(piece.dtype)
-        count = torch.empty(piece.size, device="meta").numel()
-        content = self._maps[path][piece.offset : piece.offset + count * dtype.itemsize]
-        return content.view(dtype).view(piece.size)
+        return piece.of(self._maps[path])
 
 
 def _slices(low: Shape, extent: Shape, base: Shape) -> tuple[slice, ...]:

@@ -49,19 +49,26 @@ def _claim_local(said: Surroundings, info: DistInfo) -> tuple[Path, int]:
     attempt = run.claim_attempt(process.identity(), process.is_live)
     if not run.job_json.exists():
         run.job_json.write_text(_job(said, info).to_json())
-    elif (begun := JobSpec.from_json(run.job_json.read_text()).script) != _script(said):
+    else:
+        _compare(run, JobSpec.from_json(run.job_json.read_text()), _script(said))
+    run.journal("rank-0", attempt.number).write("started", backend="local", **process.identity())
+    return run.path, attempt.number
+
+
+def _compare(run: RunFolder, begun: JobSpec, script: str) -> None:
+    """Refuse to go on with another script's run; say so where the arguments are others."""
+    if begun.script != script:
         raise UsageError(
-            f"{run.path} is a run of {begun}, and this is {_script(said)}",
+            f"{run.path} is a run of {begun.script}, and this is {script}",
             hint=f"rename or remove {run.path}, or set HPC_DDP_RUNS to another folder",
         )
-    elif (asked := list(JobSpec.from_json(run.job_json.read_text()).args)) != sys.argv[1:]:
+    if list(begun.args) != sys.argv[1:]:
+        args = " ".join(begun.args) or "none"
         print(
-            f"hpc-ddp: {run.path} was begun with other arguments ({' '.join(asked) or 'none'});"
+            f"hpc-ddp: {run.path} was begun with other arguments ({args});"
             " remove or rename the folder to start afresh",
             file=sys.stderr,
         )
-    run.journal("rank-0", attempt.number).write("started", backend="local", **process.identity())
-    return run.path, attempt.number
 
 
 def _job(said: Surroundings, info: DistInfo) -> JobSpec:

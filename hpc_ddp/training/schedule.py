@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from hpc_ddp.run.journal import Event
-from hpc_ddp.training.keeper import Keeper
+from hpc_ddp.training.checkpoint import Checkpoints
 
 FIRST_SAVE_S = 5.0  # a guess, until a save has been measured
 RETRY_AFTER_S = 30.0
@@ -54,13 +54,13 @@ class Schedule:
 
     def __init__(
         self,
-        keeper: Keeper,
+        checkpoints: Checkpoints,
         rank: int,
         every: float | str | None = None,
         every_steps: int | None = None,
         history: Sequence[Event] = (),
     ) -> None:
-        self._keeper, self._rank = keeper, rank
+        self._checkpoints, self._rank = checkpoints, rank
         self._steps = every_steps
         self._auto = isinstance(every, str)
         self._every = FIRST_AUTO_S if isinstance(every, str) else every
@@ -78,30 +78,32 @@ class Schedule:
 
         Not while one is under way: a clock that runs faster than the disk skips beats.
         """
-        if self._rank != 0 or self._keeper.in_flight:
+        if self._rank != 0 or self._checkpoints.in_flight:
             return False
         since = time.monotonic() - self._last
         every = (
-            min(self._every or RETRY_AFTER_S, RETRY_AFTER_S) if self._keeper.failed else self._every
+            min(self._every or RETRY_AFTER_S, RETRY_AFTER_S)
+            if self._checkpoints.failed
+            else self._every
         )
         return every is not None and since >= every
 
     def saved(self) -> None:
         """Start the clock anew after a save has begun."""
         self._last = time.monotonic()
-        if self._auto and self._rank == 0 and self._keeper.slowest_save_s:
+        if self._auto and self._rank == 0 and self._checkpoints.slowest_save_s:
             self._auto = False
-            self._choose(self._keeper.stall_s)
+            self._choose(self._checkpoints.stall_s)
 
     def save_s(self) -> float:
         """Return how long a save may take from now until it is durable, in seconds."""
-        slowest = self._keeper.slowest_save_s or self._slowest_before_s
-        return slowest * (2 if self._keeper.in_flight else 1)
+        slowest = self._checkpoints.slowest_save_s or self._slowest_before_s
+        return slowest * (2 if self._checkpoints.in_flight else 1)
 
     def _choose(self, stall_s: float) -> None:
         best = young_daly(stall_s, self._between_failures_s)
         # The disk is to be idle for most of the time, whatever the formula says.
-        self._every = every = min(max(best, 4 * self._keeper.slowest_save_s), LONGEST_AUTO_S)
+        self._every = every = min(max(best, 4 * self._checkpoints.slowest_save_s), LONGEST_AUTO_S)
         cost = stall_s / every + every / 2 / self._between_failures_s
         print(
             f"hpc-ddp: saving every {every:.0f} s: a save holds the training up for"

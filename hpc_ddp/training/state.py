@@ -163,14 +163,8 @@ def _by_label(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any
     The numbers depend on which parameters a rank has; the names do not.
     """
     names = dict(enumerate(params))
-    return {
-        **state,
-        "state": {names[number]: value for number, value in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[number] for number in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    groups = [[names[number] for number in group["params"]] for group in state["param_groups"]]
+    return _with_keys(state, names, groups)
 
 
 def _by_number(
@@ -179,12 +173,19 @@ def _by_number(
     """Undo `_by_label`; `groups` has the names in the order of the groups they are to go to,
     since torch pairs them by their places."""
     numbers = {label: number for number, label in enumerate(params)}
+    return _with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
+
+
+def _with_keys(
+    state: dict[str, Any], keys: Mapping[Any, Any], groups: list[list[Any]]
+) -> dict[str, Any]:
+    """Return an optimizer's state dict with other keys, and these parameters in its groups."""
     return {
         **state,
-        "state": {numbers[label]: value for label, value in state["state"].items()},
+        "state": {keys[old]: value for old, value in state["state"].items()},
         "param_groups": [
-            {**group, "params": [numbers[label] for label in labels]}
-            for group, labels in zip(state["param_groups"], groups, strict=True)
+            {**group, "params": params}
+            for group, params in zip(state["param_groups"], groups, strict=True)
         ],
     }
 

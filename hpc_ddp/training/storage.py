@@ -23,6 +23,7 @@ from hpc_ddp.run.checkpoints import (
     FileFacts,
     candidates,
     manifest_crc,
+    published,
     step_of,
     verify,
 )
@@ -111,13 +112,12 @@ def prune(folder: Path, keep: Keep, pinned: Iterable[int] = ()) -> None:
 
     `pinned` are steps that stay whatever their age: the best one.
     """
-    found = candidates(folder)
-    published = [path for path in found if "." not in path.name]
-    kept = set(published[: keep.last])
-    kept |= {path for path in published if step_of(path) in pinned}
+    found = published(folder)
+    kept = set(found[: keep.last])
+    kept |= {path for path in found if step_of(path) in pinned}
     if keep.every:
-        kept |= set({step_of(path) // keep.every: path for path in published}.values())
-    for path in found:
+        kept |= set({step_of(path) // keep.every: path for path in found}.values())
+    for path in candidates(folder):
         if path not in kept:
             remove(path)
 
