@@ -189,7 +189,7 @@ class RunFolder:
 
     def attempts(self) -> list[AttemptFolder]:
         """Return the attempts so far, oldest first."""
-        found = [AttemptFolder(path) for path in self.logs.glob("attempt-*")]
+        found = [AttemptFolder(path) for path in self.logs.glob("attempt-*") if _is_attempt(path)]
         return sorted(found, key=lambda attempt: attempt.number)
 
     def claim_attempt(
@@ -241,6 +241,10 @@ class RunFolder:
         """Tell whether no later attempt has started: only then may this one change the run."""
         # By listing the folder: a look-up of a missing name may be answered from an NFS cache.
         return all(other.number <= attempt for other in self.attempts())
+
+
+def _is_attempt(path: Path) -> bool:
+    return path.name.removeprefix("attempt-").isdecimal()
 
 
 def _describe(attempt: AttemptFolder) -> str:
