@@ -22,7 +22,7 @@ _MEMORY = "more --mem, fewer or leaner DataLoader workers, or data that is not h
 _NETWORK = (
     "{again}; if it comes again: --interface, or --fabric ethernet, and NCCL_DEBUG=INFO with --env"
 )
-_PEERS = "see what the other ranks did: {logs}; if it comes again, leave that node out: --exclude"
+_PEERS = "see what was going on there: {logs}; if it comes again, leave that node out: --exclude"
 _DISK = "make room, then: {again}"
 _PYTHON = "--python with the path of the Python that has torch, or --setup 'module load …'"
 

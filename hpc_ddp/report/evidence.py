@@ -48,11 +48,14 @@ class Failure:
     time: float = 0.0
 
     @property
+    def was_ended(self) -> bool:
+        return self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+    @property
     def follows(self) -> bool:
         """It says that others had gone, or was ended by us: hardly the cause."""
         found = recognise(self.error) if self.error else None
-        ended = self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        return ended or (found is not None and found[0].kind == "communication")
+        return self.was_ended or (found is not None and found[0].kind == "communication")
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Facts:
         the step of the newest checkpoint on disk
     failure
         what ended the newest attempt, as far as the nodes' records tell
+    ended
+        the ranks that were ended by us, since others failed
     rank_log, agent_log, job_log
         the ends of what the failed rank, its torchrun, and the job have printed
     stands
@@ -92,6 +97,7 @@ class Facts:
     live: bool = False
     saved: int | None = None
     failure: Failure | None = None
+    ended: Sequence[int] = ()
     rank_log: str = ""
     agent_log: str = ""
     job_log: str = ""
@@ -226,6 +232,7 @@ def _end_of(facts: Facts, attempt: AttemptFolder) -> dict[str, Any]:
     rank = failure.rank if failure else None
     return {
         "failure": failure,
+        "ended": sorted({f.rank for f in found if f.was_ended and f.rank is not None}),
         "rank_log": _tail(node.rank_log(rank)) if node and rank is not None else "",
         "agent_log": _tail(node.agent_log) if node else "".join(map(_agent_tail, nodes)),
         "stands": _stands(nodes),

@@ -9,8 +9,9 @@ import shlex
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hpc_ddp.report.causes import SIGNALS, Cause, recognise
@@ -94,9 +95,15 @@ def explain(facts: Facts) -> Explanation:
         lost_steps=lost_steps,
         lost_s=lost_s,
     )
-    name = f"Run {facts.path.parent.name} ({facts.path.name})"
-    text = [f"{name} {found.text}", _before(facts, found), _loss(facts, found)]
+    text = [f"{_name(facts.path)} {found.text}", _before(facts, found), _loss(facts, found)]
     return replace(found, text=" ".join(filter(None, text)))
+
+
+def _name(path: Path) -> str:
+    task = path.name.startswith("task-")
+    run = path.parent if task else path
+    of = f"Task {path.name.removeprefix('task-')} of run" if task else "Run"
+    return f"{of} {run.parent.name} ({run.name})"
 
 
 # --- what is so for good, and what goes on --------------------------------------------------
@@ -147,9 +154,9 @@ def _array(facts: Facts) -> Explanation:
     if not bad:
         return Explanation("array", text, "", tasks=tasks)
     task = tasks[bad[0]]
-    rest = f"; and so for {', '.join(bad[1:])}: hpc-ddp explain {_path(facts)}/task-{bad[1]}"
-    hint = task.hint + (rest if bad[1:] else "")
-    return Explanation("array", f"{text} {task.text}", hint, tasks=tasks)
+    if bad[1:]:
+        text += f" Of the others see: hpc-ddp explain {_path(facts)}/task-{bad[1]}."
+    return Explanation("array", f"{text} {task.text}", task.hint, tasks=tasks)
 
 
 def _going_on(facts: Facts) -> Explanation:
@@ -234,7 +241,13 @@ def _ended(facts: Facts) -> Explanation:
     if goes_on:
         text = f"{found.text} It can go on, but nobody has requeued it."
         return replace(found, text=text, hint=facts.again)
+    why = text_of(verdict or {}, "why")
+    if verdict and text_of(verdict, "action") == "give up" and found.kind not in _GIVEN_UP:
+        found = replace(found, text=f"{found.text} It was given up: {why.rpartition('; ')[2]}.")
     return found
+
+
+_GIVEN_UP = ("no progress", "unfinished")  # they say so themselves
 
 
 def _end(facts: Facts) -> Explanation:
@@ -290,7 +303,7 @@ def _failed(facts: Facts, failure: Failure) -> Explanation:
     rank = failure.rank
     who = "torchrun" if rank is None else f"rank {rank}"
     who += f" on {failure.node}" if failure.node else ""
-    logs = _hint(facts, "{logs}", {})
+    logs = _hint(facts, "{logs}", {}, rank)
     error = failure.error
     found = recognise(error) if error else _in_logs(facts)
 
@@ -333,7 +346,16 @@ def _known(facts: Facts, row: Cause, named: dict[str, str], who: str) -> tuple[s
     else:
         text = f"failed{_at(facts)} ({who}): {words}."
         text += f' It said: "{_short(error)}".' if error and "by the kernel" not in error else ""
-    return row.kind, text, _hint(facts, row.hint, named)
+    rank = facts.failure.rank if facts.failure else None
+    if "waited" in row.words and facts.ended:
+        text += f" Until then {_ranks(facts.ended)} had said nothing."
+        rank = facts.ended[0]
+    return row.kind, text, _hint(facts, row.hint, named, rank)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    told = ", ".join(map(str, ranks[:8])) + (" and others" if ranks[8:] else "")
+    return f"{'ranks' if ranks[1:] else 'rank'} {told}"
 
 
 def _stood(facts: Facts) -> str:
@@ -341,10 +363,7 @@ def _stood(facts: Facts) -> str:
     places: dict[str, list[int]] = {}
     for rank, place in sorted(facts.stands.items()):
         places.setdefault(place, []).append(rank)
-    told = [
-        f"{'ranks' if ranks[1:] else 'rank'} {', '.join(map(str, ranks[:8]))} at {place}"
-        for place, ranks in places.items()
-    ]
+    told = [f"{_ranks(ranks)} at {place}" for place, ranks in places.items()]
     return f" There stood {'; '.join(told[:4])}." if told else ""
 
 
@@ -438,7 +457,7 @@ def _loss(facts: Facts, found: Explanation) -> str:
     if found.lost_steps is None:
         if facts.newest is None or facts.is_ours or found.kind not in _NO_FAULT:
             return ""
-        return "The script tells nothing of its steps: it starts over, or from its own snapshot."
+        return "Nothing tells how far it had come: it starts over, or from its own snapshot."
     if not found.lost_steps:
         return f"Nothing is lost: step {found.step} is saved."
     steps = f"{_count(found.lost_steps, 'step')} ({age(found.lost_s or 0.0)})"
@@ -479,8 +498,8 @@ def _last_line(log: str) -> str:
     return f" The last that it printed: {_short(lines[-1])}" if lines else ""
 
 
-def _hint(facts: Facts, hint: str, named: Mapping[str, str]) -> str:
-    rank = facts.failure.rank if facts.failure else None
+def _hint(facts: Facts, hint: str, named: Mapping[str, str], rank: int | None = None) -> str:
+    """Fill in a hint; `rank` is the one whose log is worth a look."""
     where = "" if rank is None else f" --rank {rank} --attempt {facts.newest}"
     known = {
         "again": facts.again,

@@ -57,9 +57,9 @@ REASONS = (
         "scontrol release {job}; if that comes again, tell your site's support",
     ),
     Reason(
-        r"ReqNodeNotAvail(?P<which>.*)|Nodes required for job are",
+        r"ReqNodeNotAvail|Nodes required for job are",
         "a node that it needs is down, drained or reserved, perhaps for a maintenance that begins"
-        " before the job would end{which}",
+        " before the job would end",
         "scontrol show reservation; then a --time that ends before it, or no --nodelist",
     ),
     Reason(

@@ -306,7 +306,12 @@ def find_run(root: Path, text: str) -> RunFolder:
     candidates = [Path(text).absolute()] if text else []
     if text and not set(text) & {"/", "\0"}:
         name = glob.escape(text)
-        candidates += [root / ".jobs" / text, *root.glob(f"[!.]*/{name}")]
+        job, _, task = text.partition("_")  # as Slurm names a task of an array
+        candidates += [
+            root / ".jobs" / job / f"task-{task}",
+            root / ".jobs" / text,
+            *root.glob(f"[!.]*/{name}"),
+        ]
         candidates += sorted(root.glob(f"{name}/*"), reverse=True)
     for path in candidates:
         if "\0" not in text and (path / "job.json").is_file():
