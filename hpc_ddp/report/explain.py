@@ -447,7 +447,7 @@ def _lost(facts: Facts) -> tuple[int | None, float | None]:
     since = begun["time"]
     for saved in (e for e in events if e["event"] == "checkpoint"):
         since = saved["time"] - (saved.get("write_s") or 0.0)  # its state is from before
-    last = [e["time"] for e in events if e["event"] in _DONE]
+    last = [e["time"] for e in events if e["event"] in _DONE and e["event"] != "failed"]
     return max(0, step - (facts.saved or 0)), max(0.0, max(last, default=since) - since)
 
 
@@ -495,7 +495,7 @@ def _last_part(facts: Facts) -> str:
 
 def _last_line(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return f" The last that it printed: {_short(lines[-1])}" if lines else ""
+    return f' The last that it printed: "{_short(lines[-1])}".' if lines else ""
 
 
 def _hint(facts: Facts, hint: str, named: Mapping[str, str], rank: int | None = None) -> str:

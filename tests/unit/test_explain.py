@@ -290,7 +290,7 @@ def test_gone_without_a_word(written: Written) -> None:
     written.event("queued", job_id="7").attempt(0).said("hello\nlast words\n")
     found = written.explain()
     assert found.kind == "lost"
-    assert "The last that it printed: last words" in found.text
+    assert 'The last that it printed: "last words"' in found.text
 
 
 def test_an_output_folder_that_the_node_does_not_see(written: Written) -> None:
@@ -467,7 +467,7 @@ def test_errors_of_torchrun(written: Written, error: str, kind: str, words: str)
 @pytest.mark.parametrize(
     ("code", "log", "kind", "words"),
     [
-        (3, "bye\n", "exit code", "exit code 3. The last that it printed: bye"),
+        (3, "bye\n", "exit code", 'exit code 3. The last that it printed: "bye"'),
         (-9, "", "killed", "somebody killed it (SIGKILL)"),
         (-11, "", "killed", "SIGSEGV"),
         (-35, "", "killed", "signal 35"),
