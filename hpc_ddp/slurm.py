@@ -302,12 +302,13 @@ def record(job_id: str) -> Record:
     """
     try:
         return parse_record(_run(["scontrol", "show", "job", job_id]))
-    except NoAnswerError:
-        raise
     except HpcDdpError as error:
         forgotten = error
     asked = ["--format=State,Reason,ExitCode,NodeList,Start", f"--jobs={job_id}"]
-    printed = _run(["sacct", "--allocations", "--noheader", "--parsable2", *asked])
+    try:
+        printed = _run(["sacct", "--allocations", "--noheader", "--parsable2", *asked])
+    except HpcDdpError:  # a site without accounting, say
+        raise forgotten from None
     rows = [line.split("|") for line in printed.splitlines() if line.count("|") == 4]
     if not rows:
         raise forgotten

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from hpc_ddp import slurm
 from hpc_ddp.report.causes import recognise
-from hpc_ddp.report.status import jobs_of
 from hpc_ddp.run import checkpoints, process
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, NodeFolder, RunFolder, read_json
@@ -68,8 +67,8 @@ class Facts:
         the run's folder, and what its ``job.json`` says
     events
         the journal; `attempts` the numbers of the attempts that have a folder
-    job_id, record
-        the job that counts now, and Slurm's record of it, None without one
+    job_id, record, refusal
+        the job that counts now, and Slurm's record of it; None, and what Slurm said, without one
     cancelled, live
         the user's mark; a process of this machine plays the run
     saved
@@ -93,6 +92,7 @@ class Facts:
     attempts: Sequence[int] = ()
     job_id: str | None = None
     record: slurm.Record | None = None
+    refusal: str = ""
     cancelled: bool = False
     live: bool = False
     saved: int | None = None
@@ -156,7 +156,7 @@ def gather(run: RunFolder) -> Facts:
         job_log=_job_log(run),
         tasks=_tasks(run),
     )
-    facts = replace(facts, **_asked(_try(lambda: jobs_of(run, events), [])))
+    facts = replace(facts, **_asked(_try(run.job_ids, list[str]())))
     if attempts:
         facts = replace(facts, **_end_of(facts, attempts[-1]))
     return facts
@@ -204,19 +204,21 @@ def _tasks(run: RunFolder) -> dict[str, Facts]:
     return {n: gather(RunFolder(found[n])) for n in numbers}
 
 
-def _asked(jobs: Sequence[Any]) -> dict[str, Any]:
-    """Ask Slurm for the job that counts: of a chain the running link, else the newest known."""
+def _asked(jobs: Sequence[str]) -> dict[str, Any]:
+    """Ask Slurm for the job that counts: of a chain the link that runs, else the newest known."""
     known: dict[str, slurm.Record] = {}
-    for job in map(str, jobs[-2:]):
+    refusal = ""
+    for job in jobs[-2:]:
         try:
             known[job] = slurm.record(job)
-        except HpcDdpError:
+        except HpcDdpError as error:
+            refusal = error.message
             continue
         if known[job].state in ("RUNNING", "COMPLETING"):
             return {"job_id": job, "record": known[job]}
-    newest = str(jobs[-1]) if jobs else None
+    newest = jobs[-1] if jobs else None
     last = next(reversed(known), newest)
-    return {"job_id": last, "record": known.get(last or "")}
+    return {"job_id": last, "record": known.get(last or ""), "refusal": refusal}
 
 
 def _end_of(facts: Facts, attempt: AttemptFolder) -> dict[str, Any]:

@@ -394,7 +394,7 @@ def _silent(facts: Facts, cause: str) -> Explanation:
     if record:
         state = f" Slurm's word for job {facts.job_id} is {record.state} ({record.exit_code})."
     else:
-        state = f" Slurm knows nothing of job {facts.job_id} any more." if facts.job_id else ""
+        state = f" Of job {facts.job_id}: {facts.refusal}." if facts.refusal else ""
     begun = "ended" if facts.newest is not None else "never began"
     text = f"{begun}{_at(facts)}, and nothing tells why.{state}{_last_line(log)}"
     return Explanation("lost", text, logs)

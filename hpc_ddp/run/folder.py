@@ -184,7 +184,7 @@ class RunFolder:
         """Return all job ids of the run, oldest first, a chain's waiting link included."""
         ids = [event["job_id"] for event in self.events() if event.get("job_id")]
         ids += [read_json(a.path / "next.json").get("job_id") for a in self.attempts()]
-        return list(dict.fromkeys(filter(None, ids)))
+        return list(dict.fromkeys(id for id in ids if id and isinstance(id, str)))
 
     def finished(self) -> bool:
         """Tell whether the run has reached its end, so that there is nothing to go on with."""
