@@ -86,6 +86,11 @@ def explain(facts: Facts) -> Explanation:
         found = _rendered(facts)
     else:
         found = _ended(facts)
+    if found.kind in ("waiting", "ending") and facts.newest is not None:
+        last = _end(facts)
+        found = replace(found, text=f"{found.text} Its last attempt {last.text}")
+        if last.kind in _SILENT_KINDS:  # it would come again
+            found = replace(found, hint=last.hint)
     lost_steps, lost_s = _lost(facts)
     found = replace(
         found,
@@ -95,7 +100,7 @@ def explain(facts: Facts) -> Explanation:
         lost_steps=lost_steps,
         lost_s=lost_s,
     )
-    text = [f"{_name(facts.path)} {found.text}", _before(facts, found), _loss(facts, found)]
+    text = [f"{_name(facts.path)} {found.text}", _before(facts), _loss(facts, found)]
     return replace(found, text=" ".join(filter(None, text)))
 
 
@@ -414,25 +419,28 @@ _ENDS = {  # verdict's cause: how it is summed up
     "failed": "failed",
     "cancelled": "was cancelled",
     "finished": "finished",
+    "superseded": "was requeued by Slurm itself",
+    "node lost": "lost a node",
 }
+_NO_WORD = "ended without a word"
 
 
 def _ends(facts: Facts) -> dict[int, str]:
-    """Return how each attempt ended, by number; the end of one without a verdict is a lost node."""
-    causes = {e["attempt"]: text_of(e, "cause") for e in facts.of("verdict")}
-    numbers = {*facts.attempts, *causes, *(e["attempt"] for e in facts.of("started"))}
-    return {n: _ENDS.get(causes.get(n, ""), "lost a node") for n in sorted(numbers)}
+    """Return how each attempt ended, by number."""
+    found = {e["attempt"]: _ENDS.get(text_of(e, "cause"), _NO_WORD) for e in facts.of("verdict")}
+    for event in facts.of("verdict"):
+        # Where nothing came to life at all, the node may be well.
+        if event.get("cause") == "node lost" and event.get("step") is None:
+            found[event["attempt"]] = _NO_WORD
+    numbers = {*facts.attempts, *found, *(e["attempt"] for e in facts.of("started"))}
+    return {n: found.get(n, _NO_WORD) for n in sorted(numbers)}
 
 
-def _before(facts: Facts, found: Explanation) -> str:
-    """Return how the attempts before the one that was told of have ended."""
-    ends = _ends(facts)
-    told = ends.pop(facts.newest, None) if facts.newest is not None else None
-    last = ""
-    if told and found.kind in ("waiting", "ending"):
-        last = f" Its last attempt {_end(facts).text}"
-    sums = [f"{end}{_times(count)}" for end, count in Counter(ends.values()).items()]
-    return (f"Before that it {' and '.join(sums)}." if sums else "") + last
+def _before(facts: Facts) -> str:
+    """Return how the attempts before the newest have ended."""
+    ends = [end for n, end in _ends(facts).items() if n != facts.newest]
+    sums = [f"{end}{_times(count)}" for end, count in Counter(ends).items()]
+    return f"Before that it {' and '.join(sums)}." if sums else ""
 
 
 def _lost(facts: Facts) -> tuple[int | None, float | None]:

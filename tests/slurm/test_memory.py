@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def test_a_worker_that_eats_all_memory(hpc: Hpc, group: Path, tmp_path: Path) ->
     enter.write_text(f'#!/bin/sh\necho $$ >{group}/cgroup.procs || exit\nexec "$@"\n')
     enter.chmod(0o755)
     words = ("--nodes", "1", "--nproc-per-node", "2", "--container", str(enter))
+    words += ("--python", sys.executable)  # in a container it would be another one
     job = hpc.submit(*words, str(SCRIPTS / "trouble.py"), "eat-at-30")
     assert job.end(300) == "FAILED", job.output()
     assert job.verdicts() == [("failed", "requeue"), ("failed", "give up")]
