@@ -468,7 +468,9 @@ def _loss(facts: Facts, found: Explanation) -> str:
         return "Nothing tells how far it had come: it starts over, or from its own snapshot."
     if not found.lost_steps:
         return f"Nothing is lost: step {found.step} is saved."
-    steps = f"{_count(found.lost_steps, 'step')} ({age(found.lost_s or 0.0)})"
+    lost_s = found.lost_s or 0.0
+    took = age(lost_s) if lost_s >= 9.95 else f"{lost_s:.1f} s"
+    steps = f"{_count(found.lost_steps, 'step')} ({took})"
     if facts.saved is None:
         return f"Nothing had been saved: {steps} are lost."
     return f"The newest checkpoint is of step {facts.saved}: {steps} are to be done again."
