@@ -455,7 +455,8 @@ def _lost(facts: Facts) -> tuple[int | None, float | None]:
     since = begun["time"]
     for saved in (e for e in events if e["event"] == "checkpoint"):
         since = saved["time"] - (saved.get("write_s") or 0.0)  # its state is from before
-    last = [e["time"] for e in events if e["event"] in _DONE and e["event"] != "failed"]
+    done = [e for e in events if e["event"] in _DONE]  # less what is only known after a hang
+    last = [e["time"] for e in done if not text_of(e, "error").startswith("HangError")]
     return max(0, step - (facts.saved or 0)), max(0.0, max(last, default=since) - since)
 
 

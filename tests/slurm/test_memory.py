@@ -34,8 +34,8 @@ def test_a_worker_that_eats_all_memory(hpc: Hpc, group: Path, tmp_path: Path) ->
     enter = tmp_path / "enter"
     enter.write_text(f'#!/bin/sh\necho $$ >{group}/cgroup.procs || exit\nexec "$@"\n')
     enter.chmod(0o755)
-    words = ("--nodes", "1", "--nproc-per-node", "2", "--container", str(enter))
-    words += ("--python", sys.executable)  # in a container it would be another one
+    entered = ("--container", str(enter), "--python", sys.executable)  # or it would be another one
+    words = ("--nodes", "1", "--nproc-per-node", "2", *entered)
     job = hpc.submit(*words, str(SCRIPTS / "trouble.py"), "eat-at-30")
     assert job.end(600) == "FAILED", job.output()
     assert job.verdicts() == [("failed", "requeue"), ("failed", "give up")]
