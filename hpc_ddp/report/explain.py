@@ -235,9 +235,11 @@ _BY_STATE = {  # what Slurm's last state of a job without a verdict means
 
 def _ended(facts: Facts) -> Explanation:
     """Explain a run that does not go on by itself now, by the end of its newest attempt."""
-    if facts.newest is None and facts.cancelled:
-        return Explanation("cancelled", "was cancelled before it began.", facts.again)
-    found, verdict = _end(facts), facts.verdict
+    verdict = facts.verdict
+    if facts.cancelled and verdict is None:
+        when = " before it began" if facts.newest is None else _at(facts)
+        return Explanation("cancelled", f"was cancelled{when}.", facts.again)
+    found = _end(facts)
     goes_on = verdict is not None and text_of(verdict, "action") == "requeue"
     in_queue = goes_on and facts.record is not None and facts.record.state == "CANCELLED"
     if found.kind != "cancelled" and (facts.cancelled or in_queue):

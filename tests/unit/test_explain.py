@@ -261,6 +261,9 @@ def test_cancelled(written: Written, tmp_path: Path) -> None:
     waiting = Written(tmp_path / "b").event("submitted").event("queued", job_id="7")
     waiting.run.cancelled.touch()
     assert "cancelled before it began" in waiting.explain(_record("CANCELLED")).text
+    cut = Written(tmp_path / "d").event("submitted").attempt(0, steps=20)
+    cut.run.cancelled.touch()
+    assert "was cancelled at step 20. Nothing had been" in cut.explain(_record("COMPLETING")).text
     requeued = Written(tmp_path / "c").event("submitted").attempt(0, steps=20)
     requeued.verdict("preempted", "requeue")
     found = requeued.explain(_record("CANCELLED"))
