@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +18,51 @@ LOGIN_PACKAGES = (
     *("click", "jinja2", "markupsafe", "rich", "pygments", "markdown_it", "mdurl"),
     *("submitit", "cloudpickle", "typing_extensions"),
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, help="a table of the rows of docs/bad-days.md")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--results"):
+        config.pluginmanager.register(Results(path))
+
+
+class Results:
+    """Writes a line for each test that shows a row, as soon as it is through."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(
+            f"# Bad days, seen on {time.strftime('%Y-%m-%d')}\n\n"
+            f"Commit {_said('git', '-C', str(REPO), 'describe', '--always', '--dirty')},"
+            f" {_said('sinfo', '--version')}, Python {sys.version.split()[0]}.\n\n"
+            "| bad day | test | outcome | seconds |\n|---|---|---|---|\n"
+        )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[Any]
+    ) -> Iterator[None]:
+        report: pytest.TestReport = yield  # type: ignore[misc]
+        row = item.get_closest_marker("row")
+        # Of the phases set-up, call and tear-down: the call, and what else does not pass.
+        if row and (report.when == "call" or not report.passed):
+            why = f": {str(call.excinfo.value).splitlines()[0]}" if report.skipped else ""
+            with open(self.path, "a") as file:
+                file.write(
+                    f"| {row.args[0]} | `{item.nodeid}` | {report.outcome}{why} |"
+                    f" {call.duration:.0f} |\n"
+                )
+        return report  # type: ignore[return-value]
+
+
+def _said(*argv: str) -> str:
+    if not shutil.which(argv[0]):
+        return f"no {argv[0]}"
+    return subprocess.run(argv, capture_output=True, text=True).stdout.strip()
 
 
 def _bare_venv(folder: Path) -> Path:

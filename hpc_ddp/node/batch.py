@@ -7,11 +7,12 @@ It runs on the first node, outside of any container, since scontrol is often mis
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import socket
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,15 @@ from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_json, write_json
 from hpc_ddp.run.journal import Event
+from hpc_ddp.run.patience import patiently
 from hpc_ddp.run.spec import JobSpec
 
 REQUEUE_TRIES = 6
 
 
 def say(text: str) -> None:
-    print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the job's output may lie on a disk that is full
+        os.write(2, f"hpc-ddp: {text}\n".encode())
 
 
 # --- before the step -----------------------------------------------------------------------
@@ -45,7 +48,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
         the run is finished, cancelled, or being run by somebody else
     """
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
-    spec = JobSpec.from_json(run.job_json.read_text())
+    spec = JobSpec.from_json(patiently(run.job_json.read_text))
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     is_link = "HPC_DDP_LINK" in environ
     if run.finished():
@@ -56,7 +59,8 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     job = _ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
-    attempt = run.claim_attempt(info, lambda other: _is_live(other, job_id, restarts))
+    is_live = partial(_is_live, job_id=job_id, restarts=restarts)
+    attempt = patiently(partial(run.claim_attempt, info, is_live))
     run.journal("batch", attempt.number).write("started", nodes=nodes, **info)
     if "SLURM_ARRAY_TASK_ID" not in environ:  # an array's own id was linked at the submit
         link_job(job_id, run)
@@ -233,7 +237,7 @@ def judge(
 ) -> tuple[Facts, Verdict]:
     """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
     facts = Facts(
-        spec=JobSpec.from_json(run.job_json.read_text()),
+        spec=JobSpec.from_json(patiently(run.job_json.read_text)),
         attempt=attempt.number,
         cancelled=run.cancelled.exists(),
         superseded=not run.is_newest(attempt.number),
@@ -266,7 +270,7 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict
     where: dict[str, Any] = {}
     if failure:
         where = {"rank": failure.rank, "node": failure.node, "error": failure.error}
-    run.journal("batch", attempt.number).write(
+    run.journal("batch", attempt.number).write_surely(
         "verdict",
         cause=decided.cause,
         action=decided.action,
@@ -349,4 +353,7 @@ def main(argv: list[str]) -> int:
         if error.hint:
             say(f"hint: {error.hint}")
         return error.exit_code
+    except OSError as error:
+        say(f"the run's folder can't be used: {error}; once it can: hpc-ddp submit --run RUN")
+        return CAN_GO_ON
     return 0

@@ -124,6 +124,36 @@ class Cluster(Machinery):
     def heal(self, node: str) -> None:
         sh("ip", "link", "set", self._cable(node), "up")
 
+    @contextlib.contextmanager
+    def scratch_full(self) -> Iterator[None]:
+        """Leave no byte free on the nodes' scratch."""
+        ballast = self.scratch / "ballast"
+        with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        yield
+        ballast.unlink()
+
+    @contextlib.contextmanager
+    def scratch_read_only(self) -> Iterator[None]:
+        """Lay a read-only view over scratch; what is open stays so, as on a real one."""
+        view = self.folder / "view"
+        view.mkdir(exist_ok=True)
+        sh("mount", "--bind", str(self.scratch), str(view))
+        sh("mount", "--make-private", str(view))
+        sh("mount", "-o", "remount,bind,ro", str(view))
+        sh("mount", "--bind", str(view), str(self.scratch))
+        yield
+        sh("umount", "--lazy", str(self.scratch))
+        sh("umount", "--lazy", str(view))
+
+    @contextlib.contextmanager
+    def scratch_gone(self) -> Iterator[None]:
+        """Leave only the empty mount point, which takes no files."""
+        sh("mount", "-t", "tmpfs", "-o", "ro", "gone", str(self.scratch))
+        yield
+        sh("umount", "--lazy", str(self.scratch))
+
     def kill_slurmd(self, node: str) -> None:
         """Kill a node's slurmd; its jobs go on."""
         self._stop(f"slurmd.{node}", number=signal.SIGKILL)

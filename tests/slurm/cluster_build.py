@@ -50,6 +50,7 @@ class Machinery:
         self.instance = instance
         self.folder = folder_of(instance)
         self.conf = self.folder / "slurm.conf"
+        self.scratch = self.folder / "scratch"
         self.cluster = f"hd{instance}"
         self.controller = f"{self.cluster}ctl"
         self.nodes = [f"{self.cluster}n{k}" for k in NODES]
@@ -120,6 +121,7 @@ class Machinery:
         self._write_names(subnet)
         self._write_conf()
         self._make_network(subnet)
+        self._make_scratch()
         self._start_munge()
         for host in (self.controller, *self.nodes):
             self._make_host(host)
@@ -207,6 +209,12 @@ class Machinery:
             sh("ip", "-n", ns, "addr", "add", f"{subnet[k]}/24", "dev", "eth0")
             sh("ip", "-n", ns, "link", "set", "eth0", "up")
             sh("ip", "-n", ns, "link", "set", "lo", "up")
+
+    def _make_scratch(self) -> None:
+        """A small file system of the nodes' own; shared, so that they see what is done to it."""
+        self.scratch.mkdir()
+        sh("mount", "-t", "tmpfs", "-o", "size=64m,mode=755", "scratch", str(self.scratch))
+        sh("mount", "--make-shared", str(self.scratch))
 
     def _make_host(self, host: str) -> None:
         """A process that holds a host's namespaces, in which our names lie over /etc/hosts.
@@ -384,6 +392,8 @@ class Machinery:
         self._remove_cgroups()
         for device in Path("/dev").glob(f"hpc-ddp-{self.instance}-gpu*"):
             device.unlink()
+        while os.path.ismount(self.scratch):
+            sh("umount", "--lazy", str(self.scratch))
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _remove_network(self) -> None:
