@@ -39,7 +39,7 @@ class Results:
             f"# Bad days, seen on {time.strftime('%Y-%m-%d')}\n\n"
             f"Commit {_said('git', '-C', str(REPO), 'describe', '--always', '--dirty')},"
             f" {_said('sinfo', '--version')}, Python {sys.version.split()[0]}.\n\n"
-            "| bad day | test | outcome | seconds |\n|---|---|---|---|\n"
+            "| bad day | test | outcome | seconds | measured |\n|---|---|---|---|---|\n"
         )
 
     @pytest.hookimpl(wrapper=True)
@@ -51,10 +51,11 @@ class Results:
         # Of the phases set-up, call and tear-down: the call, and what else does not pass.
         if row and (report.when == "call" or not report.passed):
             why = f": {str(call.excinfo.value).splitlines()[0]}" if report.skipped else ""
+            measured = ", ".join(f"{name} {value}" for name, value in report.user_properties)
             with open(self.path, "a") as file:
                 file.write(
                     f"| {row.args[0]} | `{item.nodeid}` | {report.outcome}{why} |"
-                    f" {call.duration:.0f} |\n"
+                    f" {call.duration:.0f} | {measured} |\n"
                 )
         return report  # type: ignore[return-value]
 

@@ -29,7 +29,7 @@ DIGITS = REPO / "jobs" / "digits.py"
 DIGITS_ARGS = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.05")
 WALK = SCRIPTS / "walk.py"
 BACKENDS = ("slurm", "submitit")
-ONE_BY_TWO = ("--nodes", "1", "--nproc-per-node", "2")
+ONE_BY_TWO = ("--nodes", "1", "--gpus-per-node", "2")
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
 
 
@@ -45,7 +45,7 @@ class Job:
         found = [event for event in self.run.events() if event["event"] == name]
         return [event for event in found if attempt in (None, event["attempt"])]
 
-    def event(self, name: str, attempt: int = 0, timeout: float = 90) -> Event:
+    def event(self, name: str, attempt: int = 0, timeout: float = 240) -> Event:
         """Wait for an attempt's event, and return it."""
         self.until(lambda: bool(self.events(name, attempt)), timeout, f"{name} of {attempt}")
         return self.events(name, attempt)[-1]
@@ -61,7 +61,7 @@ class Job:
     def state(self) -> str:
         return self.show()["JobState"]
 
-    def end(self, timeout: float = 120) -> str:
+    def end(self, timeout: float = 420) -> str:
         """Wait until the job is over for good, and return Slurm's state for it."""
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         self.until(lambda: self.state() in over, timeout, "end")
@@ -74,7 +74,7 @@ class Job:
         """Wait until an attempt has come to a step."""
         self.until(
             lambda: any(e["step"] >= step for e in self.events("metrics", attempt)),
-            90,
+            240,
             f"step {step}",
         )
 
@@ -115,6 +115,12 @@ class Job:
                 if wanted <= set(environ) and words in command.replace("\0", " "):
                     found.append(int(path.name))
         return [pid for pid in found if runs(pid)]
+
+    def agent(self, attempt: int = 0) -> int:
+        """Return the process id of torchrun's agent on the node of the last rank."""
+        environ = Path(f"/proc/{self.workers(attempt)[-1]}/environ").read_bytes().split(b"\0")
+        (pid,) = (word for word in environ if word.startswith(b"HPC_DDP_AGENT_PID="))
+        return int(pid.partition(b"=")[2])
 
     def output(self) -> str:
         return "".join(path.read_text() for path in sorted(self.run.logs.glob("slurm*.out")))
