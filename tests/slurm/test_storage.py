@@ -75,13 +75,15 @@ def test_a_quota_in_mid_save(hpc: Hpc, undisturbed: Job) -> None:
     promise="ends after three failed saves and half a minute, with the reason; goes on later",
 )
 def test_a_disk_that_stays_full_ends_the_run(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
-    words = (*TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
-    job = hpc.submit(*words, "--step-seconds", "0.5", "--max-failures=0", env=EVERY_SECOND)
+    words = ("--max-failures", "0", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    job = hpc.submit(*words, "--step-seconds", "0.5", env=EVERY_SECOND)
     job.at_step(10)
     with cluster.scratch_full():
-        job.until(lambda: not job.processes("walk.py"), 90, "end of the workers")
-        job.until(lambda: job.state() == "FAILED", 120, "end")
-    assert "No space left" in str(job.verdicts()) + job.output()
+        job.until(lambda: not job.processes("code/0/"), 240, "end of the workers")
+        time.sleep(SECONDS)
+    assert job.end() == "FAILED", job.output()
+    (verdict,) = job.events("verdict")
+    assert "No space left" in verdict["why"]
     again = hpc.submit("--run", str(job.run.path), env=EVERY_SECOND)
     assert again.end() == "COMPLETED", again.output()
     assert same_weights(again, undisturbed)
