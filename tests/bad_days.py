@@ -3,7 +3,7 @@
     python tests/bad_days.py        writes it anew
 
 A test says ``@pytest.mark.row("name of the bad day", promise="what is promised")``; of several
-tests with the same name, the first one has the promise.
+tests with the same name, one has the promise.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Return the rows in the order of the test files; raises ValueError for one unpromised."""
+    """Return the rows in the order of the test files."""
     found: dict[str, Row] = {}
     for path in sorted((REPO / "tests").rglob("test_*.py")):
         for function, name, promise in _marked(path):
-            if name not in found and not promise:
-                raise ValueError(f"{path.name}: row {name!r} has no promise")
             row = found.setdefault(name, Row(name, promise))
+            row.promise = row.promise or promise
             row.tests.append(f"{path.relative_to(REPO)}::{function}")
     return list(found.values())
 
@@ -43,13 +42,13 @@ def _marked(path: Path) -> Iterator[tuple[str, str, str]]:
     for node in ast.parse(path.read_text()).body:
         for call in getattr(node, "decorator_list", ()):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.row":
-                (name,) = map(ast.literal_eval, call.args)
-                promise = [ast.literal_eval(word.value) for word in call.keywords]
-                yield getattr(node, "name", ""), name, promise[0] if promise else ""
+                words = [*call.args, *(word.value for word in call.keywords)]
+                name, *promise = map(ast.literal_eval, words)
+                yield getattr(node, "name", ""), name, "".join(promise)
 
 
 def last_seen() -> dict[str, str]:
-    """Return for each test when it last passed in all its variants, as a link to the results."""
+    """Return for each test the last results in which all its variants passed, as a link."""
     seen: dict[str, str] = {}
     for path in sorted(RESULTS.glob("*.md")):
         outcomes: dict[str, set[str]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -35,12 +36,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(
-            f"# Bad days, seen on {time.strftime('%Y-%m-%d')}\n\n"
-            f"Commit {_said('git', '-C', str(REPO), 'describe', '--always', '--dirty')},"
-            f" {_said('sinfo', '--version')}, Python {sys.version.split()[0]}.\n\n"
-            "| bad day | test | outcome | seconds | measured |\n|---|---|---|---|---|\n"
-        )
+        self.path.unlink(missing_ok=True)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -53,6 +49,8 @@ class Results:
             why = f": {str(call.excinfo.value).splitlines()[0]}" if report.skipped else ""
             measured = ", ".join(f"{name} {value}" for name, value in report.user_properties)
             with open(self.path, "a") as file:
+                if not file.tell():  # only now, since the tests may have installed Slurm
+                    file.write(_head())
                 file.write(
                     f"| {row.args[0]} | `{item.nodeid}` | {report.outcome}{why} |"
                     f" {call.duration:.0f} | {measured} |\n"
@@ -60,10 +58,20 @@ class Results:
         return report  # type: ignore[return-value]
 
 
+def _head() -> str:
+    commit = _said("git", "-C", str(REPO), "describe", "--always", "--dirty")
+    return (
+        f"# Bad days, seen on {time.strftime('%Y-%m-%d')}\n\n"
+        f"Commit {commit}, {_said('slurmctld', '-V')}, Python {sys.version.split()[0]}.\n\n"
+        "| bad day | test | outcome | seconds | measured |\n|---|---|---|---|---|\n"
+    )
+
+
 def _said(*argv: str) -> str:
-    if not shutil.which(argv[0]):
+    name = shutil.which(argv[0], path=f"{os.environ['PATH']}:/usr/sbin")
+    if name is None:
         return f"no {argv[0]}"
-    return subprocess.run(argv, capture_output=True, text=True).stdout.strip()
+    return subprocess.run([name, *argv[1:]], capture_output=True, text=True).stdout.strip()
 
 
 def _bare_venv(folder: Path) -> Path:

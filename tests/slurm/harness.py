@@ -104,7 +104,7 @@ class Job:
 
     def processes(self, words: str = "", attempt: int = 0, node: str = "") -> list[int]:
         """Return the processes of an attempt with `words` in their command line, anywhere: it is
-        one machine."""
+        one machine. An srun has the words of what it starts, and counts where it is asked for."""
         wanted = {f"HPC_DDP_RUN={self.run.path}", f"HPC_DDP_ATTEMPT={attempt}"}
         wanted |= {f"SLURMD_NODENAME={node}"} if node else set()
         found = []
@@ -112,7 +112,8 @@ class Job:
             with contextlib.suppress(OSError):
                 environ = (path / "environ").read_bytes().decode(errors="replace").split("\0")
                 command = (path / "cmdline").read_bytes().decode(errors="replace")
-                if wanted <= set(environ) and words in command.replace("\0", " "):
+                is_srun = command.startswith("srun") and not words.startswith("srun")
+                if wanted <= set(environ) and words in command.replace("\0", " ") and not is_srun:
                     found.append(int(path.name))
         return [pid for pid in found if runs(pid)]
 

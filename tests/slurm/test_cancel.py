@@ -9,7 +9,6 @@ from cluster import Cluster
 from harness import BACKENDS, ONE_BY_TWO, SCRIPTS, TWO_BY_TWO, WALK, Hpc, Job, use
 
 WAYS = ["hpc-ddp cancel", "scancel"]
-PROMISE = "ends at once and stays cancelled; `status` says so after `hpc-ddp cancel`"
 
 
 def _cancel(hpc: Hpc, way: str, job: Job) -> None:
@@ -19,7 +18,10 @@ def _cancel(hpc: Hpc, way: str, job: Job) -> None:
         hpc("cancel", job.id)
 
 
-@pytest.mark.row("cancelled while pending, starting, running, saving, in the grace time", PROMISE)
+@pytest.mark.row(
+    "cancelled while pending, starting, running, saving, in the grace time",
+    "ends at once and stays cancelled; after `hpc-ddp cancel`, `status` says so",
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("backend", ["slurm", pytest.param("submitit", marks=pytest.mark.soak)])
 def test_cancel_in_each_phase(hpc: Hpc, cluster: Cluster, way: str, backend: str) -> None:
@@ -53,7 +55,9 @@ def test_cancel_in_each_phase(hpc: Hpc, cluster: Cluster, way: str, backend: str
 
 
 @pytest.mark.soak
-@pytest.mark.row("cancelled while it waits to be started again", PROMISE)
+@pytest.mark.row(
+    "cancelled while it waits to be started again", "stays cancelled, and is not started"
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cancel_between_two_attempts(hpc: Hpc, cluster: Cluster, way: str, backend: str) -> None:

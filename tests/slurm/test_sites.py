@@ -50,10 +50,7 @@ def test_no_scontrol_in_the_container(hpc: Hpc, cluster: Cluster, walked: Job) -
 
 
 @pytest.mark.soak
-@pytest.mark.row(
-    "a job array of four runs, one preempted",
-    "each has its own run folder and its own fate",
-)
+@pytest.mark.row("a job array, one task preempted", "each has its own run and its own fate")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_of_an_array_is_preempted(
     hpc: Hpc, cluster: Cluster, walked: Job, backend: str
