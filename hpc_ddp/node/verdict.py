@@ -152,8 +152,11 @@ def _cause(facts: Facts) -> str:
         return "node lost"
     if job and job.state != "RUNNING":  # the batch shell still runs, so somebody ends the job
         return "cancelled"
+    if set(facts.notices) & set(TIME_LIMIT_SOURCES):
+        return "time limit"
     if facts.notices:
-        return "time limit" if set(facts.notices) & set(TIME_LIMIT_SOURCES) else "notice"
+        # With a node silent and no stop: srun ends the rest of a step of which a task has died.
+        return "notice" if complete or facts.here("stopped") else "node lost"
     if facts.failure:
         return "failed"
     if not complete or any(codes):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -320,7 +319,7 @@ class Checkpoints:
         names: list[str] = []
         if rank == 0:
             # A disk that is gone for a moment must not look like a run without checkpoints.
-            patiently(partial(os.listdir, self._run.checkpoints))
+            patiently(self._run.checkpoints.stat)
             storage.clear_drafts(self._run.checkpoints, self._attempt)
             names = [path.name for path in checkpoints.candidates(self._run.checkpoints)]
         names = self._control.from_first(names)
@@ -347,7 +346,7 @@ class Checkpoints:
         rank, world_size = self._control.rank, self._control.world_size
         problems = self._control.to_first(checkpoints.verify(folder, rank, world_size))
         if any(problems):
-            patiently(partial(os.listdir, self._run.checkpoints))
+            patiently(self._run.checkpoints.stat)
         found: str | None = self._control.from_first(next(filter(None, problems), None))
         return found
 

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from hpc_ddp.training import Run, start
-from hpc_ddp.training import checkpoint
+from hpc_ddp.training import Run, checkpoint, start
 from hpc_ddp.training import run as run_module
 
 parser = argparse.ArgumentParser()

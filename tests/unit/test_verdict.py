@@ -92,6 +92,15 @@ def test_after_a_notice_slurm_tells_why(job: Job | None, cause: str, action: str
     assert (verdict.cause, verdict.action) == (cause, action)
 
 
+def test_a_sigterm_because_another_nodes_task_has_died_is_no_notice() -> None:
+    verdict = _decide(records=(_record("n1", notice="SIGTERM", error="Connection reset"),))
+    assert (verdict.cause, verdict.action, verdict.why) == (
+        "node lost",
+        "requeue",
+        "no word from n2",
+    )
+
+
 def test_a_worker_that_dies_of_the_notice_is_preempted_not_failed() -> None:
     records = (_record("n1", "SIGTERM", code=-15), _record("n2", "SIGTERM", error="gloo"))
     verdict = _decide(job=replace(RUNNING, preempted_at=900.0), records=records, events=())
