@@ -32,7 +32,7 @@ cluster: .venv/ready
 # moments, of which `make test` does a dozen. Another HPC_DDP_SOAK_SEED, other moments.
 soak: .venv/ready
 	HPC_DDP_SOAK=200 $(BIN)/python -m pytest -m "soak or row" --results docs/bad-days/$$(date +%F).md; \
-		status=$$?; $(BIN)/python tests/bad_days.py; exit $$status
+		status=$$?; $(BIN)/python tests/unit/bad_days.py; exit $$status
 
 bench: .venv/ready
 	$(BIN)/python bench/launch.py

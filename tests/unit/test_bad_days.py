@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1]))
 import bad_days
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert bad_days.PAGE.read_text() == bad_days.page(), "python tests/bad_days.py"
+    assert bad_days.PAGE.read_text() == bad_days.page(), "python tests/unit/bad_days.py"
 
 
 def test_each_row_has_one_promise() -> None:

@@ -1,6 +1,6 @@
 """The table in docs/bad-days.md, from the tests' markers and the newest results.
 
-    python tests/bad_days.py        writes it anew
+    python tests/unit/bad_days.py        writes it anew
 
 A test says ``@pytest.mark.row("name of the bad day", promise="what is promised")``; of several
 tests with the same name, one has the promise.
@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 PAGE = REPO / "docs" / "bad-days.md"
 RESULTS = REPO / "docs" / "bad-days"
-BEGIN, END = "<!-- table: python tests/bad_days.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- table: python tests/unit/bad_days.py -->\n", "<!-- end -->\n"
 
 
 @dataclass
