@@ -65,8 +65,9 @@ def test_cancel_between_two_attempts(hpc: Hpc, cluster: Cluster, way: str, backe
     job = hpc.submit("--backend", backend, *ONE_BY_TWO, str(WALK))
     job.at_step(10)
     job.preempt()
-    job.until(lambda: job.show()["Restarts"] == "1", 60, "requeue")
-    assert job.state() == "PENDING"
+    job.until(lambda: bool(job.verdicts()), 60, "verdict")
+    job.until(lambda: job.state() == "PENDING", 20, "wait for the next start")
+    assert job.show()["Restarts"] == "1"
     _cancel(hpc, way, job)
     assert job.end(20) == "CANCELLED", job.output()
     time.sleep(8)
