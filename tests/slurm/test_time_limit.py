@@ -1,4 +1,4 @@
-"""The time limit, as it comes with one warning or another, or with none."""
+"""The time limit, with one of its two warnings, and with a slow save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ NO_DEADLINE = "--setup=declare -rx HPC_DDP_END_TIME="
 WAYS: dict[str, tuple[str, ...]] = {
     "signal alone": (NO_DEADLINE,),
     "deadline alone": (NO_SIGNAL,),
-    "none": (NO_SIGNAL, NO_DEADLINE),
     "slow save": (),
 }
 
@@ -37,11 +36,11 @@ def limited(
 
 @pytest.mark.soak
 @pytest.mark.row(
-    "time limit, with one warning or none",
-    promise="goes on at the next step, also where only Slurm's SIGTERM at the limit is heard",
+    "time limit, with only one of its two warnings",
+    promise="goes on at the next step: by the warning signal alone, or by the known end alone",
 )
-@pytest.mark.parametrize("way", ["signal alone", "deadline alone", "none"])
-def test_one_warning_or_none(limited: dict[str, Job], walked: Job, way: str) -> None:
+@pytest.mark.parametrize("way", ["signal alone", "deadline alone"])
+def test_one_warning(limited: dict[str, Job], walked: Job, way: str) -> None:
     job = limited[way]
     assert job.end(600) == "COMPLETED", job.output()
     assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
