@@ -72,7 +72,7 @@ def test_a_quota_in_mid_save(hpc: Hpc, undisturbed: Job) -> None:
 @pytest.mark.soak
 @pytest.mark.row(
     "no save succeeds any more",
-    promise="ends after three failed saves and half a minute, with the reason; goes on when asked to",
+    promise="ends after three failed saves and half a minute, and says why; can go on later",
 )
 def test_saves_that_never_succeed_end_the_run(hpc: Hpc, undisturbed: Job) -> None:
     words = ("--max-failures", "0", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
