@@ -26,7 +26,7 @@ from string import Template
 from types import FrameType
 from typing import Any
 
-from hpc_ddp.node import failure
+from hpc_ddp.node import failure, oom
 from hpc_ddp.node.network import interface_to
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json, read_word, write_json
 from hpc_ddp.run.patience import patiently
@@ -149,6 +149,7 @@ class Supervisor:
     _next_look: float = 0.0
     _next_fence: float = 0.0
     _log_position: int = 0
+    _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
         self.folder = self.place.attempt.node(self.place.node)
@@ -327,6 +328,10 @@ class Supervisor:
         if not found:
             error = told.get("agent", "")
             found = [{"rank": None, "code": code, "time": time.time(), "error": error}]
+        if oom.kills() > self._oom_kills:
+            for each in found:
+                if each["code"] == -signal.SIGKILL:
+                    each["error"] = oom.KILLED
         return found
 
     def _wait_for_peers(self) -> None:
