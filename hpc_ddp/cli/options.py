@@ -66,6 +66,9 @@ _OPTIONS = [
     ),
     click.option("--runs-dir", metavar="DIR", help="Where run folders are made."),
     click.option("--no-snapshot", is_flag=True, help="Run the live code, not a copy of it."),
+    click.option(
+        "--preflight", is_flag=True, default=None, help="Look at the nodes first; avoid bad ones."
+    ),
     click.option("--max-requeues", type=int, help="Bound on requeues (default: none)."),
     click.option("--max-failures", type=int, help="Retries after failures (default 3)."),
     click.option(

@@ -146,7 +146,10 @@ class SubmititBackend:
             wckey=None,
             stderr_to_stdout=True,
             setup=[
-                *(prepared.rendering.block(name) for name in ("settings", "setup", "attempt")),
+                *(
+                    prepared.rendering.block(name)
+                    for name in ("settings", "setup", "attempt", "preflight")
+                ),
                 'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',
             ],
             teardown=[prepared.rendering.block("verdict")],
