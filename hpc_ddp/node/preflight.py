@@ -91,16 +91,6 @@ class Told:
         if "to" in line:
             self.speeds[line["to"]] = max(line["mb_s"], self.speeds.get(line["to"], 0.0))
 
-    def report(self) -> dict[str, Any]:
-        """Return it for the journal."""
-        speeds = {"send_mb_s": max(self.speeds.values())} if self.speeds else {}
-        return {
-            **self.values,
-            **speeds,
-            "bad": [{"check": check, "why": why} for check, why in self.bad],
-            "notes": self.notes,
-        }
-
 
 All = dict[str, Told]
 
@@ -237,7 +227,19 @@ def outcome(told: All) -> dict[str, Any]:
         "bad_nodes": [] if shared else bad,
         "hopeless": bool(shared - {"silent"}),
         "why": "; ".join(reasons[:3]) + more,
-        "report": {node: each.report() for node, each in told.items()},
+        "report": {node: _report(told, node) for node in told},
+    }
+
+
+def _report(told: All, node: str) -> dict[str, Any]:
+    """Return what the journal has of one node."""
+    each = told[node]
+    speeds = {"send_mb_s": each.speeds, "receive_mb_s": _into(told, node)}
+    return {
+        **each.values,
+        **{name: max(values.values()) for name, values in speeds.items() if values},
+        "bad": [{"check": check, "why": why} for check, why in each.bad],
+        "notes": each.notes,
     }
 
 
