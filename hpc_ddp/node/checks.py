@@ -392,6 +392,8 @@ def main(argv: list[str]) -> int:
         store_port=network.free_port(listener.port),
         addresses=network.addresses()[:10],
     )
+    if place.index == 0:
+        tell(values={"clock_s": 0.0})
     _look("interface", lambda: interface(place))
     _look("gpus", lambda: _check_gpus(place, order["gpus"]))
     _look("tmpdir", lambda: tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")))

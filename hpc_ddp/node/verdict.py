@@ -9,7 +9,7 @@ cancelled      none, for good
 preempted      requeue, without bound unless ``max_requeues`` is given
 time limit     the same, while attempts make progress
 notice         the same (somebody asked the job to stop, and it can go on)
-bad node       the same, but not more than ``max_failures`` times in a row: its preflight named it
+bad node       the same, at most ``max_failures`` times in a row (a preflight has failed)
 node lost      the same (a node ended without a word), while workers come to life
 unfinished     give up, as failed: the script left its loop and did not call run.finish()
 failed         requeue up to ``max_failures`` times where it may help, else give up
@@ -49,6 +49,8 @@ class Facts:
         the job's restart count when this attempt started
     nodes, records
         the attempt's node names, and what the nodes recorded of their ends
+    lost_nodes
+        nodes without a record that Slurm says are down or do not answer
     events
         the run's journal since the last submit, by attempt and time
     """
@@ -62,6 +64,13 @@ class Facts:
     nodes: Sequence[str]
     records: Sequence[dict[str, Any]]
     events: Sequence[Event]
+    lost_nodes: Sequence[str] = ()
+
+    @property
+    def bad_nodes(self) -> Sequence[str]:
+        """Nodes to keep off for a while, since they are to blame for the end of this attempt."""
+        found = self.unfit["bad_nodes"] if self.unfit else []
+        return [*self.lost_nodes, *(node for node in found if node not in self.lost_nodes)]
 
     def here(self, *names: str) -> Event | None:
         """Return this attempt's last event with one of the names."""
@@ -99,11 +108,6 @@ class Facts:
         return event if event and not event["ok"] else None
 
     @property
-    def bad_nodes(self) -> list[str]:
-        """Nodes that the next attempt is better off without."""
-        return list(self.unfit["bad_nodes"]) if self.unfit else []
-
-    @property
     def notices(self) -> list[str]:
         """What the nodes, or the ranks at their agreed stop, gave as the reason to end."""
         stopped = self.here("stopped")
@@ -127,13 +131,13 @@ def decide(facts: Facts) -> Verdict:
     who else has already decided, then what the user wanted, then what went wrong."""
     cause = _cause(facts)
     if cause in ("finished", "superseded"):
-        return Verdict(cause, "none", "")
+        return Verdict(cause, "none", _lost(facts))
     if cause == "unfinished":
         return Verdict("failed", "give up", UNFINISHED, 1)
     if cause == "bad node" and facts.unfit and facts.unfit["hopeless"]:
         return Verdict("failed", "give up", _describe(facts, cause), 1)
     if cause == "cancelled":
-        return Verdict(cause, "none", "cancelled by the user", CANCELLED_CODE)
+        return Verdict(cause, "none", "by the user", CANCELLED_CODE)
     why_not = _why_not_again(facts, cause)
     if why_not is None:
         return Verdict(cause, "requeue", _describe(facts, cause))
@@ -152,7 +156,7 @@ def _cause(facts: Facts) -> str:
     complete = len(codes) == len(facts.nodes)
     if facts.here("finished") and (facts.notices or (complete and not any(codes))):
         return "finished"
-    if job and job.preempted and job.state == "RUNNING":
+    if job and job.preempted:
         return "preempted"
     if job and (job.reason == "TimeLimit" or job.state == "TIMEOUT"):
         return "time limit"
@@ -180,7 +184,7 @@ def _why_not_again(facts: Facts, cause: str) -> str | None:
     if spec.max_requeues is not None and len(again) >= spec.max_requeues:
         return f"it was requeued {len(again)} times already (--max-requeues)"
     if cause == "bad node":
-        row = list(takewhile(lambda v: v["cause"] == cause, reversed(again)))
+        row = list(takewhile(lambda v: v["cause"] == cause, reversed(facts.verdicts)))
         if len(row) >= spec.max_failures:
             return f"the preflights of {len(row) + 1} attempts in a row have failed"
     if cause == "node lost" and facts.step is None:
@@ -219,6 +223,10 @@ def _no_progress(facts: Facts) -> str | None:
     if stuck and not facts.progress:
         return "two attempts in a row have ended without a newer checkpoint"
     return None
+
+
+def _lost(facts: Facts) -> str:
+    return f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
 
 
 def _describe(facts: Facts, cause: str) -> str:
