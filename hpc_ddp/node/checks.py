@@ -183,9 +183,16 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)  # wakes who waits in it
+        self._socket.close()
+
     def _accept(self) -> None:
         while True:
-            peer, _ = self._socket.accept()
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                return
             threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
 
     def _answer(self, peer: socket.socket) -> None:
@@ -207,8 +214,9 @@ def reach(node: str, address: str, port: int, secret: str) -> float:
     OSError
         there is no way, or it leads to another node
     """
-    with socket.create_connection((address, port), timeout=LINK_S) as peer:
-        lines = peer.makefile("rb")
+    with contextlib.ExitStack() as stack:
+        peer = stack.enter_context(socket.create_connection((address, port), timeout=LINK_S))
+        lines = stack.enter_context(peer.makefile("rb"))
         peer.sendall(f"{secret}\n".encode())
         name = lines.readline(300).decode(errors="replace").strip()
         if name != node:

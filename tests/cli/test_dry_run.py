@@ -156,11 +156,17 @@ def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
     job = DryRun(tmp_path / "runs", *words)
     assert job.end() == 1
     assert "No module named 'torch'" in job.printed()
+    looked = DryRun(tmp_path / "looked", "--preflight", "--nodes", "2", *words)
+    assert looked.end() == 1
+    last = looked.printed().splitlines()[-1]
+    assert "No module named 'torch' (the same on all nodes); given up" in last
 
 
 def test_status_and_logs_of_a_run(tmp_path: Path) -> None:
-    job = DryRun(tmp_path / "runs", "--nproc-per-node", "2", str(SCRIPTS / "plain.py"), "a word")
+    words = ("--preflight", "--nproc-per-node", "2", str(SCRIPTS / "plain.py"), "a word")
+    job = DryRun(tmp_path / "runs", *words)
     assert job.end() == 0, job.printed()
+    assert "1 node is fit" in job.printed()
     env = dict(os.environ, HPC_DDP_RUNS=str(tmp_path / "runs"), PYTHONPATH=str(REPO))
 
     def ask(*words: str) -> str:
