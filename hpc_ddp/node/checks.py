@@ -402,6 +402,8 @@ def main(argv: list[str]) -> int:
     )
     if place.index == 0:
         tell(values={"clock_s": 0.0})
+    with contextlib.suppress(OSError):
+        tell(values={"load": round(os.getloadavg()[0] / (os.cpu_count() or 1), 1)})
     _look("interface", lambda: interface(place))
     _look("gpus", lambda: _check_gpus(place, order["gpus"]))
     _look("tmpdir", lambda: tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")))

@@ -41,7 +41,8 @@ STAGE_S = {"hello": 40.0, "checked": 40.0, "imported": 300.0}
 EXCHANGE_S = 60.0
 EXCHANGES = ("done", "again", "third")  # the later ones only where a node seems to be slow
 CLOSE_S = 5.0
-SLOW = 5  # times slower than usual is a fault, not the weather
+SLOW = 5  # times slower than usual is a fault, not the weather, while processors are free
+BUSY = 2.0  # load per processor
 CLOCK_S = 1.0
 NEEDED_BYTES = 100 << 20  # in the run folder, as long as no checkpoint tells what it takes
 
@@ -157,15 +158,17 @@ def find_cut_off(told: All, check: str, more: Iterable[tuple[str, str]] = ()) ->
 def find_slow(told: All) -> dict[str, str]:
     """Return nodes that are far slower than most others are at their best, and the reasons.
 
-    With two nodes it is the way between them: slow in one direction, and not in the other.
+    With two nodes it is the way between them: slow in one direction, and not in the other. Where
+    processors have n times as much to do as they can, anybody may be n times slower at times.
     """
+    slack = SLOW * max([1.0, *(each.values.get("load", 0.0) for each in told.values())])
     best = {
         node: max([*told[node].speeds.values(), *_into(told, node).values()], default=0.0)
         for node in told
     }
     usual = median([speed for speed in best.values() if speed] or [0.0])
     ways = [(a, b, speed) for a, each in told.items() for b, speed in each.speeds.items()]
-    slow = [(a, b) for a, b, speed in ways if speed < usual / SLOW]
+    slow = [(a, b) for a, b, speed in ways if speed < usual / slack]
     found = {}
     for node in blame(slow):
         a, b = next(pair for pair in slow if node in pair)
@@ -195,8 +198,11 @@ def find_other_torch(told: All) -> None:
             each.bad.append(("torch", "torch sees no GPU here, or is built without NCCL"))
 
 
-def note_clocks(told: All) -> None:
-    """Note clocks that differ: logs are hard to read then, and some file systems go wrong."""
+def note_odd(told: All) -> None:
+    """Note busy processors, and clocks that differ: logs are hard to read then, for one."""
+    for each in told.values():
+        if each.values.get("load", 0.0) > BUSY:
+            each.notes.append(f"busy already: a load of {each.values['load']} per processor")
     ahead = {node: each.values.get("clock_s", 0.0) for node, each in told.items()}
     usual = median(ahead.values())
     if max(ahead.values()) - min(ahead.values()) > CLOCK_S:
@@ -474,7 +480,7 @@ def _converse(talk: Talk, spec: JobSpec, run: RunFolder, folder: Path) -> None:
     find_misnamed(told)
     find_cut_off(told, "scratch", unseen)
     find_cut_off(told, "link")
-    note_clocks(told)
+    note_odd(told)
     imported = talk.until("imported", [node for node in checked if not told[node].bad])
     find_other_torch(told)
     members = [node for node in imported if not told[node].bad]

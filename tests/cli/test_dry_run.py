@@ -162,11 +162,18 @@ def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
     assert "No module named 'torch' (the same on all nodes); given up" in last
 
 
-def test_status_and_logs_of_a_run(tmp_path: Path) -> None:
-    words = ("--preflight", "--nproc-per-node", "2", str(SCRIPTS / "plain.py"), "a word")
-    job = DryRun(tmp_path / "runs", *words)
+def test_nodes_that_are_fit_are_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text("print('trained')\n")
+    job = DryRun(tmp_path / "runs", "--preflight", "--nodes", "2", str(tmp_path / "short.py"))
     assert job.end() == 0, job.printed()
-    assert "1 node is fit" in job.printed()
+    assert job.printed().index("2 nodes are fit") < job.printed().index("trained")
+    (event,) = job.events("preflight")
+    assert sorted(dict(event["report"])) == ["local-0", "local-1"]  # type: ignore[call-overload]
+
+
+def test_status_and_logs_of_a_run(tmp_path: Path) -> None:
+    job = DryRun(tmp_path / "runs", "--nproc-per-node", "2", str(SCRIPTS / "plain.py"), "a word")
+    assert job.end() == 0, job.printed()
     env = dict(os.environ, HPC_DDP_RUNS=str(tmp_path / "runs"), PYTHONPATH=str(REPO))
 
     def ask(*words: str) -> str:
