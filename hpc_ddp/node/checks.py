@@ -277,7 +277,8 @@ class Way:
         try:
             ahead = reach(node, found[0], port, self._secret)
         except (OSError, ValueError) as error:
-            why = f"no way from here to {node} ({found[0]}): {error}"
+            reason = getattr(error, "strerror", None) or error
+            why = f"no way from here to {node} ({found[0]}): {reason}"
             tell(pair=node, check="link", why=why, address=found[0])
             return
         if node == self._place.nodes[0]:
@@ -398,7 +399,7 @@ def main(argv: list[str]) -> int:
         host=place.host,
         port=listener.port,
         store_port=network.free_port(listener.port),
-        addresses=network.addresses()[:10],
+        addresses=[a for a in network.addresses() if not is_loopback([a])][:10],
     )
     if place.index == 0:
         tell(values={"clock_s": 0.0})

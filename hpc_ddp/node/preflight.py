@@ -125,6 +125,8 @@ def find_misnamed(told: All) -> None:
             own = told[other].hello.get("addresses") if other in told else None
             strange = own and "." in trouble.get("address", "") and trouble["address"] not in own
             if trouble["check"] == "name" or (trouble["check"] == "link" and strange):
+                if trouble["check"] == "link":
+                    trouble["why"] += f"; {other} itself has {', '.join(own)}"
                 trouble["check"] = "name"
                 failing.setdefault(other, {})[node] = trouble["why"]
     for name, why in failing.items():
@@ -218,7 +220,8 @@ def outcome(told: All) -> dict[str, Any]:
     """
     bad = [node for node, each in told.items() if each.bad]
     checks = [{check for check, _ in each.bad} for each in told.values()]
-    shared = set.intersection(*checks)
+    # Who says nothing may have the same to say.
+    shared = set.intersection(*([each for each in checks if each != {"silent"}] or checks))
     if len(told) == 1:  # it can't be compared with another one
         shared &= {"torch", "ended", "scratch"}
     if len(told) == 2:  # what is between them is not in common

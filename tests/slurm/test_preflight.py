@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -102,7 +101,7 @@ FAULTS: dict[str, tuple[Callable[..., AbstractContextManager[None]], str]] = {
     "no-disk": (_no_disk, "No such file or directory"),
     "other-disk": (_other_disk, "can't write in the run folder"),
     "tmpdir": (_full_tmpdir, "No space left on device"),
-    "name": (_wrong_name, "no way from here to"),
+    "name": (_wrong_name, "itself has"),
     "slow": (_slow_link, "while others come to"),
 }
 
@@ -124,7 +123,7 @@ def test_a_bad_node_is_named_and_left_out(
 
 def _is_left_out(job: Job, bad: str, reason: str) -> dict[str, Any]:
     """Wait for the end of a job, and see that it ended well without the bad node."""
-    assert job.end(300) == "COMPLETED", job.output()
+    assert job.end(600) == "COMPLETED", job.output()
     first, second = job.events("preflight")
     assert bad in job.events("started", 0)[0]["nodes"]
     assert first["bad_nodes"] == [bad], first
@@ -148,11 +147,12 @@ def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
     cluster.heal(bad)
     assert first["bad_nodes"] == [bad]
     assert "Slurm can't start a task" in first["why"]
-    assert job.end(300) == "COMPLETED", job.output()
+    assert job.end(600) == "COMPLETED", job.output()
     cluster.reset()
     hang = tmp_path / "hang.sh"
     hang.write_text(f'[ "$SLURMD_NODENAME" != {bad} ] || sleep 600\nexec "$@"\n')
-    job = hpc.submit("--preflight", "--nodes", "2", "--container", f"bash {hang}", PLAIN)
+    words = ("--container", f"bash {hang}", "--python", sys.executable)
+    job = hpc.submit("--preflight", "--nodes", "2", *words, PLAIN)
     begin = time.time()
     first = _is_left_out(job, bad, "no word within")
     assert first["time"] - begin < 60 + 30
@@ -166,8 +166,7 @@ def test_what_is_wrong_everywhere_is_no_nodes_fault(hpc: Hpc, cluster: Cluster) 
     assert job.verdicts() == [("failed", "give up")]
     assert "there is no interface 'ib7'" in job.output().splitlines()[-1]
     assert "the same on all nodes" in job.output().splitlines()[-1]
-    with contextlib.suppress(IndexError):
-        assert job.events("preflight")[1:] == []
+    assert len(job.events("preflight")) == 1
 
 
 @pytest.mark.soak

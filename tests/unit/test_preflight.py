@@ -31,7 +31,7 @@ def _told(count: int = 3, **speeds: float) -> dict[str, Told]:
     names = NODES[:count]
     told = {name: Told() for name in names}
     for one in names:
-        told[one].hello = {"addresses": [f"10.0.0.{names.index(one) + 1}", "127.0.0.1"]}
+        told[one].hello = {"addresses": [f"10.0.0.{names.index(one) + 1}"]}
         told[one].speeds = {o: speeds.get(f"{one}{o}", 1000.0) for o in names if o != one}
     return told
 
@@ -145,6 +145,8 @@ def test_what_all_have_in_common_is_no_nodes_fault() -> None:
     found = outcome(told)
     assert (found["ok"], found["bad_nodes"], found["hopeless"]) == (False, [], True)
     assert found["why"] == "No module named 'torch' (the same on all nodes)"
+    told["c"].bad[:] = [("silent", "no word within 40 s")]
+    assert outcome(told)["hopeless"]
     told["c"].bad.clear()
     found = outcome(told)
     assert (found["bad_nodes"], found["hopeless"]) == (["a", "b"], False)
