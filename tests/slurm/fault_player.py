@@ -162,13 +162,14 @@ class Player:
                 raise MissedError("it takes no steps now")
             if KINDS[fault.kind].fails and lot.stuck():
                 raise MissedError("it has no checkpoint yet since its last failure")
-            noted.target = f"{lot.name}.{attempt.number}: {self._do(fault, lot, attempt)}"
             nodes = lot.nodes(attempt)
             if fault.kind.startswith(("link", "slurmd")):
                 nodes = [nodes[fault.node]]
             whole = fault.kind.startswith(("link", "slurmd", "preempted"))
             noted.hit = list(self._on(nodes)) if whole else [(lot, attempt.number)]
+            noted.target = f"{lot.name}.{attempt.number}: {self._do(fault, lot, attempt)}"
         except (MissedError, ClusterError, OSError) as error:
+            noted.hit = []
             noted.missed, noted.target = True, f"{lot.name if lot else ''}: {error}"
         return noted
 
