@@ -18,7 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpc_ddp.node.batch import judge, say, variables
+from hpc_ddp.node.batch import judge, variables
+from hpc_ddp.node.continuation import say
 from hpc_ddp.node.network import free_port
 from hpc_ddp.node.supervisor import expand
 from hpc_ddp.node.verdict import Verdict

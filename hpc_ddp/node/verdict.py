@@ -47,6 +47,8 @@ class Facts:
         the job's restart count when this attempt started
     nodes, records
         the attempt's node names, and what the nodes recorded of their ends
+    lost_nodes
+        nodes without a record that Slurm says are down or do not answer
     events
         the run's journal since the last submit, by attempt and time
     """
@@ -60,6 +62,12 @@ class Facts:
     nodes: Sequence[str]
     records: Sequence[dict[str, Any]]
     events: Sequence[Event]
+    lost_nodes: Sequence[str] = ()
+
+    @property
+    def bad_nodes(self) -> Sequence[str]:
+        """Nodes to keep off for a while, since they are to blame for the end of this attempt."""
+        return self.lost_nodes
 
     def here(self, *names: str) -> Event | None:
         """Return this attempt's last event with one of the names."""
@@ -136,7 +144,7 @@ def _cause(facts: Facts) -> str:
     complete = len(codes) == len(facts.nodes)
     if facts.here("finished") and (facts.notices or (complete and not any(codes))):
         return "finished"
-    if job and job.preempted and job.state == "RUNNING":
+    if job and job.preempted:
         return "preempted"
     if job and (job.reason == "TimeLimit" or job.state == "TIMEOUT"):
         return "time limit"

@@ -180,6 +180,12 @@ class RunFolder:
     def events(self) -> list[Event]:
         return read_events(self.journal_folder)
 
+    def job_ids(self) -> list[str]:
+        """Return all job ids of the run, oldest first, a chain's waiting link included."""
+        ids = [event["job_id"] for event in self.events() if event.get("job_id")]
+        ids += [read_json(a.path / "next.json").get("job_id") for a in self.attempts()]
+        return list(dict.fromkeys(filter(None, ids)))
+
     def finished(self) -> bool:
         """Tell whether the run has reached its end, so that there is nothing to go on with."""
         return is_finished(self.events())

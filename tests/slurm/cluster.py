@@ -128,13 +128,15 @@ class Cluster(Machinery):
         """Kill a node's slurmd; its jobs go on."""
         self._stop(f"slurmd.{node}", number=signal.SIGKILL)
 
-    def ctld(self) -> Process:
-        """Return the process of slurmctld, to be frozen, say."""
-        return self._processes["slurmctld"]
+    def stop_ctld(self) -> None:
+        self._stop("slurmctld")
 
     def restart_ctld(self) -> None:
-        self._stop("slurmctld")
+        self.stop_ctld()
         self._start_ctld()
+
+    def signal_ctld(self, number: signal.Signals) -> None:
+        self._processes["slurmctld"].send(number)
 
     def reconfigure(self, *, proctrack: Proctrack | None = None, extra: str | None = None) -> None:
         """Restart slurmctld and the slurmds with other settings, which ends all jobs."""

@@ -302,15 +302,14 @@ class Player:
         if fault.kind == "slurmctld restarted":
             self.cluster.restart_ctld()
             return "slurmctld"
-        daemon = self.cluster.ctld()
 
         def thaw() -> None:
-            daemon.send(signal.SIGCONT)
+            self.cluster.signal_ctld(signal.SIGCONT)
             self.ctld_frozen = False
 
         self._later(KINDS[fault.kind].lasts, thaw)
         self.ctld_frozen = True
-        daemon.send(signal.SIGSTOP)
+        self.cluster.signal_ctld(signal.SIGSTOP)
         return "slurmctld"
 
     def _damage(self, lot: Lot, cut_short: bool) -> str:

@@ -25,6 +25,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 DIGITS = REPO / "jobs" / "digits.py"
 # 2 epochs of 45 steps on 4 ranks: some ten seconds of steps, so that there is time to disturb.
 DIGITS_ARGS = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.05")
+BACKENDS = ("slurm", "submitit")
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
 
 

@@ -12,6 +12,7 @@ import pytest
 from cluster import Cluster
 from cluster_build import Proctrack
 from harness import (
+    BACKENDS,
     DIGITS,
     DIGITS_ARGS,
     SCRIPTS,
@@ -21,8 +22,6 @@ from harness import (
     in_one_go,
     same_weights,
 )
-
-BACKENDS = ("slurm", "submitit")
 
 
 @pytest.mark.parametrize("proctrack", ["linuxproc", "cgroup"])

@@ -15,13 +15,16 @@ JobId=7 JobName=x Restarts=9 JobState=FAILED
 
 def test_a_name_can_not_pass_for_a_field() -> None:
     job = parse_job(SHOWN)
-    assert (job.state, job.reason, job.restarts, job.preempted) == (
-        "COMPLETING",
-        "TimeLimit",
-        2,
-        True,
-    )
+    assert (job.state, job.reason, job.restarts) == ("COMPLETING", "TimeLimit", 2)
     assert job.end_time is not None
+    assert job.preempted_at == job.end_time - 30
+
+
+def test_preempted_is_not_cancelled_within_the_grace_time() -> None:
+    """In each case Slurm says COMPLETING, and no reason."""
+    assert not parse_job(SHOWN).preempted
+    assert parse_job(SHOWN.replace("COMPLETING", "RUNNING")).preempted
+    assert parse_job(SHOWN.replace("10:00:30", "10:01:00")).preempted
 
 
 def test_unknown_times_are_none() -> None:

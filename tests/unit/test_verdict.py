@@ -11,7 +11,7 @@ from hpc_ddp.node.verdict import Facts, Verdict, decide
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.slurm import Job
 
-RUNNING = Job("RUNNING", "None", 0, False, None)
+RUNNING = Job("RUNNING", "None", 0, None, 1000.0)
 
 
 def _event(event: str, attempt: int = 0, **fields: Any) -> dict[str, Any]:
@@ -69,11 +69,13 @@ def test_a_crash_after_the_training_is_a_crash() -> None:
 @pytest.mark.parametrize(
     ("job", "cause", "action"),
     [
-        (replace(RUNNING, preempted=True), "preempted", "requeue"),
+        (replace(RUNNING, preempted_at=900.0), "preempted", "requeue"),
         (replace(RUNNING, state="COMPLETING", reason="TimeLimit"), "time limit", "requeue"),
         (replace(RUNNING, state="COMPLETING"), "cancelled", "none"),
         (replace(RUNNING, state="CANCELLED"), "cancelled", "none"),
-        (replace(RUNNING, state="COMPLETING", preempted=True), "cancelled", "none"),
+        # Cancelled within the grace time; ended by the preemption where PreemptMode is CANCEL.
+        (replace(RUNNING, state="COMPLETING", preempted_at=900.0), "cancelled", "none"),
+        (replace(RUNNING, state="COMPLETING", preempted_at=1000.0), "preempted", "requeue"),
         (replace(RUNNING, state="COMPLETING", reason="NodeDown"), "node lost", "requeue"),
         (replace(RUNNING, state="NODE_FAIL"), "node lost", "requeue"),
         (replace(RUNNING, state="COMPLETING", restarts=1), "superseded", "none"),
@@ -92,7 +94,7 @@ def test_after_a_notice_slurm_tells_why(job: Job | None, cause: str, action: str
 
 def test_a_worker_that_dies_of_the_notice_is_preempted_not_failed() -> None:
     records = (_record("n1", "SIGTERM", code=-15), _record("n2", "SIGTERM", error="gloo"))
-    verdict = _decide(job=replace(RUNNING, preempted=True), records=records, events=())
+    verdict = _decide(job=replace(RUNNING, preempted_at=900.0), records=records, events=())
     assert (verdict.cause, verdict.action) == ("preempted", "requeue")
 
 
@@ -108,7 +110,7 @@ def test_the_deadline_is_the_time_limit(source: str) -> None:
 
 def test_preemption_is_without_bound_unless_one_is_given() -> None:
     before = [_event("verdict", k, cause="preempted", action="requeue") for k in range(50)]
-    job = replace(RUNNING, preempted=True)
+    job = replace(RUNNING, preempted_at=900.0)
     assert _decide(job=job, attempt=50, events=before).action == "requeue"
     spec = JobSpec("t.py", max_requeues=50)
     verdict = _decide(job=job, attempt=50, events=before, spec=spec)
