@@ -178,7 +178,12 @@ class Player:
         due = [heal for heal in self._heals if everything or heal[0] <= time.time()]
         self._heals = [heal for heal in self._heals if heal not in due]
         for _, mend in sorted(due, key=lambda heal: heal[0]):
-            mend()
+            try:
+                mend()
+            except ClusterError:  # no controller to ask just now
+                if everything:
+                    raise
+                self._later(2, mend)
         if everything and self._better:
             self.cluster.run("scancel", *self._better, check=False)
 

@@ -138,7 +138,7 @@ class Soak:
         self.began = time.time()
         while (now := time.time() - self.began) < seconds:
             self.player.heal()
-            while faults and faults[0].at <= now:
+            if faults and faults[0].at <= now and not self.player.ctld_frozen:
                 noted = self.player.play(faults.pop(0))
                 self.say(f"{'missed: ' if noted.missed else ''}{noted.fault.kind}: {noted.target}")
             if not self.player.ctld_frozen:
