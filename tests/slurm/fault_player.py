@@ -175,6 +175,8 @@ class Player:
 
     def heal(self, everything: bool = False) -> None:
         """Take away what is over by now, or all that there is."""
+        if everything:
+            self._thaw()  # the others may have to ask it
         due = [heal for heal in self._heals if everything or heal[0] <= time.time()]
         self._heals = [heal for heal in self._heals if heal not in due]
         for _, mend in sorted(due, key=lambda heal: heal[0]):
@@ -306,16 +308,15 @@ class Player:
     def _controller(self, fault: Fault) -> str:
         if fault.kind == "slurmctld restarted":
             self.cluster.restart_ctld()
-            return "slurmctld"
-
-        def thaw() -> None:
-            self.cluster.signal_ctld(signal.SIGCONT)
-            self.ctld_frozen = False
-
-        self._later(KINDS[fault.kind].lasts, thaw)
-        self.ctld_frozen = True
-        self.cluster.signal_ctld(signal.SIGSTOP)
+        else:
+            self._later(KINDS[fault.kind].lasts, self._thaw)
+            self.ctld_frozen = True
+            self.cluster.signal_ctld(signal.SIGSTOP)
         return "slurmctld"
+
+    def _thaw(self) -> None:
+        self.cluster.signal_ctld(signal.SIGCONT)
+        self.ctld_frozen = False
 
     def _damage(self, lot: Lot, cut_short: bool) -> str:
         found = published(lot.job.run.checkpoints)
