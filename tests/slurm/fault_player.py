@@ -337,11 +337,11 @@ class Player:
 
     def _fill(self, scratch: Path) -> str:
         filler = scratch / "filler"
-        space = os.statvfs(scratch)
         self._later(10, lambda: filler.unlink(missing_ok=True))
-        with open(filler, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize)
-        return f"{space.f_bavail * space.f_frsize / 1e6:.0f} MB"
+        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+            while True:  # the runs write beside it: until there is no room for another page
+                file.write(bytes(4096))
+        return f"{filler.stat().st_size / 1e6:.0f} MB"
 
     def _make_read_only(self, scratch: Path) -> str:
         """Lay a read-only view of it over it, on each node: what is open already stays writable."""
