@@ -33,7 +33,7 @@ REPORT = os.environ.get("HPC_DDP_FAULT_REPORT")
 EPOCHS = {1: 6, 2: 11}  # by nodes: 540 and 495 steps
 STEP_S = "0.2"  # so a run takes some 100 s of steps
 SEEDS = 2  # the runs of a lane have them in turn
-SCRATCH = "size=256m"
+SCRATCH = "size=128m"
 # From the last fault on. A run may just have begun, and a busy machine takes a minute to start one.
 END_S = 900.0
 
