@@ -101,7 +101,9 @@ class Target:
 
     @property
     def part(self) -> str:
-        """``supervisor``, ``agent``, or something else."""
+        """``supervisor``, ``agent``, ``srun``, or something else."""
+        if self.process.name() == "srun":  # its command line ends with the supervisor's
+            return "srun"
         if "submitit.core._submit" in self.argv:
             return "supervisor"
         return self.argv[2] if self.argv[1:2] and self.argv[1].endswith("/lib/node.py") else ""
@@ -217,6 +219,8 @@ class Player:
             case "agent killed" | "supervisor killed":
                 part = fault.kind.split()[0]
                 return self._signal(self._part(lot, attempt, part, fault.node), signal.SIGKILL)
+            case "srun killed":
+                return self._signal(self._part(lot, attempt, "srun", 0), signal.SIGKILL)
             case "batch shell killed":
                 return self._signal(self._shell(lot.job_id(attempt)), signal.SIGKILL)
             case "requeued by hand":
@@ -260,7 +264,7 @@ class Player:
         raise MissedError(f"no rank {rank} there")
 
     def _part(self, lot: Lot, attempt: AttemptFolder, part: str, node: int) -> Target:
-        for target in lot.processes(attempt.number):
+        for target in sorted(lot.processes(attempt.number), key=lambda each: each.process.pid):
             if target.part == part and f"SLURM_NODEID={node}" in target.environ:
                 return target
         raise MissedError(f"no {part} there")

@@ -60,6 +60,7 @@ KINDS = {
     "worker stopped": Kind("SIGSTOP, and SIGCONT after 10 s", lasts=10),
     "agent killed": Kind("kill -9 of a node's torchrun", fails=True),
     "supervisor killed": Kind("kill -9 of a node's task", fails=True),
+    "srun killed": Kind("kill -9 of the step's srun, on the first node"),
     # Slurm takes a job for failed whose batch shell dies (0:9, JobLaunchFailure), and nobody is
     # left to requeue it: only a chain has its next job in the queue already.
     "batch shell killed": Kind("kill -9 of the job's script", lanes=(2,)),
