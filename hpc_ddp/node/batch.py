@@ -219,7 +219,8 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict
     if failure and failure.rank is not None:
         say(f"its log: {attempt.node(failure.node).rank_log(failure.rank)}")
     if decided.action == "none":
-        say(f"attempt {facts.attempt}: {decided.why or decided.cause}")
+        why = f"; {decided.why}" if decided.why else ""
+        say(f"attempt {facts.attempt}: {decided.cause}{why}")
     else:
         then = "it goes on" if decided.action == "requeue" else "given up"
         say(f"attempt {facts.attempt}: {decided.why}; {then}")

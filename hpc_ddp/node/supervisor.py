@@ -25,7 +25,7 @@ from string import Template
 from types import FrameType
 from typing import Any
 
-from hpc_ddp.node import failure
+from hpc_ddp.node import failure, oom
 from hpc_ddp.node.network import interface_to
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json, read_word, write_json
 
@@ -144,6 +144,7 @@ class Supervisor:
     _kill_at: float = 0.0
     _next_look: float = 0.0
     _log_position: int = 0
+    _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
         self.folder = self.place.attempt.node(self.place.node)
@@ -306,6 +307,10 @@ class Supervisor:
         if not found:
             error = told.get("agent", "")
             found = [{"rank": None, "code": code, "time": time.time(), "error": error}]
+        if oom.kills() > self._oom_kills:
+            for each in found:
+                if each["code"] == -signal.SIGKILL:
+                    each["error"] = oom.KILLED
         return found
 
     def _wait_for_peers(self) -> None:

@@ -121,11 +121,11 @@ def decide(facts: Facts) -> Verdict:
     who else has already decided, then what the user wanted, then what went wrong."""
     cause = _cause(facts)
     if cause in ("finished", "superseded"):
-        return Verdict(cause, "none", "")
+        return Verdict(cause, "none", _lost(facts))
     if cause == "unfinished":
         return Verdict("failed", "give up", UNFINISHED, 1)
     if cause == "cancelled":
-        return Verdict(cause, "none", "cancelled by the user", CANCELLED_CODE)
+        return Verdict(cause, "none", "by the user", CANCELLED_CODE)
     why_not = _why_not_again(facts, cause)
     if why_not is None:
         return Verdict(cause, "requeue", _describe(facts, cause))
@@ -208,6 +208,10 @@ def _no_progress(facts: Facts) -> str | None:
     if any(e["event"] == "checkpoint" for e in since):
         return None
     return "two attempts in a row have ended without a newer checkpoint"
+
+
+def _lost(facts: Facts) -> str:
+    return f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
 
 
 def _describe(facts: Facts, cause: str) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 
 Event = dict[str, Any]
 
+_ALWAYS: dict[str, Any] = {"time": (int, float), "event": str, "attempt": int}
+
 
 class Journal:
     """Appends events to ``<folder>/<writer>.jsonl``.
@@ -62,7 +64,9 @@ def _events_of(path: Path) -> Iterator[Event]:
             event = json.loads(line)
         except ValueError:
             continue
-        if isinstance(event, dict) and {"time", "event", "attempt"} <= event.keys():
+        if isinstance(event, dict) and all(
+            isinstance(event.get(name), kind) for name, kind in _ALWAYS.items()
+        ):
             yield event
 
 

@@ -34,7 +34,9 @@ def settings(cluster: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.mark.soak
-@pytest.mark.row("preemption, PreemptMode CANCEL", "goes on at the next step, or the last save")
+@pytest.mark.row(
+    "preemption, PreemptMode CANCEL", promise="goes on at the next step, or the last save"
+)
 @pytest.mark.parametrize("grace", [20, 0])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_partition_that_cancels_what_it_preempts(
@@ -52,7 +54,7 @@ def test_a_partition_that_cancels_what_it_preempts(
 
 
 @pytest.mark.soak
-@pytest.mark.row("cancelled within the grace time, PreemptMode CANCEL", "stays cancelled")
+@pytest.mark.row("cancelled within the grace time, PreemptMode CANCEL", promise="stays cancelled")
 def test_a_cancel_within_the_grace_time_of_a_partition_that_cancels(
     hpc: Hpc, settings: Cluster
 ) -> None:
@@ -71,7 +73,9 @@ def test_a_cancel_within_the_grace_time_of_a_partition_that_cancels(
 
 
 @pytest.mark.soak
-@pytest.mark.row("preemption, PreemptParameters=send_user_signal", "goes on at the next step")
+@pytest.mark.row(
+    "preemption, PreemptParameters=send_user_signal", promise="goes on at the next step"
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_site_that_sends_the_warning_signal_at_a_preemption(
     hpc: Hpc, settings: Cluster, undisturbed: Job, backend: str
@@ -89,7 +93,9 @@ def test_a_site_that_sends_the_warning_signal_at_a_preemption(
 
 
 @pytest.mark.soak
-@pytest.mark.row("slurmctld does not answer for 14 s", "submitted once; the verdict is carried out")
+@pytest.mark.row(
+    "slurmctld does not answer for 14 s", promise="submitted once; the verdict is carried out"
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_controller_that_does_not_answer(hpc: Hpc, cluster: Cluster, backend: str) -> None:
     """sbatch gives up after 10 s ("Socket timed out"), and the job runs all the same."""
@@ -107,7 +113,7 @@ def test_a_controller_that_does_not_answer(hpc: Hpc, cluster: Cluster, backend: 
 
 
 @pytest.mark.soak
-@pytest.mark.row("slurmctld stopped while the verdict requeues", "requeued when it is back")
+@pytest.mark.row("slurmctld stopped while the verdict requeues", promise="requeued when it is back")
 def test_the_controller_is_away_when_the_job_is_to_be_requeued(
     hpc: Hpc, cluster: Cluster, undisturbed: Job
 ) -> None:
@@ -127,7 +133,7 @@ def test_the_controller_is_away_when_the_job_is_to_be_requeued(
 
 
 @pytest.mark.soak
-@pytest.mark.row("slurmctld restarted in mid-run", "nothing happens")
+@pytest.mark.row("slurmctld restarted in mid-run", promise="nothing happens")
 def test_a_controller_that_is_restarted(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
     job = hpc.submit(*TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
     job.at_step(20)
@@ -138,7 +144,7 @@ def test_a_controller_that_is_restarted(hpc: Hpc, cluster: Cluster, undisturbed:
 
 
 @pytest.mark.soak
-@pytest.mark.row("requeue refused", "goes on as a new job; one cancel ends it")
+@pytest.mark.row("requeue refused", promise="goes on as a new job; one cancel ends it")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_requeue_that_is_refused(
     hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str
@@ -157,7 +163,9 @@ def test_a_requeue_that_is_refused(
     assert same_weights(job, undisturbed)
 
 
-@pytest.mark.row("chain, by --continue-by resubmit", "goes on in the next job; stops when finished")
+@pytest.mark.row(
+    "chain, by --continue-by resubmit", promise="goes on in the next job; stops when finished"
+)
 @pytest.mark.parametrize("backend", [pytest.param("slurm", marks=pytest.mark.soak), "submitit"])
 def test_a_chain(hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str) -> None:
     words = ("--backend", backend, "--continue-by", "resubmit", *TWO_BY_TWO)
@@ -176,7 +184,7 @@ def test_a_chain(hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str) -> 
 
 
 @pytest.mark.soak
-@pytest.mark.row("a chain is cancelled", "stays cancelled, all of it")
+@pytest.mark.row("a chain is cancelled", promise="stays cancelled, all of it")
 @pytest.mark.parametrize("way", ["hpc-ddp cancel", "scancel"])
 def test_a_chain_that_is_cancelled(hpc: Hpc, cluster: Cluster, way: str) -> None:
     words = ("--continue-by", "resubmit", "--nodes", "1", str(SCRIPTS / "trouble.py"), "none")
@@ -196,7 +204,7 @@ def test_a_chain_that_is_cancelled(hpc: Hpc, cluster: Cluster, way: str) -> None
 
 
 @pytest.mark.soak
-@pytest.mark.row("a job array, one task preempted", "each has its own run and its own fate")
+@pytest.mark.row("a job array, one task preempted", promise="each has its own run and its own fate")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_array_of_which_one_is_preempted(hpc: Hpc, cluster: Cluster, backend: str) -> None:
     words = ("--backend", backend, "--array", "0-3", "--nodes", "1", "--gpus-per-node", "4")
