@@ -29,11 +29,8 @@ cluster: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell
 
 # 200 kills at random moments; `make test` does a dozen. Another HPC_DDP_SOAK_SEED, other moments.
-# Then what is too long for `make test`, such as half an hour of random faults on the Slurm cluster:
-# HPC_DDP_FAULT_MINUTES, HPC_DDP_FAULT_SEED, and HPC_DDP_FAULT_REPORT for a file with the result.
 soak: .venv/ready
 	HPC_DDP_SOAK=200 $(BIN)/python -m pytest -s tests/ddp/test_soak.py
-	$(BIN)/python -m pytest -s -m soak
 
 bench: .venv/ready
 	$(BIN)/python bench/launch.py
