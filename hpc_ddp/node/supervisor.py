@@ -325,6 +325,10 @@ class Supervisor:
         patiently(partial(write_json, self.folder.record, record))
         if code == 0 or self.notice:
             return 0
+        if not self.place.run.is_newest(self.place.attempt.number):
+            # A requeued job has the same id, and so has its step: an old srun that is left behind
+            # a cut link would end, for our bad exit, the later attempt's step.
+            return 0
         if not self.torn_down:
             patiently(partial(self.place.attempt.failed.write_text, self.place.node))
         if not self.place.attempt.port_taken.exists():

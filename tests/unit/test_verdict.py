@@ -184,6 +184,14 @@ def test_two_attempts_without_progress_end_it() -> None:
     )
 
 
+def test_progress_of_an_attempt_that_was_lost_without_a_verdict_counts() -> None:
+    first = _event("verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False)
+    lost = [_event("first_step", 1, step=1), _event("checkpoint", 1, step=90)]
+    killed = _failed(error="", code=-9)
+    assert _decide(attempt=2, records=killed, events=[first, *lost]).action == "requeue"
+    assert _decide(attempt=2, records=killed, events=[first, lost[0]]).action == "give up"
+
+
 def test_failures_have_a_budget() -> None:
     before = [
         _event("verdict", k, cause="failed", action="requeue", error="", step=k, progress=True)
