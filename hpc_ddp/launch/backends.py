@@ -148,7 +148,10 @@ class SubmititBackend(SlurmBackend):
             wckey=None,
             stderr_to_stdout=True,
             setup=[
-                *(prepared.rendering.block(name) for name in ("settings", "setup", "attempt")),
+                *(
+                    prepared.rendering.block(name)
+                    for name in ("settings", "setup", "attempt", "preflight")
+                ),
                 'job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"',
                 f'ln -sfn {PICKLE} {folder}/"${{job}}_submitted.pkl"',
                 'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',
