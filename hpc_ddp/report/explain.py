@@ -271,6 +271,12 @@ def _end(facts: Facts) -> Explanation:
         return _failed(facts, facts.failure)
     if cause == "time limit":
         return _time_limit(facts)
+    if cause == "bad node":
+        found = text_of(verdict, "why").removeprefix("preflight: ")
+        if text_of(verdict, "action") == "give up":  # what follows is told by the caller
+            found = found.rpartition("; ")[0]
+        text = f"began no training, since its preflight failed: {found}."
+        return Explanation("bad node", text, facts.again)
     if cause in _PLAIN:
         kind, words = _PLAIN[cause]
         return Explanation(kind, words.format(at=_at(facts)), facts.again)
@@ -423,6 +429,7 @@ _ENDS = {  # verdict's cause: how it is summed up
     "finished": "finished",
     "superseded": "was requeued by Slurm itself",
     "node lost": "lost a node",
+    "bad node": "met a bad node",
 }
 _NO_WORD = "ended without a word"
 

@@ -243,6 +243,16 @@ def test_what_can_go_on(written: Written, cause: str, kind: str, words: str) -> 
     assert found.hint == f"hpc-ddp submit --run {written.run.path}"
 
 
+def test_a_node_that_failed_its_preflight(written: Written) -> None:
+    why = "preflight: n2 has 3 of 4 GPUs"
+    written.attempt(0).verdict("bad node", "requeue", why=why, bad_nodes=["n2"])
+    found = written.explain(_record("PENDING", "BeginTime"))
+    assert "its preflight failed: n2 has 3 of 4 GPUs." in found.text
+    assert written.attempt(1).verdict("bad node", "give up", 1, why=f"{why}; x").explain().kind == (
+        "bad node"
+    )
+
+
 def test_a_polite_stop_loses_nothing(written: Written) -> None:
     written.attempt(0, steps=20, saved=20).event("stopped", step=20, reason="notice")
     found = written.verdict("preempted", "requeue").explain()
