@@ -276,3 +276,57 @@ def queue() -> dict[str, Queued]:
     printed = _run(["squeue", "--me", "--noheader", "--format=%F|%T|%r|%N|%L", "--states=all"])
     rows = (line.split("|") for line in printed.splitlines())
     return {row[0]: Queued(*row[1:]) for row in rows if len(row) == 5}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is left of a job in Slurm's memory, in Slurm's words.
+
+    `exit_code` is ``code:signal``; `start_time` is in unix seconds, of a waiting job a guess.
+    """
+
+    state: str
+    reason: str
+    exit_code: str
+    nodes: str
+    start_time: float | None
+
+
+def record(job_id: str) -> Record:
+    """Ask the controller for a job, and the accounting where the controller has forgotten it.
+
+    Raises
+    ------
+    HpcDdpError
+        neither knows it, or none answers
+    """
+    try:
+        return parse_record(_run(["scontrol", "show", "job", job_id]))
+    except HpcDdpError as error:
+        forgotten = error
+    asked = ["--format=State,Reason,ExitCode,NodeList,Start", f"--jobs={job_id}"]
+    try:
+        printed = _run(["sacct", "--allocations", "--noheader", "--parsable2", *asked])
+    except HpcDdpError:  # a site without accounting, say
+        raise forgotten from None
+    rows = [line.split("|") for line in printed.splitlines() if line.count("|") == 4]
+    if not rows:
+        raise forgotten
+    state, reason, code, nodes, start = rows[-1]
+    return Record(state.partition(" ")[0], reason, code, nodes, _unix(start))
+
+
+def parse_record(text: str) -> Record:
+    """Read what ``scontrol show job`` prints; of an array, the first job."""
+
+    def value(pattern: str) -> str:
+        match = re.search(pattern, text, re.M)
+        return match[1] if match else ""
+
+    return Record(
+        state=value(r"^\s+JobState=(\S+)"),
+        reason=value(r"^\s+JobState=\S+ Reason=(\S+)").replace("_", " "),
+        exit_code=value(r"^\s+Requeue=.* ExitCode=(\S+)"),
+        nodes=value(r"^\s+NodeList=(\S+)").replace("(null)", ""),
+        start_time=_unix(value(r"^\s+StartTime=(\S+)")),
+    )

@@ -1,4 +1,4 @@
-"""``hpc-ddp``: submit, render, dry-run, preflight, status, logs, verify, cancel.
+"""``hpc-ddp``: submit, render, dry-run, preflight, status, explain, logs, verify, cancel.
 
 stdout is data, everything else goes to stderr. Exit codes: 2 for usage, 1 for failure, 75 when
 a dry run was stopped and can go on.
@@ -23,6 +23,7 @@ from hpc_ddp.cli.options import given, job_options, node_options
 from hpc_ddp.launch import backends, config, prepare
 from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.report import explain as report_explain
 from hpc_ddp.report import health as report_health
 from hpc_ddp.report import logs as report_logs
 from hpc_ddp.report import preflight as report_preflight
@@ -162,6 +163,19 @@ def status(runs: Sequence[str], runs_dir: str | None, as_json: bool) -> None:
         _say(f"no runs in {root}")
     else:
         click.echo(report_status.table(rows))
+
+
+@main.command()
+@click.argument("run")
+@click.option("--runs-dir", metavar="DIR", help="Where run folders are.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def explain(run: str, runs_dir: str | None, as_json: bool) -> None:
+    """Tell what became of RUN (a folder, id, name or job id), why, and what to do about it."""
+    found = report_explain.explain_run(find_run(_runs_dir(runs_dir), run))
+    if as_json:
+        click.echo(json.dumps(found.to_dict()))
+    else:
+        click.echo(report_explain.paragraph(found))
 
 
 @main.command()

@@ -11,6 +11,7 @@ import os
 import shlex
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from hpc_ddp.node.continuation import ask, say
 from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port
 from hpc_ddp.node.verdict import Facts, Verdict, decide
 from hpc_ddp.run import process
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job
 from hpc_ddp.run.journal import Event
+from hpc_ddp.run.patience import patiently
 from hpc_ddp.run.spec import JobSpec
 
 # --- before the step -----------------------------------------------------------------------
@@ -39,7 +41,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
         the run is finished, cancelled, or being run by somebody else
     """
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
-    spec = JobSpec.from_json(run.job_json.read_text())
+    spec = JobSpec.from_json(patiently(run.job_json.read_text))
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     is_link = "HPC_DDP_LINK" in environ
     if run.finished():
@@ -50,7 +52,8 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
-    attempt = run.claim_attempt(info, lambda other: _is_live(other, job_id, restarts))
+    is_live = partial(_is_live, job_id=job_id, restarts=restarts)
+    attempt = patiently(partial(run.claim_attempt, info, is_live))
     run.journal("batch", attempt.number).write("started", nodes=nodes, **info)
     if "SLURM_ARRAY_TASK_ID" not in environ:  # an array's own id was linked at the submit
         link_job(job_id, run)
@@ -171,7 +174,7 @@ def judge(
     nodes, records = environ["HPC_DDP_NODES"].split(), attempt.records()
     silent = set(nodes) - {record["node"] for record in records}
     facts = Facts(
-        spec=JobSpec.from_json(run.job_json.read_text()),
+        spec=JobSpec.from_json(patiently(run.job_json.read_text)),
         attempt=attempt.number,
         cancelled=run.cancelled.exists(),
         superseded=not run.is_newest(attempt.number),
@@ -205,7 +208,7 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict
     where: dict[str, Any] = {}
     if failure:
         where = {"rank": failure.rank, "node": failure.node, "error": failure.error}
-    run.journal("batch", attempt.number).write(
+    run.journal("batch", attempt.number).write_surely(
         "verdict",
         cause=decided.cause,
         action=decided.action,
@@ -249,4 +252,7 @@ def main(argv: list[str]) -> int:
         if error.hint:
             say(f"hint: {error.hint}")
         return error.exit_code
+    except OSError as error:
+        say(f"the run's folder can't be used: {error}; once it can: hpc-ddp submit --run RUN")
+        return CAN_GO_ON
     return 0

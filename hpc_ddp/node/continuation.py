@@ -7,8 +7,9 @@ whether the job still is in this very attempt.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
-import sys
 import time
 
 from hpc_ddp import slurm
@@ -23,7 +24,8 @@ KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to pr
 
 
 def say(text: str) -> None:
-    print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the job's output may lie on a disk that is full
+        os.write(2, f"hpc-ddp: {text}\n".encode())
 
 
 def ask(job_id: str) -> slurm.Job | None:

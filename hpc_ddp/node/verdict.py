@@ -164,8 +164,11 @@ def _cause(facts: Facts) -> str:
         return "node lost"
     if job and job.state != "RUNNING":  # the batch shell still runs, so somebody ends the job
         return "cancelled"
+    if set(facts.notices) & set(TIME_LIMIT_SOURCES):
+        return "time limit"
     if facts.notices:
-        return "time limit" if set(facts.notices) & set(TIME_LIMIT_SOURCES) else "notice"
+        # With a node silent and no stop: srun ends the rest of a step of which a task has died.
+        return "notice" if complete or facts.here("stopped") else "node lost"
     if facts.unfit:
         return "bad node"
     if facts.failure:
@@ -219,10 +222,13 @@ def _why_no_retry(facts: Facts) -> str | None:
 
 def _no_progress(facts: Facts) -> str | None:
     last = facts.verdicts[-1] if facts.verdicts else None
-    stuck = last and last["cause"] in ("failed", "time limit") and not last.get("progress")
-    if stuck and not facts.progress:
-        return "two attempts in a row have ended without a newer checkpoint"
-    return None
+    if last is None or last["cause"] not in ("failed", "time limit") or last.get("progress"):
+        return None
+    # Attempts since then that ended without a verdict, on a lost node say, may have come far.
+    since = (e for e in facts.events if e["attempt"] > last["attempt"])
+    if any(e["event"] == "checkpoint" for e in since):
+        return None
+    return "two attempts in a row have ended without a newer checkpoint"
 
 
 def _lost(facts: Facts) -> str:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hpc_ddp.slurm import clean_env, parse_job
+from hpc_ddp.slurm import clean_env, parse_job, parse_record
 
 SHOWN = """\
 JobId=7 JobName=x Restarts=9 JobState=FAILED
@@ -43,3 +43,24 @@ def test_what_an_outer_job_left_is_dropped() -> None:
         "HOME": "/",
     }
     assert clean_env(environ) == {"SLURM_CONF": "/c", "HOME": "/"}
+
+
+WAITS = """\
+JobId=3 JobName=wide
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   JobState=PENDING Reason=ReqNodeNotAvail,_UnavailableNodes:hd0n1 Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:53
+   RunTime=00:00:00 TimeLimit=UNLIMITED TimeMin=N/A
+   StartTime=2026-11-22T20:15:37 EndTime=Unknown Deadline=N/A
+   ReqNodeList=(null) ExcNodeList=(null)
+   NodeList=(null)
+"""
+
+
+def test_what_is_left_of_a_job() -> None:
+    found = parse_record(WAITS)
+    assert (found.state, found.exit_code, found.nodes) == ("PENDING", "0:53", "")
+    assert found.reason == "ReqNodeNotAvail, UnavailableNodes:hd0n1"
+    assert found.start_time is not None
+    assert parse_record(WAITS.replace("NodeList=(null)\n", "NodeList=n[1-2]\n")).nodes == "n[1-2]"
+    assert parse_record("").state == ""

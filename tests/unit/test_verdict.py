@@ -92,6 +92,15 @@ def test_after_a_notice_slurm_tells_why(job: Job | None, cause: str, action: str
     assert (verdict.cause, verdict.action) == (cause, action)
 
 
+def test_a_sigterm_because_another_nodes_task_has_died_is_no_notice() -> None:
+    verdict = _decide(records=(_record("n1", notice="SIGTERM", error="Connection reset"),))
+    assert (verdict.cause, verdict.action, verdict.why) == (
+        "node lost",
+        "requeue",
+        "no word from n2",
+    )
+
+
 def test_a_worker_that_dies_of_the_notice_is_preempted_not_failed() -> None:
     records = (_record("n1", "SIGTERM", code=-15), _record("n2", "SIGTERM", error="gloo"))
     verdict = _decide(job=replace(RUNNING, preempted_at=900.0), records=records, events=())
@@ -173,6 +182,14 @@ def test_two_attempts_without_progress_end_it() -> None:
     assert (
         _decide(attempt=1, records=_failed(error="", code=-9), events=preempted).action == "requeue"
     )
+
+
+def test_progress_of_an_attempt_that_was_lost_without_a_verdict_counts() -> None:
+    first = _event("verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False)
+    lost = [_event("first_step", 1, step=1), _event("checkpoint", 1, step=90)]
+    killed = _failed(error="", code=-9)
+    assert _decide(attempt=2, records=killed, events=[first, *lost]).action == "requeue"
+    assert _decide(attempt=2, records=killed, events=[first, lost[0]]).action == "give up"
 
 
 def test_failures_have_a_budget() -> None:
