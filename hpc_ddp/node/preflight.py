@@ -122,7 +122,7 @@ def find_misnamed(told: All) -> None:
     for node, each in told.items():
         for trouble in each.pairs:
             other = trouble["pair"]
-            own = told[other].hello.get("addresses") if other in told else None
+            own = told[other].hello.get("addresses", []) if other in told else []
             strange = own and "." in trouble.get("address", "") and trouble["address"] not in own
             if trouble["check"] == "name" or (trouble["check"] == "link" and strange):
                 if trouble["check"] == "link":

@@ -108,7 +108,7 @@ def test_the_first_exchange_that_broke_explains_the_later_ones() -> None:
     ],
 )
 def test_a_slow_node_is_found(speeds: dict[str, float], slow: str) -> None:
-    told = _told(**speeds)
+    told = _told(3, **speeds)
     assert set(find_slow(told)) == set(slow)
     told["c"].values["load"] = 1000.0  # whatever is seen there may come from that
     assert not find_slow(told)
