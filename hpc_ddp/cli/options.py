@@ -83,7 +83,7 @@ _OPTIONS = [
 # Those that mean something for processes of this machine, with nothing submitted or gone on with.
 _HERE = (
     *("nodes", "gpus_per_node", "nproc_per_node", "python", "env", "runs_dir", "no_snapshot"),
-    "as_json",
+    *("as_json", "script", "args"),
 )
 
 
@@ -98,9 +98,9 @@ def job_options(command: Command) -> Command:
 
 def local_options(command: Command) -> Command:
     """Add those of the shared options that count on this machine, SCRIPT and ARGS."""
-    command = job_options(command)
-    params = getattr(command, "__click_params__")  # noqa: B009
-    params[:] = [p for p in params if p.name in (*_HERE, "script", "args")]
+    own = list(vars(command).get("__click_params__", ()))
+    params = vars(job_options(command))["__click_params__"]
+    params[:] = [each for each in params if each in own or each.name in _HERE]
     return command
 
 

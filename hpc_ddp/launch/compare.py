@@ -20,7 +20,8 @@ _STEP_ORDER = (
     *("data", "random", "inputs", "loss", "gradients", "scheduler", "scaler", "optimizer"),
     *("model", "object"),
 )
-_START_ORDER = ("model", "optimizer", "scheduler", "scaler", "object", "random")
+_TIMES = ("start", "step", "epoch", "end")  # of records of the same step
+_STATE_ORDER = ("model", "optimizer", "scheduler", "scaler", "object", "random")
 _COMPUTED = ("loss", "gradients", "model", "optimizer")  # what the order of sums can change
 
 
@@ -104,18 +105,18 @@ def first_difference(
     unsteady
         names of variables that differ between any two runs: clocks, say
     """
-    known = {_key(record): record for record in base}
+    known = _by_moment(base)
     pairs = [(known[_key(record)], record) for record in other if _key(record) in known]
     # By the moment first, then by rank: what comes later in time differs as a consequence.
     parted = sorted(
         (pair for pair in pairs if any(_parts_that_differ(*pair))),
-        key=lambda pair: (pair[1]["step"], pair[1]["at"] != "start", pair[1]["at"] == "epoch"),
+        key=lambda pair: (pair[1]["step"], _TIMES.index(pair[1]["at"])),
     )
     if not parted:
         return None
     moment = _moment(parted[0][1])
     here = [pair for pair in parted if _moment(pair[1]) == moment]
-    order = _START_ORDER if parted[0][1]["at"] == "start" else _STEP_ORDER
+    order = _STEP_ORDER if parted[0][1]["at"] == "step" else _STATE_ORDER
     differing = sorted(
         {part for pair in here for part in _parts_that_differ(*pair)},
         key=lambda part: (_place(part, order, known.values()), part),
@@ -142,7 +143,7 @@ def first_difference(
 
 def curve(base: Sequence[Record], other: Sequence[Record]) -> Curve:
     """Compare the values given to `run.step`, at all steps that both have."""
-    known = {_key(record): record for record in base}
+    known = _by_moment(base)
     both = [(known[_key(r)], r) for r in other if r["at"] == "step" and _key(r) in known]
     both = [(a, b) for a, b in both if a["values"] or b["values"]]
     return Curve(len(both), sum(_values(a) == _values(b) for a, b in both))
@@ -150,7 +151,7 @@ def curve(base: Sequence[Record], other: Sequence[Record]) -> Curve:
 
 def unsteady_variables(base: Sequence[Record], other: Sequence[Record]) -> frozenset[str]:
     """Return the script's variables that differ though nothing was done to either run."""
-    known = {_key(record): record for record in base}
+    known = _by_moment(base)
     pairs = ((known[_key(r)], r) for r in other if _key(r) in known)
     return frozenset(name for pair in pairs for name, _ in _variables_that_differ(*pair))
 
@@ -158,6 +159,13 @@ def unsteady_variables(base: Sequence[Record], other: Sequence[Record]) -> froze
 def _key(record: Record) -> tuple[Any, ...]:
     """What makes two records of the same moment. One of a start is of its checkpoint's."""
     return tuple(record[name] for name in ("rank", "step", "epoch", "samples"))
+
+
+def _by_moment(base: Sequence[Record]) -> dict[tuple[Any, ...], Record]:
+    known: dict[tuple[Any, ...], Record] = {}
+    for record in base:  # the end may be the moment of a step, which has more to compare
+        known.setdefault(_key(record), record)
+    return known
 
 
 def _moment(record: Record) -> tuple[Any, ...]:
@@ -239,6 +247,9 @@ def _variables(
 # -- in words --------------------------------------------------------------------------------
 
 
+_PLURAL = ("data", "inputs", "random", "gradients", "model")
+
+
 def call(part: str) -> str:
     """Return what a person calls a part, given as kind and name."""
     kind, _, name = part.partition(" ")
@@ -250,7 +261,7 @@ def call(part: str) -> str:
         "gradients": "the gradients",
         "model": f"the weights of {name}",
         "scaler": f"the gradient scaler {name}",
-        "object": f"{name}",
+        "object": name,
     }
     return words.get(kind, f"the {kind} {name}")
 
@@ -283,7 +294,8 @@ def explain(found: Difference, steady: bool, before: str) -> tuple[str, str]:
     own = [f"{n} ({b}, was {a})" for n, (a, b) in list(found.variables.items())[:4]]
     if own and found.kind in ("data", "inputs", "loss", "gradients", "random"):
         also = f" Variables of the script that are not what they were: {', '.join(own)}."
-    return f"{before}: {what} differ{'' if what.endswith('s') else 's'} first, {why}.{also}", hint
+    verb = "differ" if found.kind in _PLURAL else "differs"
+    return f"After it was {before}, {what} {verb} first, {why}.{also}", hint
 
 
 def _reason(found: Difference, what: str) -> tuple[str, str]:

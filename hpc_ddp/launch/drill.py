@@ -12,7 +12,6 @@ attempt parts from the undisturbed run the drill is over, since the disturbance 
 
 from __future__ import annotations
 
-import filecmp
 import json
 import math
 import os
@@ -245,7 +244,7 @@ class _Drill:
         ]
         before, unsteady = "", frozenset[str]()
         for number, (doing, its_plan, disturbance) in enumerate(legs):
-            self._say(doing or f"{before}; to the end now")
+            self._say(f"disturbed: to be {doing}" if doing else f"{before}; now to the end")
             code = self._launch(prepared, its_plan, disturbance)
             events = [e for e in run.events() if e["attempt"] == number]
             records = compare.attempt(self._records(run), number)
@@ -274,8 +273,6 @@ class _Drill:
             before = doing
             if number == 2:
                 before += f", and a byte flipped in {_flip(run)}"
-        if report.verdict == "right" and not _same_tensors(self._base.run, run):
-            report.verdict, report.why = "wrong", "the last checkpoints differ"
 
     def _is_harmless(self, found: Difference, base: list[Record], before: str) -> bool:
         """Take a difference into the report; True when the drill can go on."""
@@ -349,7 +346,7 @@ class _Drill:
             ("", None),
         ]
         for doing, disturbance in doings:
-            self._say(f"{doing} half-way" if doing else f"{before}; to the end now")
+            self._say(f"disturbed: to be {doing} half-way" if doing else "now to the end")
             code = self._launch(prepared, {}, disturbance, after_s=took_s / 2)
             if before:
                 report.rows.append(Row(before, survived=disturbance is not None or code == 0))
@@ -405,7 +402,9 @@ class _Drill:
         return process.returncode
 
     def _tell_step(self, run: RunFolder) -> None:
-        step = last_event(run.events(), "metrics", "first_step", "restored")
+        number = len(run.attempts()) - 1
+        events = [event for event in run.events() if event["attempt"] == number]
+        step = last_event(events, "metrics", "first_step", "restored")
         self._say(f"  step {step['step']}" if step else "  starting")
 
     def _records(self, run: RunFolder) -> list[Record]:
@@ -479,11 +478,3 @@ def _flip(run: RunFolder) -> str:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     return newest.name
-
-
-def _same_tensors(a: RunFolder, b: RunFolder) -> bool:
-    """Tell whether the newest checkpoints hold the same tensors, byte for byte."""
-    pair = [checkpoints.published(run.checkpoints)[0] for run in (a, b)]
-    names = [path.name for path in pair[0].glob("tensors-*.bin")]
-    same = filecmp.cmpfiles(pair[0], pair[1], names, shallow=False)[0]
-    return pair[0].name == pair[1].name and same == names

@@ -1,10 +1,10 @@
 """A run under `hpc-ddp drill`: writes down what each step took and left, and is disturbed on cue.
 
 `start` returns a `DrilledRun` where the environment has a plan. Each rank then writes, into
-``<run>/drill/rank-<r>.jsonl``, a `record` when the loop begins, after each step, and after each
-epoch: a digest of every part of the training's state, and of what the step consumed. Two runs
-that are equal bit for bit have equal records, and where they part, the first part that differs
-is the cause. `hpc_ddp.launch.compare` has the reader's side.
+``<run>/drill/rank-<r>.jsonl``, a `record` when the loop begins, after each step and each epoch,
+and at the end: a digest of every part of the training's state, and of what the step consumed. Two
+runs that are equal bit for bit have equal records, and where they part, the first part that
+differs is the cause. `hpc_ddp.launch.compare` has the reader's side.
 """
 
 from __future__ import annotations
@@ -107,6 +107,11 @@ class DrilledRun(Run):
             self._hold("kill")
         if not self._ends_epoch():
             self._act(self._parts.pace.hear_all())
+
+    def finish(self) -> None:
+        if sys.exc_info()[0] is None and not self._over:
+            self._record("end", self.position.step, {})
+        super().finish()
 
     def _is_end(self, step: int) -> bool:
         if (end := self._plan.get("end")) is not None:
