@@ -123,9 +123,9 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
     Raises
     ------
     UsageError
-        a setting is refused
+        a setting is refused, or the script takes too few steps, or too long
     HpcDdpError
-        nothing can be said: the script fails undisturbed, takes too few steps, never ends
+        the script fails undisturbed
     """
     if steps is not None and steps < LEAST_STEPS:
         raise UsageError(
@@ -134,11 +134,10 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
         )
     folder = root / ".drills" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     try:
-        made = _Drill(settings, cwd, folder, steps, say)
+        report = _Drill(settings, cwd, folder, steps, say).play()
     except UsageError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    report = made.play()
     if report.ok:
         shutil.rmtree(folder, ignore_errors=True)
     return report
@@ -152,13 +151,15 @@ def choose(total: int, epoch_ends: Sequence[int]) -> Points:
 
     Raises
     ------
-    HpcDdpError
+    UsageError
         the run is too short to be disturbed
     """
     if total < LEAST_STEPS:
-        raise HpcDdpError(
+        raise UsageError(
             f"the script takes {total} steps, and a drill needs {LEAST_STEPS}",
-            hint="more epochs or a smaller batch, in the script's own arguments",
+            hint="more epochs or a smaller batch, in the script's own arguments"
+            if total
+            else "call run.step() behind each optimizer.step()",
         )
     ends = [step for step in epoch_ends if step <= total - 6]
     stop = max(2, total * 3 // 10, ends[0] + 1 if ends else 0)
@@ -251,6 +252,9 @@ class _Drill:
             restored = last_event(events, "restored") or {"step": None, "passed_over": []}
             found = compare.first_difference(base, records, unsteady)
             broke = self._broke(run, number, code, disturbance, restored, its_plan)
+            least = (None, points.stop, points.save, None)[number]
+            if not broke and least and restored["step"] < least:
+                broke = f"it went on from step {restored['step']} and not from step {least}"
             if number == 0:
                 unsteady = compare.unsteady_variables(base, records)
             else:
@@ -266,7 +270,7 @@ class _Drill:
                 )
             if broke:
                 self._tell_log(run)
-                report.verdict, report.why = "broken", f"{before or 'undisturbed'}: {broke}"
+                report.verdict, report.why = "broken", f"When it was {before or doing}, {broke}"
                 return
             if found and not self._is_harmless(found, base, before):
                 return
@@ -331,7 +335,7 @@ class _Drill:
         report.verdict = "plain"
         if code == TOO_LONG:
             self._tell_log(self._base.run)
-            raise HpcDdpError(
+            raise UsageError(
                 f"the script uses nothing of hpc_ddp.training, and does not end in {PLAIN_S:.0f} s",
                 hint="give it arguments with which it ends sooner",
             )

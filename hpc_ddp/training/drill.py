@@ -212,9 +212,10 @@ class State:
         gc.collect()  # what the script has replaced is no part of it any more
         known = {id(unwrap(each)) for each in self._tracked.values()}
         names = {id(each): name for name, each in _named(sys._getframe())}
+        alive = gc.get_objects()
+        kinds = {each: _kind_of(each) for each in {type(each) for each in alive}}
         found = [("model", each) for each in self._wrapped]
-        for each in gc.get_objects():
-            found += [(kind, each) for kind, base in KINDS.items() if issubclass(type(each), base)]
+        found += [(kind, each) for each in alive if (kind := kinds.get(type(each)))]
         self._others = {}
         for kind, each in found:
             if id(unwrap(each)) not in known:
@@ -248,7 +249,11 @@ class State:
 def _kind(each: Any) -> str:
     if isinstance(unwrap(each), torch.nn.Module):
         return "model"
-    return next((kind for kind, base in KINDS.items() if isinstance(each, base)), "object")
+    return _kind_of(type(each)) or "object"
+
+
+def _kind_of(cls: type) -> str | None:
+    return next((kind for kind, base in KINDS.items() if issubclass(cls, base)), None)
 
 
 def _state_of(each: Any) -> Any:

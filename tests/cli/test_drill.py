@@ -96,8 +96,9 @@ def test_what_can_not_be_drilled_is_said(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "steps is 3; accepted: a whole number from 8" in done.stderr
     done = drill(tmp_path, str(JOBS / "linear_regression.py"), "--batch-size", "1000")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "the script takes 5 steps, and a drill needs 8" in done.stderr
+    assert not list((tmp_path / "runs").glob(".drills/*"))
     (tmp_path / "bad.py").write_text("raise ValueError('no data here')\n")
     done = drill(tmp_path, "bad.py")
     assert (done.returncode, done.stdout) == (1, "")

@@ -10,7 +10,7 @@ import pytest
 from hpc_ddp.launch import compare
 from hpc_ddp.launch.compare import Curve, Difference, explain, first_difference
 from hpc_ddp.launch.drill import LEAST_STEPS, Report, Row, choose
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.errors import UsageError
 
 Record = dict[str, Any]
 STATE = {
@@ -189,7 +189,7 @@ def test_the_disturbances_leave_room_for_each_other(total: int, ends: list[int])
 
 
 def test_a_run_that_is_too_short_is_refused() -> None:
-    with pytest.raises(HpcDdpError, match="takes 5 steps, and a drill needs 8"):
+    with pytest.raises(UsageError, match="takes 5 steps, and a drill needs 8"):
         choose(LEAST_STEPS - 3, [])
 
 
