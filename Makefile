@@ -28,9 +28,11 @@ types: .venv/ready
 cluster: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell
 
-# 200 kills at random moments; `make test` does a dozen. Another HPC_DDP_SOAK_SEED, other moments.
+# Every row of docs/bad-days.md, with the date's results; an hour or two. 200 kills at random
+# moments, of which `make test` does a dozen. Another HPC_DDP_SOAK_SEED, other moments.
 soak: .venv/ready
-	HPC_DDP_SOAK=200 $(BIN)/python -m pytest -s tests/ddp/test_soak.py
+	HPC_DDP_SOAK=200 $(BIN)/python -m pytest -m "soak or row" --results docs/bad-days/$$(date +%F).md; \
+		status=$$?; $(BIN)/python tests/unit/bad_days.py; exit $$status
 
 bench: .venv/ready
 	$(BIN)/python bench/launch.py

@@ -1,4 +1,4 @@
-"""``hpc-ddp``: submit, render, dry-run, drill, status, logs, verify, cancel.
+"""``hpc-ddp``: submit, render, dry-run, drill, preflight, status, explain, logs, verify, cancel.
 
 stdout is data, everything else goes to stderr. Exit codes: 2 for usage, 1 for failure, 75 when
 a dry run was stopped and can go on.
@@ -19,12 +19,15 @@ from typing import Any
 import click
 
 from hpc_ddp import __version__
-from hpc_ddp.cli.options import given, job_options, local_options
+from hpc_ddp.cli.options import given, job_options, local_options, node_options
 from hpc_ddp.launch import backends, config, prepare
 from hpc_ddp.launch import drill as rehearsal
+from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.report import explain as report_explain
 from hpc_ddp.report import health as report_health
 from hpc_ddp.report import logs as report_logs
+from hpc_ddp.report import preflight as report_preflight
 from hpc_ddp.report import status as report_status
 from hpc_ddp.report.progress import watch
 from hpc_ddp.run import checkpoints
@@ -142,6 +145,23 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
     sys.exit(not report.ok)
 
 
+@main.command()
+@node_options
+def preflight(as_json: bool, **options: Any) -> None:
+    """Look whether the nodes of this allocation are fit for a job, and which are not.
+
+    Run it inside a salloc. Exit code 1 where a node is not. `submit --preflight` does the same as
+    the first thing in a job, and leaves bad nodes out of the next attempt.
+    """
+    settings = config.load(given(options), Path.cwd(), Path.home())
+    event = launch_preflight.look(settings, Path.cwd(), _root(settings))
+    if as_json:
+        click.echo(json.dumps(event))
+    elif event["report"]:
+        click.echo(report_preflight.table(event))
+    sys.exit(not event["ok"])
+
+
 def _foreground(run: RunFolder, started: backends.Started) -> int:
     """Wait for a run in the foreground; Ctrl-C and SIGTERM are passed on to it as a notice."""
     process = started.process
@@ -166,6 +186,19 @@ def status(runs: Sequence[str], runs_dir: str | None, as_json: bool) -> None:
         _say(f"no runs in {root}")
     else:
         click.echo(report_status.table(rows))
+
+
+@main.command()
+@click.argument("run")
+@click.option("--runs-dir", metavar="DIR", help="Where run folders are.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def explain(run: str, runs_dir: str | None, as_json: bool) -> None:
+    """Tell what became of RUN (a folder, id, name or job id), why, and what to do about it."""
+    found = report_explain.explain_run(find_run(_runs_dir(runs_dir), run))
+    if as_json:
+        click.echo(json.dumps(found.to_dict()))
+    else:
+        click.echo(report_explain.paragraph(found))
 
 
 @main.command()

@@ -11,9 +11,40 @@ from hpc_ddp.run.spec import BACKENDS, CONTINUE_BY
 
 Command = Callable[..., Any]
 
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_GPUS = click.option(
+    "--gpus-per-node", metavar="[TYPE:]N", help="GPUs per node; a worker for each."
+)
+
+# Where and in what a job runs.
+_SCENE = [
+    click.option("--site", metavar="NAME", help="A site file of templates/sites or yours."),
+    click.option("--fabric", metavar="NAME", help="The interconnect: auto, ethernet, infiniband."),
+    click.option("--interface", metavar="NAME", help="Network interface (default: looked up)."),
+    click.option(
+        "--setup",
+        multiple=True,
+        metavar="LINE",
+        help="A shell line to run before the job, as 'module load cuda'; repeatable.",
+    ),
+    click.option(
+        "--container",
+        metavar="COMMAND",
+        help="What enters a container, as 'apptainer exec --nv image.sif'.",
+    ),
+    click.option("--python", metavar="PATH", help="The Python that has torch."),
+    click.option(
+        "--env",
+        multiple=True,
+        metavar="NAME[=VALUE]",
+        help="NAME: taken from here (secrets too). NAME=VALUE: written into the script.",
+    ),
+    click.option("--runs-dir", metavar="DIR", help="Where run folders are made."),
+]
+
 _OPTIONS = [
     click.option("-N", "--nodes", type=int, help="Number of nodes (default 1)."),
-    click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs per node; a worker for each."),
+    _GPUS,
     click.option(
         "--nproc-per-node", type=int, help="Workers per node (default: one per GPU, or 1)."
     ),
@@ -42,30 +73,12 @@ _OPTIONS = [
     click.option(
         "--backend", metavar="|".join(BACKENDS), help="How it is started (default slurm)."
     ),
-    click.option("--site", metavar="NAME", help="A site file of templates/sites or yours."),
-    click.option("--fabric", metavar="NAME", help="The interconnect: auto, ethernet, infiniband."),
-    click.option("--interface", metavar="NAME", help="Network interface (default: looked up)."),
-    click.option(
-        "--setup",
-        multiple=True,
-        metavar="LINE",
-        help="A shell line to run before the job, as 'module load cuda'; repeatable.",
-    ),
-    click.option(
-        "--container",
-        metavar="COMMAND",
-        help="What enters a container, as 'apptainer exec --nv image.sif'.",
-    ),
+    *_SCENE,
     click.option("--template", metavar="FILE", help="A template that extends job.sbatch.j2."),
-    click.option("--python", metavar="PATH", help="The Python that has torch."),
-    click.option(
-        "--env",
-        multiple=True,
-        metavar="NAME[=VALUE]",
-        help="NAME: taken from here (secrets too). NAME=VALUE: written into the script.",
-    ),
-    click.option("--runs-dir", metavar="DIR", help="Where run folders are made."),
     click.option("--no-snapshot", is_flag=True, help="Run the live code, not a copy of it."),
+    click.option(
+        "--preflight", is_flag=True, default=None, help="Look at the nodes first; avoid bad ones."
+    ),
     click.option("--max-requeues", type=int, help="Bound on requeues (default: none)."),
     click.option("--max-failures", type=int, help="Retries after failures (default 3)."),
     click.option(
@@ -76,7 +89,7 @@ _OPTIONS = [
     click.option(
         "--run", "run_text", metavar="RUN", help="Go on with a run: folder, id, name or job id."
     ),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    _JSON,
 ]
 
 
@@ -104,6 +117,13 @@ def local_options(command: Command) -> Command:
     return command
 
 
+def node_options(command: Command) -> Command:
+    """Add the options that say what a job's nodes have to be like."""
+    for option in reversed([_GPUS, *_SCENE, _JSON]):
+        command = option(command)
+    return command
+
+
 def given(options: dict[str, Any]) -> dict[str, Any]:
     """Return what was said on the command line, under the keys that a project file has."""
     values = {
@@ -116,8 +136,8 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
     values |= {"env": {n: v for n, eq, v in pairs if eq}} if any(p[1] for p in pairs) else {}
     names = [n for n, eq, _ in pairs if not eq]
     values |= {"env-names": names} if names else {}
-    if options["no_snapshot"]:
+    if options.get("no_snapshot"):
         values["snapshot"] = False
-    if options["script"]:
+    if options.get("script"):
         values |= {"script": options["script"], "args": list(options["args"])}
     return values

@@ -10,8 +10,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
@@ -20,6 +18,8 @@ from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.launch.render import WAIT_S, header_pairs, job_env, torchrun_options
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
+
+PICKLE = "supervisor.pkl"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class SlurmBackend:
         return prepared.rendering.whole()
 
     def start(self, prepared: Prepared) -> Started:
-        return Started(job_id=slurm.sbatch(str(prepared.run.script), os.environ))
+        run = prepared.run
+        return Started(job_id=slurm.sbatch(run.script, os.environ, known=run.job_ids()))
 
 
 class AllocationBackend(SlurmBackend):
@@ -100,40 +101,40 @@ class LocalBackend(SlurmBackend):
         )
 
 
-class SubmititBackend:
-    """submitit's executor: one task per node, our supervisor as its function.
+class SubmititBackend(SlurmBackend):
+    """submitit's submission file and its task: one per node, our supervisor as its function.
 
     What our batch script does before and after srun goes into submitit's set-up and tear-down
-    lines. Its own time-out and requeue path never fires: the supervisor takes the signals.
+    lines. Its own time-out and requeue path never fires: the supervisor takes the signals. Its
+    task looks for a pickle that is named for the job. A link of that name is made by the job
+    itself, so that the same file serves each job of a chain, each task of an array, and a
+    person's `sbatch`.
     """
 
     def script(self, prepared: Prepared) -> str:
         executor = self._executor(prepared)
-        text: str = executor._make_submission_file_text(executor._submitit_command_str, "render")
+        self._pickle(prepared)
+        text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
         return text + "\n"
 
-    def start(self, prepared: Prepared) -> Started:
+    def _pickle(self, prepared: Prepared) -> None:
+        from submitit.core.utils import DelayedSubmission
+
         from hpc_ddp.node.supervisor import submitit_main
 
         node = str(prepared.run.lib / "node.py")
         command = [prepared.spec.python, node, "agent", *torchrun_options(prepared.spec)]
         command += [str(prepared.script), *prepared.spec.args]
-        executor = self._executor(prepared)
-        try:
-            with _clean_environ():
-                return Started(job_id=executor.submit(submitit_main, command).job_id)
-        except Exception as error:  # submitit raises what its sbatch printed, in several types
-            raise HpcDdpError(f"submitit could not submit: {error}", hint="sinfo") from None
+        folder = prepared.run.path / "submitit"
+        folder.mkdir(exist_ok=True)
+        DelayedSubmission(submitit_main, command).dump(folder / PICKLE)
 
     def _executor(self, prepared: Prepared) -> Any:
         import submitit
 
         spec, run = prepared.spec, prepared.run
-        if spec.container or spec.array or spec.continue_by == "resubmit":
-            raise UsageError(
-                "the submitit back-end has no containers, arrays and chains",
-                hint="--backend slurm",
-            )
+        if spec.container:
+            raise UsageError("the submitit back-end has no containers", hint="--backend slurm")
         lib = shlex.quote(str(run.lib))
         try:
             executor = submitit.SlurmExecutor(
@@ -143,17 +144,23 @@ class SubmititBackend:
         except RuntimeError:
             raise HpcDdpError("srun was not found: this machine has no Slurm client") from None
         pairs = {name: value or True for name, value in header_pairs(spec, run)}
+        folder = shlex.quote(str(run.path / "submitit"))
         executor.update_parameters(
             job_name=str(pairs.pop("job-name")),
             wckey=None,
             stderr_to_stdout=True,
             setup=[
-                *(prepared.rendering.block(name) for name in ("settings", "setup", "attempt")),
+                *(
+                    prepared.rendering.block(name)
+                    for name in ("settings", "setup", "attempt", "preflight")
+                ),
+                'job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"',
+                f'ln -sfn {PICKLE} {folder}/"${{job}}_submitted.pkl"',
                 'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',
             ],
             teardown=[prepared.rendering.block("verdict")],
             srun_args=[
-                f"--output={str(run.slurm_out).replace('%', '%%')}",
+                f"--output={pairs['output']}",
                 "--open-mode=append",
                 "--ntasks-per-node=1",
                 f"--nodes={spec.nodes}",
@@ -164,19 +171,6 @@ class SubmititBackend:
             additional_parameters=pairs,
         )
         return executor
-
-
-@contextmanager
-def _clean_environ() -> Iterator[None]:
-    """Hide what an outer job left for Slurm: submitit calls sbatch with this process's own."""
-    saved = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(slurm.clean_env(saved))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
 
 
 BACKENDS: dict[str, Backend] = {

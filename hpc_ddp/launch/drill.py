@@ -38,7 +38,7 @@ from hpc_ddp.run.journal import last_event, read_events
 PLAN = "HPC_DDP_DRILL"
 LEAST_STEPS = 8
 TRAINING_S = 30.0  # of an undisturbed run, without --steps
-PLAIN_S = 300.0  # a script that does not tell its steps has to end by itself in this time
+PLAIN_S = 600.0  # in this time a script has to call `start`, or to end by itself
 TELL_EVERY_S = 15.0
 LOG_LINES = 30
 TOO_LONG = 124  # as the code of timeout(1)
@@ -336,7 +336,7 @@ class _Drill:
         if code == TOO_LONG:
             self._tell_log(self._base.run)
             raise UsageError(
-                f"the script uses nothing of hpc_ddp.training, and does not end in {PLAIN_S:.0f} s",
+                f"in {PLAIN_S:.0f} s the script has neither called start() nor ended",
                 hint="give it arguments with which it ends sooner",
             )
         if code != 0:

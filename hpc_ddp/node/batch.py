@@ -10,26 +10,22 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp import slurm
+from hpc_ddp.node import continuation
+from hpc_ddp.node.continuation import ask, say
 from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port
 from hpc_ddp.node.verdict import Facts, Verdict, decide
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_json, write_json
+from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job
 from hpc_ddp.run.journal import Event
+from hpc_ddp.run.patience import patiently
 from hpc_ddp.run.spec import JobSpec
-
-REQUEUE_TRIES = 6
-
-
-def say(text: str) -> None:
-    print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
-
 
 # --- before the step -----------------------------------------------------------------------
 
@@ -45,23 +41,24 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
         the run is finished, cancelled, or being run by somebody else
     """
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
-    spec = JobSpec.from_json(run.job_json.read_text())
+    spec = JobSpec.from_json(patiently(run.job_json.read_text))
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     is_link = "HPC_DDP_LINK" in environ
     if run.finished():
         if restarts or is_link:  # Slurm may restart a job that was just through
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
-    _check_wanted(run, restarts, is_link)
-    job = _ask(job_id)
+    continuation.check_wanted(run, restarts, is_link)
+    job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
-    attempt = run.claim_attempt(info, lambda other: _is_live(other, job_id, restarts))
+    is_live = partial(_is_live, job_id=job_id, restarts=restarts)
+    attempt = patiently(partial(run.claim_attempt, info, is_live))
     run.journal("batch", attempt.number).write("started", nodes=nodes, **info)
     if "SLURM_ARRAY_TASK_ID" not in environ:  # an array's own id was linked at the submit
         link_job(job_id, run)
     if spec.continue_by == "resubmit":
-        _queue_next_link(run, attempt, job_id, environ)
+        continuation.queue_next_link(run, attempt, job_id, environ)
     return {
         "HPC_DDP_RUN": str(run.path),
         "HPC_DDP_RESTARTS": str(restarts),
@@ -104,29 +101,6 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
     return own
 
 
-def _check_wanted(run: RunFolder, restarts: int, is_link: bool) -> None:
-    if not restarts and not is_link:  # whoever submits a cancelled run wants it to go on
-        run.cancelled.unlink(missing_ok=True)
-    elif run.cancelled.exists() or (is_link and _chain_has_ended(run)):
-        raise HpcDdpError(f"run {run.path} was cancelled, or given up")
-
-
-def _chain_has_ended(run: RunFolder) -> bool:
-    """Tell whether the job before this link was the last one, though it could not cancel this.
-
-    A scancel may end that job before its verdict comes to it.
-    """
-    verdicts = [event for event in run.events() if event["event"] == "verdict"]
-    attempts = run.attempts()
-    if not attempts:
-        return False
-    if verdicts and verdicts[-1]["attempt"] == attempts[-1].number:
-        return {"cancelled", "give up"} & {verdicts[-1]["cause"], verdicts[-1]["action"]} != set()
-    job_id = attempts[-1].info.get("job_id")
-    job = _ask(job_id) if job_id else None
-    return job is not None and job.state == "CANCELLED" and not job.preempted
-
-
 def _is_live(other: dict[str, Any], job_id: str, restarts: int) -> bool:
     """Tell whether the attempt that `other` describes still runs; the caller is job `job_id`."""
     theirs = other.get("job_id")
@@ -134,44 +108,18 @@ def _is_live(other: dict[str, Any], job_id: str, restarts: int) -> bool:
         return process.is_live(other)
     if theirs == job_id:
         return False  # an earlier start of this very job
-    for pause_s in (1, 5, None):
-        try:
-            job = slurm.show_job(theirs)
-            break
-        except HpcDdpError as error:
-            if "Invalid job id" in error.message:
-                return False
-            if pause_s is None:
-                raise
-            time.sleep(pause_s)
-    return job.state in ("RUNNING", "SUSPENDED") and job.restarts == other.get("restarts")
-
-
-def _queue_next_link(
-    run: RunFolder, attempt: AttemptFolder, job_id: str, environ: dict[str, str]
-) -> None:
-    """Queue the chain's next job now: at the end nobody may be left to do it."""
-    env = dict(environ, HPC_DDP_LINK="1")
     try:
-        link = slurm.sbatch(str(run.script), env, f"--dependency=afterany:{job_id}")
+        job = slurm.show_job(theirs)
     except HpcDdpError as error:
-        say(f"the next job of the chain could not be queued yet: {error.message}")
-        return
-    write_json(attempt.path / "next.json", {"job_id": link})
-    link_job(link, run)
+        if "Invalid job id" in error.message:
+            return False
+        raise
+    return job.state in ("RUNNING", "SUSPENDED") and job.restarts == other.get("restarts")
 
 
 def _first_port(job_id: str) -> int:
     """Spread jobs over the port range, so that two on one node rarely try the same."""
     return FIRST_PORT + int(job_id) * 7 % (LAST_PORT - FIRST_PORT)
-
-
-def _ask(job_id: str) -> slurm.Job | None:
-    try:
-        return slurm.show_job(job_id)
-    except HpcDdpError as error:
-        say(error.message)
-        return None
 
 
 def export_lines(values: dict[str, str]) -> str:
@@ -186,7 +134,7 @@ def warned(environ: dict[str, str]) -> None:
 
     Slurm may send it up to a minute early, and at a preemption too where the site says so.
     """
-    job = _ask(environ["SLURM_JOB_ID"])
+    job = ask(environ["SLURM_JOB_ID"])
     if job and job.end_time and not job.preempted:
         warn_s = float(environ["HPC_DDP_WARN_S"] or 0)
         time.sleep(max(0.0, job.end_time - warn_s - time.time()))
@@ -215,32 +163,26 @@ def attempt_of(environ: dict[str, str]) -> AttemptFolder:
 def verdict(environ: dict[str, str]) -> int:
     """Decide how it goes on, journal it, do it; return the exit code for the batch script."""
     run, attempt = RunFolder(Path(environ["HPC_DDP_RUN"])), attempt_of(environ)
-    facts, decided = judge(run, attempt, environ, _ask(environ["SLURM_JOB_ID"]))
-    if facts.spec.continue_by == "resubmit":
-        if decided.action == "requeue" and not (attempt.path / "next.json").exists():
-            _queue_next_link(run, attempt, environ["SLURM_JOB_ID"], environ)
-        return _end_link(attempt, decided)
-    if decided.action != "requeue":
-        return decided.exit_code
-    if "HPC_DDP_INTERACTIVE" in environ:  # an allocation is not a batch job: nothing to requeue
-        say(f"go on with: hpc-ddp submit --backend allocation --run {shlex.quote(str(run.path))}")
-        return CAN_GO_ON
-    return _requeue(run, environ["SLURM_JOB_ID"], facts)
+    facts, decided = judge(run, attempt, environ, ask(environ["SLURM_JOB_ID"]))
+    return continuation.go_on(run, attempt, environ, facts, decided)
 
 
 def judge(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: slurm.Job | None
 ) -> tuple[Facts, Verdict]:
     """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
+    nodes, records = environ["HPC_DDP_NODES"].split(), attempt.records()
+    silent = set(nodes) - {record["node"] for record in records}
     facts = Facts(
-        spec=JobSpec.from_json(run.job_json.read_text()),
+        spec=JobSpec.from_json(patiently(run.job_json.read_text)),
         attempt=attempt.number,
         cancelled=run.cancelled.exists(),
         superseded=not run.is_newest(attempt.number),
         job=job,
         restarts=int(environ.get("HPC_DDP_RESTARTS") or 0),
-        nodes=environ["HPC_DDP_NODES"].split(),
-        records=attempt.records(),
+        nodes=nodes,
+        records=records,
+        lost_nodes=slurm.unusable(sorted(silent)) if job else [],
         events=_since_submit(run.events()),
     )
     decided = decide(facts)
@@ -266,7 +208,7 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict
     where: dict[str, Any] = {}
     if failure:
         where = {"rank": failure.rank, "node": failure.node, "error": failure.error}
-    run.journal("batch", attempt.number).write(
+    run.journal("batch", attempt.number).write_surely(
         "verdict",
         cause=decided.cause,
         action=decided.action,
@@ -274,56 +216,17 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict
         exit_code=decided.exit_code,
         progress=facts.progress,
         step=facts.step,
+        bad_nodes=list(facts.bad_nodes),
         **where,
     )
     if failure and failure.rank is not None:
         say(f"its log: {attempt.node(failure.node).rank_log(failure.rank)}")
     if decided.action == "none":
-        say(f"attempt {facts.attempt}: {decided.why or decided.cause}")
+        why = f"; {decided.why}" if decided.why else ""
+        say(f"attempt {facts.attempt}: {decided.cause}{why}")
     else:
         then = "it goes on" if decided.action == "requeue" else "given up"
         say(f"attempt {facts.attempt}: {decided.why}; {then}")
-
-
-def _requeue(run: RunFolder, job_id: str, facts: Facts) -> int:
-    """Requeue the job, if it still is ours to requeue; Slurm then ends the batch shell, too.
-
-    A requeue goes by job id. The shell of an attempt that a node failure has cut off would
-    hit its own successor with it, or bring a cancelled job back to life: so ask before each
-    try whether the job still is in this very attempt.
-    """
-    for pause_s in range(REQUEUE_TRIES):
-        time.sleep(pause_s)
-        job = _ask(job_id)
-        if job is None:
-            continue
-        if job.restarts != facts.restarts or not run.is_newest(facts.attempt):
-            say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
-            return 0
-        if run.cancelled.exists() or not (job.state == "RUNNING" or job.reason == "TimeLimit"):
-            say(f"the job is {job.state} by now: not requeued")
-            return CAN_GO_ON
-        try:
-            slurm.requeue(job_id)
-        except HpcDdpError as error:
-            say(error.message)
-            continue
-        return 0  # at once: Slurm would wait KillWait for a shell that lives on
-    say(f"could not requeue; go on with: hpc-ddp submit --run {shlex.quote(str(run.path))}")
-    return CAN_GO_ON
-
-
-def _end_link(attempt: AttemptFolder, decided: Verdict) -> int:
-    """End one job of a chain: the next one waits already, unless there is nothing left to do."""
-    link = read_json(attempt.path / "next.json").get("job_id")
-    if decided.action == "requeue":
-        return 0 if link else CAN_GO_ON
-    if link and decided.cause != "superseded":
-        try:
-            slurm.cancel([link])
-        except HpcDdpError as error:  # it will find the verdict, and not start
-            say(error.message)
-    return decided.exit_code
 
 
 def main(argv: list[str]) -> int:
@@ -349,4 +252,7 @@ def main(argv: list[str]) -> int:
         if error.hint:
             say(f"hint: {error.hint}")
         return error.exit_code
+    except OSError as error:
+        say(f"the run's folder can't be used: {error}; once it can: hpc-ddp submit --run RUN")
+        return CAN_GO_ON
     return 0

@@ -17,6 +17,7 @@ _COMMUNICATION = re.compile(
     r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat",
 )
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.M)  # torch's own, and ours
+_UNREADABLE = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .{1,400}", re.M)
 _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -82,7 +83,10 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 
 
 def last_exception(log: Path) -> str:
-    """Return the last line of the last traceback in a log, '' when it has none."""
+    """Return the last line of the last traceback in a log, '' when it has none.
+
+    A script that can't be parsed has no traceback, only that line.
+    """
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
@@ -92,6 +96,6 @@ def last_exception(log: Path) -> str:
     text = _RANK_PREFIX.sub("", text)
     _, found, after = text.rpartition("Traceback (most recent call last):\n")
     if not found:
-        return ""
+        return next(iter(_UNREADABLE.findall(text)), "")
     lines = (line for line in after.splitlines() if line and not line[0].isspace())
     return next(lines, "")[:500]

@@ -20,16 +20,19 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from string import Template
 from types import FrameType
 from typing import Any
 
-from hpc_ddp.node import failure
+from hpc_ddp.node import failure, oom
 from hpc_ddp.node.network import interface_to
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json, read_word, write_json
+from hpc_ddp.run.patience import patiently
 
 LOOK_EVERY_S = 1.0
+FENCE_EVERY_S = 10.0  # listing a folder costs an NFS server more than opening a file
 TEARDOWN_S = 4.0  # an aware worker is gone after 2; what is left then hangs
 PEERS_S = 8.0  # how long a failed node waits for its peers' ends before srun kills them
 
@@ -74,9 +77,12 @@ class Place:
 
     @property
     def host(self) -> str:
-        """The name or address that the other nodes reach this one by."""
-        local = f"127.0.0.{self.index + 1}"  # nodes that are only processes of one machine
-        return local if self.is_local else self.node + self.suffix
+        return self.host_of(self.index)
+
+    def host_of(self, index: int) -> str:
+        """Return the name or address that the nodes reach one of them by."""
+        local = f"127.0.0.{index + 1}"  # nodes that are only processes of one machine
+        return local if self.is_local else self.nodes[index] + self.suffix
 
     @property
     def is_local(self) -> bool:
@@ -86,6 +92,19 @@ class Place:
     def peer(self) -> str:
         """Another node to look for the network by: the first, or the second on the first."""
         return self.nodes[0 if self.index else min(1, len(self.nodes) - 1)] + self.suffix
+
+    @property
+    def chosen_interface(self) -> str | None:
+        """The interface to the other nodes: as the user says, else the one that leads there."""
+        return self.interface or interface_to("localhost" if self.is_local else self.peer)
+
+    def interface_env(self) -> dict[str, str]:
+        """Return what tells Gloo and NCCL their interface, where nothing else has."""
+        name = self.chosen_interface
+        if not name:
+            return {}
+        told = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # =: exactly this
+        return {key: value for key, value in told.items() if key not in os.environ}
 
 
 AGENT_WORDS = 3  # python node.py agent
@@ -141,13 +160,16 @@ class Supervisor:
     signals: Signals = field(default_factory=Signals)
     notice: str | None = None
     torn_down: str | None = None
+    _to_tell: str | None = None  # a notice that could not be written down yet
     _kill_at: float = 0.0
     _next_look: float = 0.0
+    _next_fence: float = 0.0
     _log_position: int = 0
+    _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
         self.folder = self.place.attempt.node(self.place.node)
-        self.folder.path.mkdir(exist_ok=True)
+        patiently(partial(self.folder.path.mkdir, exist_ok=True))
         for stale in (*self.folder.path.glob("rank-*.pid"), self.folder.path / "failures.json"):
             stale.unlink(missing_ok=True)
         self.journal = self.place.run.journal(self.place.node, self.place.attempt.number)
@@ -195,11 +217,7 @@ class Supervisor:
         place = self.place
         env = dict(os.environ, HPC_DDP_NODE=place.node, HPC_DDP_NODE_FOLDER=str(self.folder.path))
         env["HPC_DDP_NOTICE"] = str(self.folder.notice)
-        interface = place.interface or interface_to("localhost" if place.is_local else place.peer)
-        if interface:
-            env.setdefault("GLOO_SOCKET_IFNAME", interface)
-            env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # = means: exactly this one
-        return env
+        return env | place.interface_env()
 
     def _look(self, agent: subprocess.Popen[bytes]) -> None:
         """Act on what has come since the last look."""
@@ -215,7 +233,11 @@ class Supervisor:
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
             self._look_around(agent, now)
-        if self.notice and place.end_time and now >= place.end_time and not self._kill_at:
+        if now >= self._next_fence:
+            self._next_fence = now + FENCE_EVERY_S
+            self._end_if_superseded(now)
+        told = self.notice or self._to_tell
+        if told and place.end_time and now >= place.end_time and not self._kill_at:
             # Slurm's own SIGKILL would take the batch shell too, and with it the verdict.
             self._kill_at = now
         if self._kill_at and now >= self._kill_at:
@@ -228,10 +250,22 @@ class Supervisor:
         word = read_word(place.attempt.notice)
         if self._peer_failed():
             self._tear_down()
+        elif self._to_tell:
+            self._give_notice(self._to_tell, agent)
         elif word:
             self._give_notice(word, agent)
         elif place.end_time and now >= place.end_time - place.warn_s:
             self._give_notice("time limit", agent)
+
+    def _end_if_superseded(self, now: float) -> None:
+        """End what is left of an attempt on a node that Slurm has given up and started anew.
+
+        Behind a cut link, or beside a dead slurmd, nobody else does, and peers that are gone
+        without a word would be waited for until the watchdog comes.
+        """
+        if not self.torn_down and not self.place.run.is_newest(self.place.attempt.number):
+            self.torn_down = "a later attempt"
+            self._kill_at = now
 
     def _peer_failed(self) -> bool:
         return read_word(self.place.attempt.failed) not in ("", self.place.node)
@@ -240,8 +274,12 @@ class Supervisor:
         """Tell the workers that the attempt must end soon; without workers yet, end it."""
         if self.notice or self.torn_down:
             return
+        try:
+            write_json(self.folder.notice, {"source": source, "time": time.time()})
+        except OSError:  # workers that are signalled without it would take it for a tear-down
+            self._to_tell = source
+            return
         self.notice = source
-        write_json(self.folder.notice, {"source": source, "time": time.time()})
         self.journal.write("notice", source=source)
         if not self._signal_workers(signal.SIGTERM):
             agent.kill()
@@ -255,10 +293,10 @@ class Supervisor:
 
     def _signal_workers(self, number: int) -> int:
         """Signal every worker that has started; return how many there were."""
-        pids = [int(path.read_text() or 0) for path in self.folder.path.glob("rank-*.pid")]
-        for pid in filter(None, pids):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        pids = list(self.folder.path.glob("rank-*.pid"))
+        for path in pids:
+            with contextlib.suppress(OSError, ValueError):  # gone, unreadable, or not yet written
+                os.kill(int(path.read_text()), number)
         return len(pids)
 
     def _show_rank_0(self) -> None:
@@ -267,7 +305,7 @@ class Supervisor:
             with open(self.folder.rank_log(0), "rb") as file:
                 file.seek(self._log_position)
                 new = file.read()
-        except FileNotFoundError:
+        except OSError:  # not there yet, or not now
             return
         self._log_position += len(new)
         if new:
@@ -284,11 +322,15 @@ class Supervisor:
             "torn_down": self.torn_down,
             "failures": failures,
         }
-        write_json(self.folder.record, record)
+        patiently(partial(write_json, self.folder.record, record))
         if code == 0 or self.notice:
             return 0
+        if not self.place.run.is_newest(self.place.attempt.number):
+            # A requeued job has the same id, and so has its step: an old srun that is left behind
+            # a cut link would end, for our bad exit, the later attempt's step.
+            return 0
         if not self.torn_down:
-            self.place.attempt.failed.write_text(self.place.node)
+            patiently(partial(self.place.attempt.failed.write_text, self.place.node))
         if not self.place.attempt.port_taken.exists():
             self._wait_for_peers()
         return 1
@@ -302,6 +344,10 @@ class Supervisor:
         if not found:
             error = told.get("agent", "")
             found = [{"rank": None, "code": code, "time": time.time(), "error": error}]
+        if oom.kills() > self._oom_kills:
+            for each in found:
+                if each["code"] == -signal.SIGKILL:
+                    each["error"] = oom.KILLED
         return found
 
     def _wait_for_peers(self) -> None:

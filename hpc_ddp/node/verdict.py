@@ -9,6 +9,7 @@ cancelled      none, for good
 preempted      requeue, without bound unless ``max_requeues`` is given
 time limit     the same, while attempts make progress
 notice         the same (somebody asked the job to stop, and it can go on)
+bad node       the same, at most ``max_failures`` times in a row (a preflight has failed)
 node lost      the same (a node ended without a word), while workers come to life
 unfinished     give up, as failed: the script left its loop and did not call run.finish()
 failed         requeue up to ``max_failures`` times where it may help, else give up
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from hpc_ddp.node.failure import Failure, first_cause, from_record
@@ -47,6 +49,8 @@ class Facts:
         the job's restart count when this attempt started
     nodes, records
         the attempt's node names, and what the nodes recorded of their ends
+    lost_nodes
+        nodes without a record that Slurm says are down or do not answer
     events
         the run's journal since the last submit, by attempt and time
     """
@@ -60,6 +64,13 @@ class Facts:
     nodes: Sequence[str]
     records: Sequence[dict[str, Any]]
     events: Sequence[Event]
+    lost_nodes: Sequence[str] = ()
+
+    @property
+    def bad_nodes(self) -> Sequence[str]:
+        """Nodes to keep off for a while, since they are to blame for the end of this attempt."""
+        found = self.unfit["bad_nodes"] if self.unfit else []
+        return [*self.lost_nodes, *(node for node in found if node not in self.lost_nodes)]
 
     def here(self, *names: str) -> Event | None:
         """Return this attempt's last event with one of the names."""
@@ -91,11 +102,18 @@ class Facts:
         return first_cause(failure for record in self.records for failure in from_record(record))
 
     @property
+    def unfit(self) -> Event | None:
+        """The preflight of this attempt, where it let no training begin."""
+        event = self.here("preflight")
+        return event if event and not event["ok"] else None
+
+    @property
     def notices(self) -> list[str]:
         """What the nodes, or the ranks at their agreed stop, gave as the reason to end."""
         stopped = self.here("stopped")
         told = [record["notice"] for record in self.records if record.get("notice")]
-        return ([stopped["reason"]] if stopped else []) + told
+        early = [self.unfit["notice"]] if self.unfit and "notice" in self.unfit else []
+        return ([stopped["reason"]] if stopped else []) + told + early
 
 
 @dataclass(frozen=True)
@@ -113,11 +131,13 @@ def decide(facts: Facts) -> Verdict:
     who else has already decided, then what the user wanted, then what went wrong."""
     cause = _cause(facts)
     if cause in ("finished", "superseded"):
-        return Verdict(cause, "none", "")
+        return Verdict(cause, "none", _lost(facts))
     if cause == "unfinished":
         return Verdict("failed", "give up", UNFINISHED, 1)
+    if cause == "bad node" and facts.unfit and facts.unfit["hopeless"]:
+        return Verdict("failed", "give up", _describe(facts, cause), 1)
     if cause == "cancelled":
-        return Verdict(cause, "none", "cancelled by the user", CANCELLED_CODE)
+        return Verdict(cause, "none", "by the user", CANCELLED_CODE)
     why_not = _why_not_again(facts, cause)
     if why_not is None:
         return Verdict(cause, "requeue", _describe(facts, cause))
@@ -136,7 +156,7 @@ def _cause(facts: Facts) -> str:
     complete = len(codes) == len(facts.nodes)
     if facts.here("finished") and (facts.notices or (complete and not any(codes))):
         return "finished"
-    if job and job.preempted and job.state == "RUNNING":
+    if job and job.preempted:
         return "preempted"
     if job and (job.reason == "TimeLimit" or job.state == "TIMEOUT"):
         return "time limit"
@@ -144,8 +164,13 @@ def _cause(facts: Facts) -> str:
         return "node lost"
     if job and job.state != "RUNNING":  # the batch shell still runs, so somebody ends the job
         return "cancelled"
+    if set(facts.notices) & set(TIME_LIMIT_SOURCES):
+        return "time limit"
     if facts.notices:
-        return "time limit" if set(facts.notices) & set(TIME_LIMIT_SOURCES) else "notice"
+        # With a node silent and no stop: srun ends the rest of a step of which a task has died.
+        return "notice" if complete or facts.here("stopped") else "node lost"
+    if facts.unfit:
+        return "bad node"
     if facts.failure:
         return "failed"
     if not complete or any(codes):
@@ -161,6 +186,10 @@ def _why_not_again(facts: Facts, cause: str) -> str | None:
     again = [v for v in facts.verdicts if v["cause"] != "failed"]
     if spec.max_requeues is not None and len(again) >= spec.max_requeues:
         return f"it was requeued {len(again)} times already (--max-requeues)"
+    if cause == "bad node":
+        row = list(takewhile(lambda v: v["cause"] == cause, reversed(facts.verdicts)))
+        if len(row) >= spec.max_failures:
+            return f"the preflights of {len(row) + 1} attempts in a row have failed"
     if cause == "node lost" and facts.step is None:
         # Maybe no node was lost, and nothing can start here: a wrong --python, a full disk.
         silent = sum(v["cause"] == cause and v.get("step") is None for v in again)
@@ -193,15 +222,24 @@ def _why_no_retry(facts: Facts) -> str | None:
 
 def _no_progress(facts: Facts) -> str | None:
     last = facts.verdicts[-1] if facts.verdicts else None
-    stuck = last and last["cause"] in ("failed", "time limit") and not last.get("progress")
-    if stuck and not facts.progress:
-        return "two attempts in a row have ended without a newer checkpoint"
-    return None
+    if last is None or last["cause"] not in ("failed", "time limit") or last.get("progress"):
+        return None
+    # Attempts since then that ended without a verdict, on a lost node say, may have come far.
+    since = (e for e in facts.events if e["attempt"] > last["attempt"])
+    if any(e["event"] == "checkpoint" for e in since):
+        return None
+    return "two attempts in a row have ended without a newer checkpoint"
+
+
+def _lost(facts: Facts) -> str:
+    return f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
 
 
 def _describe(facts: Facts, cause: str) -> str:
     if cause == "failed":
         return str(facts.failure)
+    if facts.unfit and cause == "bad node":
+        return f"preflight: {facts.unfit['why']}"
     if cause == "node lost":
         silent = set(facts.nodes) - {record["node"] for record in facts.records}
         return f"no word from {', '.join(sorted(silent)) or 'a node'}"

@@ -9,8 +9,10 @@ of their own, and outlive an agent that is killed.
 import os
 import signal
 import sys
+import time
 
 PR_SET_PDEATHSIG = 1
+PATIENCE_S = 60.0
 
 
 def die_with_parent() -> None:
@@ -27,14 +29,26 @@ def python_path() -> str:
     return ":".join(part for part in (*parts, os.environ.get("PYTHONPATH")) if part)
 
 
+def open_log(name: str) -> int:
+    """Note the process id and open the log, as soon as the disk lets us."""
+    give_up = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            with open(f"{name}.pid", "w") as file:
+                file.write(str(os.getpid()))
+            return os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(1)
+
+
 def main(command: list[str]) -> None:
     die_with_parent()
     if os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
         sys.exit("hpc-ddp: the torchrun agent has died")
     name = os.path.join(os.environ["HPC_DDP_NODE_FOLDER"], f"rank-{os.environ['RANK']}")
-    with open(f"{name}.pid", "w") as file:
-        file.write(str(os.getpid()))
-    log = os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = open_log(name)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

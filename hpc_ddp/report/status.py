@@ -12,7 +12,7 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.run import goodput, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder, read_json
+from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, is_finished, last_event
 
 
@@ -41,20 +41,13 @@ class Status:
         return asdict(self)
 
 
-def jobs_of(run: RunFolder, events: Sequence[Event]) -> list[str]:
-    """Return all job ids of a run, oldest first, a chain's waiting link included."""
-    ids = [event["job_id"] for event in events if event.get("job_id")]
-    ids += [read_json(a.path / "next.json").get("job_id") for a in run.attempts()]
-    return list(dict.fromkeys(filter(None, ids)))
-
-
 def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
     """Return the state of one run; `queue` is what Slurm still has, by job id."""
     events = run.events()
     started = last_event(events, "started")
     metrics = last_event(events, "metrics") or {}
     saved = last_event(events, "checkpoint")
-    jobs = jobs_of(run, events)
+    jobs = run.job_ids()
     state, why = _state(run, events, [queue[job] for job in jobs if job in queue])
     now = time.time()
     live = state in _LIVE.values()
@@ -159,7 +152,7 @@ def cancel(run: RunFolder) -> None:
     started = last_event(events, "started")
     if started and process.is_live(started):
         os.kill(started["pid"], signal.SIGTERM)
-    jobs = jobs_of(run, events)
+    jobs = run.job_ids()
     if jobs:
         slurm.cancel(jobs)
 

@@ -180,6 +180,12 @@ class RunFolder:
     def events(self) -> list[Event]:
         return read_events(self.journal_folder)
 
+    def job_ids(self) -> list[str]:
+        """Return all job ids of the run, oldest first, a chain's waiting link included."""
+        ids = [event["job_id"] for event in self.events() if event.get("job_id")]
+        ids += [read_json(a.path / "next.json").get("job_id") for a in self.attempts()]
+        return list(dict.fromkeys(id for id in ids if id and isinstance(id, str)))
+
     def finished(self) -> bool:
         """Tell whether the run has reached its end, so that there is nothing to go on with."""
         return is_finished(self.events())
@@ -189,7 +195,7 @@ class RunFolder:
 
     def attempts(self) -> list[AttemptFolder]:
         """Return the attempts so far, oldest first."""
-        found = [AttemptFolder(path) for path in self.logs.glob("attempt-*")]
+        found = [AttemptFolder(path) for path in self.logs.glob("attempt-*") if _is_attempt(path)]
         return sorted(found, key=lambda attempt: attempt.number)
 
     def claim_attempt(
@@ -241,6 +247,10 @@ class RunFolder:
         """Tell whether no later attempt has started: only then may this one change the run."""
         # By listing the folder: a look-up of a missing name may be answered from an NFS cache.
         return all(other.number <= attempt for other in self.attempts())
+
+
+def _is_attempt(path: Path) -> bool:
+    return path.name.removeprefix("attempt-").isdecimal()
 
 
 def _describe(attempt: AttemptFolder) -> str:
@@ -302,7 +312,12 @@ def find_run(root: Path, text: str) -> RunFolder:
     candidates = [Path(text).absolute()] if text else []
     if text and not set(text) & {"/", "\0"}:
         name = glob.escape(text)
-        candidates += [root / ".jobs" / text, *root.glob(f"[!.]*/{name}")]
+        job, _, task = text.partition("_")  # as Slurm names a task of an array
+        candidates += [
+            root / ".jobs" / job / f"task-{task}",
+            root / ".jobs" / text,
+            *root.glob(f"[!.]*/{name}"),
+        ]
         candidates += sorted(root.glob(f"{name}/*"), reverse=True)
     for path in candidates:
         if "\0" not in text and (path / "job.json").is_file():

@@ -11,10 +11,16 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.run.patience import patiently
+
 Event = dict[str, Any]
+
+_ALWAYS: dict[str, Any] = {"time": (int, float), "event": str, "attempt": int}
 
 
 class Journal:
@@ -32,13 +38,27 @@ class Journal:
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event; `fields` must be JSON values."""
-        line = {"time": round(time.time(), 3), "event": event, "attempt": self.attempt, **fields}
         try:
-            self._append(json.dumps(line).encode() + b"\n")
+            self._append(self._line(event, fields))
         except OSError as error:
-            if not self._warned:
-                print(f"hpc-ddp: can't write the journal {self.path}: {error}", file=sys.stderr)
+            self._warn(error)
+
+    def write_surely(self, event: str, **fields: Any) -> None:
+        """Append an event that a verdict hangs on, `patiently`."""
+        try:
+            patiently(partial(self._append, self._line(event, fields)))
+        except OSError as error:
+            self._warn(error)
+
+    def _line(self, event: str, fields: dict[str, Any]) -> bytes:
+        line = {"time": round(time.time(), 3), "event": event, "attempt": self.attempt, **fields}
+        return json.dumps(line).encode() + b"\n"
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
             self._warned = True
+            with suppress(OSError):  # a log on the same disk
+                print(f"hpc-ddp: can't write the journal {self.path}: {error}", file=sys.stderr)
 
     def _append(self, line: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +82,9 @@ def _events_of(path: Path) -> Iterator[Event]:
             event = json.loads(line)
         except ValueError:
             continue
-        if isinstance(event, dict) and {"time", "event", "attempt"} <= event.keys():
+        if isinstance(event, dict) and all(
+            isinstance(event.get(name), kind) for name, kind in _ALWAYS.items()
+        ):
             yield event
 
 

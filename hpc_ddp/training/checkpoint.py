@@ -27,16 +27,19 @@ from hpc_ddp.run.checkpoints import FileFacts
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Journal
+from hpc_ddp.run.patience import patiently
 from hpc_ddp.training import storage
 from hpc_ddp.training.control import Control
 from hpc_ddp.training.pieces import Reader
 from hpc_ddp.training.storage import Keep
 
 STATE = "state.pt"
-TRIES = 3  # failed saves in a row that end the run
+TRIES = 3  # failed saves in a row that end the run, if they are spread over as many seconds:
+PATIENCE_S = 30.0
 NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
-_SAVED, _FAILED, _SUPERSEDED, _UNSOUND = "saved", "failed", "superseded", "unsound"
+_SAVED, _SUPERSEDED, _UNSOUND = "saved", "superseded", "unsound"
+_FAILED, _FAILING = "failed", "failing"  # the latter for `PATIENCE_S` already
 
 
 class SupersededError(HpcDdpError):
@@ -116,6 +119,7 @@ class Checkpoints:
         self._known.set()
         self._outcome: tuple[str, str] = (_SAVED, "")
         self._failures = 0
+        self._failing_since: float | None = None  # on rank 0, whose clock counts
         self._begun = False
         self._awaited_since: float | None = None
         self.stall_s = 0.0  # for how long the last save held the training up, in seconds
@@ -155,7 +159,7 @@ class Checkpoints:
         Raises
         ------
         HpcDdpError
-            it failed for the third time in a row
+            it failed for the third time in a row, and has done so for half a minute
         SupersededError
             a later attempt has started; nothing was published
         HpcDdpError
@@ -174,10 +178,10 @@ class Checkpoints:
             )
         if kind == _UNSOUND:
             raise self.unsound(why)
-        self._failures = self._failures + 1 if kind == _FAILED else 0
-        if self._failures >= TRIES:
+        self._failures = self._failures + 1 if kind in (_FAILED, _FAILING) else 0
+        if kind == _FAILING and self._failures >= TRIES:
             raise HpcDdpError(
-                f"{TRIES} saves in a row failed in {self._run.checkpoints}: {why}",
+                f"{self._failures} saves in a row failed in {self._run.checkpoints}: {why}",
                 hint=f"look at the folder, and for free space and quota: df -h {self._run.path}",
             )
         return kind == _SAVED
@@ -189,10 +193,10 @@ class Checkpoints:
         made = storage.draft(self._run.checkpoints, content.step, self._attempt)
         try:
             answers = self._background.to_first(self._write(made, content))
-            verdict = self._judge(made, content, answers) if first else None
+            verdict = self._be_patient(self._judge(made, content, answers)) if first else None
             self._outcome = self._background.from_first(verdict)
         except Exception as error:  # a peer is gone: the training will find that out, too
-            self._outcome = _FAILED, f"the ranks could not agree: {error}"
+            self._outcome = _FAILING, f"the ranks could not agree: {error}"
         took = time.monotonic() - began
         self.slowest_save_s = max(self.slowest_save_s, content.stall_s + took)
         if first:
@@ -262,9 +266,19 @@ class Checkpoints:
             return _FAILED, f"rank 0: {error}"
         return _SAVED, str(sum(each.size for each in files.values()))
 
+    def _be_patient(self, outcome: tuple[str, str]) -> tuple[str, str]:
+        """On rank 0: tell failures that have lasted from those that may pass."""
+        kind, why = outcome
+        if kind != _FAILED:
+            self._failing_since = None
+            return outcome
+        self._failing_since = self._failing_since or time.monotonic()
+        lasted = time.monotonic() - self._failing_since >= PATIENCE_S
+        return (_FAILING if lasted else _FAILED), why
+
     def _report(self, content: Content, took: float) -> None:
         kind, detail = self._outcome
-        if kind == _FAILED:
+        if kind in (_FAILED, _FAILING):
             self._journal.write("save_failed", step=content.step, error=detail)
             _say(f"the checkpoint of step {content.step} could not be saved ({detail})")
         elif kind == _SAVED:
@@ -306,14 +320,16 @@ class Checkpoints:
         rank, world_size = self._control.rank, self._control.world_size
         names: list[str] = []
         if rank == 0:
+            # A disk that is gone for a moment must not look like a run without checkpoints.
+            patiently(self._run.checkpoints.stat)
             storage.clear_drafts(self._run.checkpoints, self._attempt)
             names = [path.name for path in checkpoints.candidates(self._run.checkpoints)]
         names = self._control.from_first(names)
         passed_over: list[str] = []
         chosen = None
         for folder in map(self._run.checkpoints.joinpath, names):
-            problems = self._control.to_first(checkpoints.verify(folder, rank, world_size))
-            why = self._control.from_first(next(filter(None, problems), None))
+            # Asked again after a "no", since it may have been the disk's and not the file's.
+            why = self._problem_of(folder) and self._problem_of(folder)
             if why is None:
                 chosen = folder
                 break
@@ -326,6 +342,15 @@ class Checkpoints:
             return None
         shared, owns, reader = open_checkpoint(chosen, rank, world_size)
         return Restored(checkpoints.step_of(chosen), shared, owns.get(rank), reader)
+
+    def _problem_of(self, folder: Path) -> str | None:
+        """Let the ranks verify a checkpoint together; all get the same answer."""
+        rank, world_size = self._control.rank, self._control.world_size
+        problems = self._control.to_first(checkpoints.verify(folder, rank, world_size))
+        if any(problems):
+            patiently(self._run.checkpoints.stat)
+        found: str | None = self._control.from_first(next(filter(None, problems), None))
+        return found
 
     def _set_aside(self, folder: Path, why: str) -> None:
         try:

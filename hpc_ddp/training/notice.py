@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from hpc_ddp.run.folder import read_word
+from hpc_ddp.training.streams import say
 
 NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
 REASONS = {CANCELLED: "cancelled", DEADLINE: "deadline", NOTICE: "notice"}
@@ -86,9 +87,8 @@ class Notices:
             again = time.monotonic() - self._first_s > AGAIN_S  # not torchrun's copy of a Ctrl-C
             if self.reason != NOTICE:
                 self._first_s = time.monotonic()
-                text = f"hpc-ddp: {number.name}: stops and saves after this step"
-                more = "; Ctrl-C again ends it at once\n" if number == signal.SIGINT else "\n"
-                os.write(2, (text + more).encode())
+                text = f"{number.name}: stops and saves after this step"
+                say(text + ("; Ctrl-C again ends it at once" if number == signal.SIGINT else ""))
             elif number == signal.SIGINT and again:
                 os._exit(128 + signal.SIGINT)
             self._note(NOTICE, number.name)
@@ -98,15 +98,15 @@ class Notices:
             self._look()
             time.sleep(0.02)
         if self.reason != NOTICE and number != signal.SIGUSR2 and not self._ended:
-            text = f"hpc-ddp: {number.name} without a notice: a peer has failed; ending\n"
-            os.write(2, text.encode())
+            say(f"{number.name} without a notice: a peer has failed; ending")
             os._exit(TORN_DOWN)
 
     def _look(self) -> None:
         text = read_word(self._notice) if self._notice and self.reason != NOTICE else ""
         if text:
             self._note(NOTICE, _source(text))
-        if self.stop_file is not None and self.reason == NONE and self.stop_file.exists():
+        # os.path's: Path.exists raises for a disk that is in trouble.
+        if self.stop_file is not None and self.reason == NONE and os.path.exists(self.stop_file):
             self._note(CANCELLED, "cancelled")
 
     def _note(self, reason: int, source: str) -> None:

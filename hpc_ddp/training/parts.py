@@ -29,6 +29,7 @@ from hpc_ddp.training.profiling import Profiler, use_per_sample
 from hpc_ddp.training.schedule import Schedule
 from hpc_ddp.training.shown import Board, Progress
 from hpc_ddp.training.storage import Keep
+from hpc_ddp.training.streams import make_patient
 from hpc_ddp.training.watchdog import Watchdog, flight_recorder
 
 
@@ -63,6 +64,8 @@ def assemble(asked: dict[str, Any]) -> Parts:
     called = time.time()
     FailureHook(DistInfo(), "").install()  # for what the environment says wrong
     info, said = DistInfo.from_env(), Surroundings.from_env()
+    if said.notice is not None:
+        make_patient()
     notices = Notices(said.notice)
     notices.install()
     hook = FailureHook(info, said.node)

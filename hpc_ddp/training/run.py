@@ -582,7 +582,7 @@ class Run:
         parts.watchdog.end()
         if self.rank == 0:
             parts.metrics.flush()
-            parts.journal.write(event, step=self.position.step, **fields)
+            parts.journal.write_surely(event, step=self.position.step, **fields)
         for end in [each.end for each in (parts.board, parts.progress, parts.profiler) if each]:
             end()
         self._over = True

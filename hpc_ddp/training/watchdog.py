@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch._C import _distributed_c10d as c10d
 
@@ -72,9 +73,12 @@ class Watchdog:
         beat()
         if self._stacks is None and self._hang_after_s > 0:
             # Opened now, since nothing can be opened once Python's lock is gone.
-            self._node.path.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            self._stacks = os.open(self._node.stacks(self._rank), flags, 0o600)
+            try:
+                self._node.path.mkdir(parents=True, exist_ok=True)
+                self._stacks = os.open(self._node.stacks(self._rank), flags, 0o600)
+            except OSError:  # a disk in trouble; the next step tries again
+                return
             self._arm(0.0)
             self._thread = threading.Thread(target=self._watch, name="hpc-ddp watchdog")
             self._thread.daemon = True
@@ -88,7 +92,8 @@ class Watchdog:
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         os.close(self._stacks)
-        self._node.stacks(self._rank).unlink(missing_ok=True)
+        with suppress(OSError):
+            self._node.stacks(self._rank).unlink()
 
     def _arm(self, quiet_s: float) -> None:
         """Have C write the stacks and exit with code 1, should our thread not do so in time."""

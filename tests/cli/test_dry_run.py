@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,14 @@ class DryRun:
     def printed(self) -> str:
         return self.out.read_text()
 
+    def explain(self) -> dict[str, Any]:
+        """Return what `explain --json` tells of the run."""
+        argv = [sys.executable, "-m", "hpc_ddp", "explain", "--json", str(self.run.path)]
+        env = dict(os.environ, PYTHONPATH=str(REPO))
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
+        told: dict[str, Any] = json.loads(done.stdout)
+        return told
+
 
 def test_stopped_politely_it_goes_on_at_the_next_step(tmp_path: Path) -> None:
     words = (*TWO_BY_TWO, str(SCRIPTS / "trouble.py"), "none")
@@ -63,6 +72,9 @@ def test_stopped_politely_it_goes_on_at_the_next_step(tmp_path: Path) -> None:
     assert first.end() == 75, first.printed()
     stopped = first.events("stopped")[0]["step"]
     assert "go on with: hpc-ddp dry-run --run" in first.printed()
+    told = first.explain()
+    assert (told["kind"], told["step"], told["lost_steps"]) == ("stopped", stopped, 0)
+    assert told["hint"] == f"hpc-ddp dry-run --run {first.run.path}"
     second = DryRun(tmp_path / "runs", "--run", first.run.id)
     assert second.end() == 0, second.printed()
     assert second.events("first_step", 1)[0]["step"] == int(str(stopped)) + 1
@@ -73,6 +85,7 @@ def test_stopped_politely_it_goes_on_at_the_next_step(tmp_path: Path) -> None:
     assert sum(seconds.values()) == pytest.approx(max(times) - min(times), rel=0.01)
     zero = {"running", "redone"}  # a polite stop has nothing done again
     assert {part for part, value in seconds.items() if not value} == zero, seconds
+    assert "in 2 attempts" in first.explain()["text"]
     again = DryRun(tmp_path / "runs", "--run", first.run.id)
     assert again.end() == 2
     assert "is finished" in again.printed()
@@ -108,6 +121,9 @@ def test_an_error_before_the_first_step_ends_it(tmp_path: Path, trouble: str, co
     assert "rank 3 on local-1" in last
     if trouble == "raise-before":
         assert "ValueError: before the first step" in last
+    told = job.explain()
+    kind = "python error" if trouble == "raise-before" else "exit code"
+    assert (told["kind"], told["node"], told["rank"]) == (kind, "local-1", 3)
 
 
 def test_nobody_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
@@ -129,6 +145,7 @@ def test_what_can_not_start_ends_with_the_reason(tmp_path: Path) -> None:
     job = DryRun(tmp_path / "runs", *words)
     assert job.end() == 127
     assert "No such file or directory: '/no/such/python'" in job.printed()
+    assert "/no/such/python could not be started" in job.explain()["text"]
 
 
 def test_who_asks_twice_is_obeyed(tmp_path: Path) -> None:
@@ -156,6 +173,22 @@ def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
     job = DryRun(tmp_path / "runs", *words)
     assert job.end() == 1
     assert "No module named 'torch'" in job.printed()
+    told = job.explain()
+    assert (told["kind"], told["rank"]) == ("bad environment", None)
+    assert "the job's Python has no torch" in told["text"]
+    looked = DryRun(tmp_path / "looked", "--preflight", "--nodes", "2", *words)
+    assert looked.end() == 1
+    last = looked.printed().splitlines()[-1]
+    assert "No module named 'torch' (the same on all nodes); given up" in last
+
+
+def test_nodes_that_are_fit_are_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text("print('trained')\n")
+    job = DryRun(tmp_path / "runs", "--preflight", "--nodes", "2", str(tmp_path / "short.py"))
+    assert job.end() == 0, job.printed()
+    assert job.printed().index("2 nodes are fit") < job.printed().index("trained")
+    (event,) = job.events("preflight")
+    assert sorted(dict(event["report"])) == ["local-0", "local-1"]  # type: ignore[call-overload]
 
 
 def test_status_and_logs_of_a_run(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from hpc_ddp.training import Run, start
+from hpc_ddp.training import Run, checkpoint, start
 from hpc_ddp.training import run as run_module
 
 parser = argparse.ArgumentParser()
@@ -46,7 +46,10 @@ parser.add_argument("--fail", action="store_true", help="... raise,")
 parser.add_argument("--ranks", default="0123", help="... on these ranks")
 parser.add_argument("--unsettled", action="store_true")
 parser.add_argument("--late", type=float, default=0.0, help="seconds to stay after the end")
+parser.add_argument("--patience", type=float, help="seconds for which saves may fail")
 args = parser.parse_args()
+if args.patience is not None:
+    checkpoint.PATIENCE_S = args.patience
 
 if args.unsettled:
     vars(run_module)["settle"] = lambda ddp: None

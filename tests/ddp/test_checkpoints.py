@@ -135,7 +135,7 @@ def test_a_full_disk_is_survived_for_a_while(crew: Any, tiny_disk: Path) -> None
     for path in tiny_disk.iterdir():
         shutil.rmtree(path)
     ballast.write_bytes(bytes(1_030_000))
-    launch = crew.launch(2, *save)
+    launch = crew.launch(2, *save, "--patience", "0")
     assert launch.wait() == [1, 1]
     assert "3 saves in a row failed" in launch.output()
     assert not list(tiny_disk.glob("step-*"))
@@ -200,7 +200,7 @@ def test_the_best_stays_and_ends_the_run_early(crew: Any, tmp_path: Path) -> Non
 def test_a_read_only_folder_is_a_failed_save(crew: Any) -> None:
     shutil.rmtree(crew.run.checkpoints)
     crew.run.checkpoints.write_text("no folder")  # root may write into read-only ones
-    launch = crew.launch(2, *SMALL)
+    launch = crew.launch(2, *SMALL, "--patience", "0")
     assert launch.wait() == [1, 1]
     assert "the checkpoint of step 4 could not be saved" in launch.output()
     assert "3 saves in a row failed" in launch.output()

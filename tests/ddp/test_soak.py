@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 KILLS = int(os.environ.get("HPC_DDP_SOAK", "12"))
 RANKS = 2
 JOB = ("--samples", "480", "--epochs", "2", "--width", "128", "--layers", "3")
@@ -35,6 +37,10 @@ def kill(crew: Any, launch: Any, moment: str, dice: random.Random) -> bool:
     return True
 
 
+@pytest.mark.row(
+    "killed at 200 random moments (without Slurm)",
+    "never a checkpoint that can't be read, a sample lost, or other weights in the end",
+)
 def test_no_kill_costs_a_run_its_numbers(make_crew: Callable[[str], Any]) -> None:
     whole = make_crew("whole")
     whole.go(RANKS, *JOB)

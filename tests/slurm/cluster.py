@@ -124,13 +124,49 @@ class Cluster(Machinery):
     def heal(self, node: str) -> None:
         sh("ip", "link", "set", self._cable(node), "up")
 
+    @contextlib.contextmanager
+    def scratch_full(self) -> Iterator[None]:
+        """Leave no byte free on the nodes' scratch."""
+        ballast = self.scratch / "ballast"
+        with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        yield
+        ballast.unlink()
+
+    @contextlib.contextmanager
+    def scratch_read_only(self) -> Iterator[None]:
+        """Lay a read-only view over scratch; what is open stays so, as on a real one."""
+        view = self.folder / "view"
+        view.mkdir(exist_ok=True)
+        sh("mount", "--bind", str(self.scratch), str(view))
+        sh("mount", "--make-private", str(view))
+        sh("mount", "-o", "remount,bind,ro", str(view))
+        sh("mount", "--bind", str(view), str(self.scratch))
+        yield
+        sh("umount", "--lazy", str(self.scratch))
+        sh("umount", "--lazy", str(view))
+
+    @contextlib.contextmanager
+    def scratch_gone(self) -> Iterator[None]:
+        """Leave only the empty mount point, which takes no files."""
+        sh("mount", "-t", "tmpfs", "-o", "ro", "gone", str(self.scratch))
+        yield
+        sh("umount", "--lazy", str(self.scratch))
+
     def kill_slurmd(self, node: str) -> None:
         """Kill a node's slurmd; its jobs go on."""
         self._stop(f"slurmd.{node}", number=signal.SIGKILL)
 
-    def restart_ctld(self) -> None:
+    def stop_ctld(self) -> None:
         self._stop("slurmctld")
+
+    def restart_ctld(self) -> None:
+        self.stop_ctld()
         self._start_ctld()
+
+    def signal_ctld(self, number: signal.Signals) -> None:
+        self._processes["slurmctld"].send(number)
 
     def reconfigure(self, *, proctrack: Proctrack | None = None, extra: str | None = None) -> None:
         """Restart slurmctld and the slurmds with other settings, which ends all jobs."""
@@ -155,8 +191,8 @@ class Cluster(Machinery):
             if time.monotonic() > end:
                 raise ClusterError(f"no reset within {timeout:g} s: {self.states()}")
             time.sleep(0.2)
-        if not poll(lambda: not self._strays(), 0.5):
-            kill(self._strays(), signal.SIGKILL, 5)  # a lost job's; Slurm knows them no more
+        if not poll(lambda: not self.strays(), 0.5):
+            kill(self.strays(), signal.SIGKILL, 5)  # a lost job's; Slurm knows them no more
 
     def _calm(self) -> bool:
         """Whether there is no job and each node is idle; if not, push towards it."""
@@ -164,7 +200,7 @@ class Cluster(Machinery):
         if jobs:
             self.run("scancel", *sorted(set(jobs)), check=False)
             # A job that minds no SIGTERM would take KillWait to go.
-            kill([p for p in self._strays() if p.name() != "slurmstepd"], signal.SIGKILL, 1)
+            kill([p for p in self.strays() if p.name() != "slurmstepd"], signal.SIGKILL, 1)
         states = self.states()
         for node, state in states.items():
             if state.endswith("*"):
@@ -179,7 +215,7 @@ class Cluster(Machinery):
     def _answers(self, node: str) -> bool:
         return not self.states()[node].endswith("*")
 
-    def _strays(self) -> list[Process]:
+    def strays(self) -> list[Process]:
         """What runs on the nodes beside their daemons."""
         daemons = {p.pid for p in self._processes.values()}
         return [p for p in self._residents() if p.pid not in daemons]

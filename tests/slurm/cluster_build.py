@@ -50,6 +50,7 @@ class Machinery:
         self.instance = instance
         self.folder = folder_of(instance)
         self.conf = self.folder / "slurm.conf"
+        self.scratch = self.folder / "scratch"
         self.cluster = f"hd{instance}"
         self.controller = f"{self.cluster}ctl"
         self.nodes = [f"{self.cluster}n{k}" for k in NODES]
@@ -120,6 +121,7 @@ class Machinery:
         self._write_names(subnet)
         self._write_conf()
         self._make_network(subnet)
+        self._make_scratch()
         self._start_munge()
         for host in (self.controller, *self.nodes):
             self._make_host(host)
@@ -207,6 +209,12 @@ class Machinery:
             sh("ip", "-n", ns, "addr", "add", f"{subnet[k]}/24", "dev", "eth0")
             sh("ip", "-n", ns, "link", "set", "eth0", "up")
             sh("ip", "-n", ns, "link", "set", "lo", "up")
+
+    def _make_scratch(self) -> None:
+        """A small file system of the nodes' own; shared, so that they see what is done to it."""
+        self.scratch.mkdir()
+        sh("mount", "-t", "tmpfs", "-o", "size=64m,mode=755", "scratch", str(self.scratch))
+        sh("mount", "--make-shared", str(self.scratch))
 
     def _make_host(self, host: str) -> None:
         """A process that holds a host's namespaces, in which our names lie over /etc/hosts.
@@ -316,12 +324,7 @@ class Machinery:
         processes = [known[name] for name in names if name in known]
         if not kill(processes, number, 15):
             kill(processes, signal.SIGKILL, 5)
-        ended = {process.pid for process in processes}
-        for child in self._children:
-            if child.pid in ended:  # its first thread is gone, others may take a moment longer
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(10)
-        self._reap()
+        self._reap(processes)
 
     def _alive(self, name: str) -> bool:
         process = self._processes.get(name)
@@ -336,7 +339,12 @@ class Machinery:
         said = "".join(log.read_text(errors="replace") for log in logs if log.exists())
         raise ClusterError(f"{what} did not come up; the end of {name}'s log: {tail(said)}")
 
-    def _reap(self) -> None:
+    def _reap(self, ended: Sequence[Process]) -> None:
+        pids = {process.pid for process in ended}
+        for child in self._children:
+            if child.pid in pids:  # its first thread is gone, others may take a moment longer
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(10)
         self._children = [child for child in self._children if child.poll() is None]
 
     @property
@@ -379,11 +387,13 @@ class Machinery:
         daemons = [p for name, p in self._processes.items() if name != KEEPER]
         kill(daemons, signal.SIGKILL, 10)
         poll(lambda: kill(self._residents(), signal.SIGKILL, 1) and not self._residents(), 20)
-        self._reap()
+        self._reap(daemons)
         self._remove_network()
         self._remove_cgroups()
         for device in Path("/dev").glob(f"hpc-ddp-{self.instance}-gpu*"):
             device.unlink()
+        while os.path.ismount(self.scratch):
+            sh("umount", "--lazy", str(self.scratch))
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _remove_network(self) -> None:

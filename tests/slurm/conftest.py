@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import ATTACH, Cluster, available
-from harness import DIGITS, DIGITS_ARGS, TWO_BY_TWO, Hpc, Job
+from harness import DIGITS, DIGITS_ARGS, ONE_BY_TWO, TWO_BY_TWO, WALK, Hpc, Job
 
 
 @pytest.fixture(scope="session")
@@ -39,5 +39,14 @@ def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> J
     """A run that nobody disturbs: what every other one must end like."""
     hpc = Hpc(cluster, tmp_path_factory.mktemp("undisturbed"))
     job = hpc.submit(*TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    assert job.end() == "COMPLETED", job.output()
+    return job
+
+
+@pytest.fixture(scope="session")
+def walked(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """walk.py on two ranks, undisturbed."""
+    hpc = Hpc(cluster, tmp_path_factory.mktemp("walked"))
+    job = hpc.submit(*ONE_BY_TWO, str(WALK))
     assert job.end() == "COMPLETED", job.output()
     return job

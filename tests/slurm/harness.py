@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import Cluster
+from cluster_build import Proctrack
 from cluster_machine import poll
 
 from hpc_ddp.run.checkpoints import candidates
@@ -25,6 +27,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 DIGITS = REPO / "jobs" / "digits.py"
 # 2 epochs of 45 steps on 4 ranks: some ten seconds of steps, so that there is time to disturb.
 DIGITS_ARGS = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.05")
+WALK = SCRIPTS / "walk.py"
+BACKENDS = ("slurm", "submitit")
+ONE_BY_TWO = ("--nodes", "1", "--gpus-per-node", "2")
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
 
 
@@ -40,7 +45,7 @@ class Job:
         found = [event for event in self.run.events() if event["event"] == name]
         return [event for event in found if attempt in (None, event["attempt"])]
 
-    def event(self, name: str, attempt: int = 0, timeout: float = 90) -> Event:
+    def event(self, name: str, attempt: int = 0, timeout: float = 240) -> Event:
         """Wait for an attempt's event, and return it."""
         self.until(lambda: bool(self.events(name, attempt)), timeout, f"{name} of {attempt}")
         return self.events(name, attempt)[-1]
@@ -56,7 +61,7 @@ class Job:
     def state(self) -> str:
         return self.show()["JobState"]
 
-    def end(self, timeout: float = 120) -> str:
+    def end(self, timeout: float = 420) -> str:
         """Wait until the job is over for good, and return Slurm's state for it."""
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         self.until(lambda: self.state() in over, timeout, "end")
@@ -69,18 +74,19 @@ class Job:
         """Wait until an attempt has come to a step."""
         self.until(
             lambda: any(e["step"] >= step for e in self.events("metrics", attempt)),
-            90,
+            240,
             f"step {step}",
         )
 
     def preempt(self) -> None:
         """Send a job to the partition that preempts, onto the nodes that this job has."""
-        nodes = self.nodes()
+        shown = self.show()
+        nodes = shown["NodeList"]
         self.cluster.run(
             "sbatch",
             "--partition=high",
             f"--nodelist={nodes}",
-            "--nodes=2",
+            f"--nodes={shown['NumNodes']}",
             "--gpus-per-node=4",
             "--output=/dev/null",
             "--wrap=sleep 1",
@@ -90,6 +96,32 @@ class Job:
         """Return the process id of a rank."""
         (path,) = self.run.logs.glob(f"attempt-{attempt}/*/rank-{rank}.pid")
         return int(path.read_text())
+
+    def workers(self, attempt: int = 0) -> list[int]:
+        """Return the process ids of all ranks, in order, once they have started."""
+        count = self.event("first_step", attempt)["world_size"]
+        return [self.worker(rank, attempt) for rank in range(count)]
+
+    def processes(self, words: str = "", attempt: int = 0, node: str = "") -> list[int]:
+        """Return the processes of an attempt with `words` in their command line, anywhere: it is
+        one machine. An srun has the words of what it starts, and counts where it is asked for."""
+        wanted = {f"HPC_DDP_RUN={self.run.path}", f"HPC_DDP_ATTEMPT={attempt}"}
+        wanted |= {f"SLURMD_NODENAME={node}"} if node else set()
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                environ = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+                command = (path / "cmdline").read_bytes().decode(errors="replace")
+                is_srun = command.startswith("srun") and not words.startswith("srun")
+                if wanted <= set(environ) and words in command.replace("\0", " ") and not is_srun:
+                    found.append(int(path.name))
+        return [pid for pid in found if runs(pid)]
+
+    def agent(self, attempt: int = 0) -> int:
+        """Return the process id of torchrun's agent on the node of the last rank."""
+        environ = Path(f"/proc/{self.workers(attempt)[-1]}/environ").read_bytes().split(b"\0")
+        (pid,) = (word for word in environ if word.startswith(b"HPC_DDP_AGENT_PID="))
+        return int(pid.partition(b"=")[2])
 
     def output(self) -> str:
         return "".join(path.read_text() for path in sorted(self.run.logs.glob("slurm*.out")))
@@ -124,6 +156,23 @@ class Hpc:
     def submit(self, *words: str, env: dict[str, str] | None = None) -> Job:
         told = json.loads(self("submit", "--json", *words, env=env).stdout)
         return Job(self.cluster, told["job_id"], RunFolder(Path(told["run"])))
+
+
+def runs(pid: int) -> bool:
+    """Tell whether a process runs; one that is dead and waits for its parent does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def use(cluster: Cluster, proctrack: Proctrack = "linuxproc") -> None:
+    """Have the cluster track processes in this way."""
+    if proctrack == "cgroup" and cluster.cgroup_reason:
+        pytest.skip(cluster.cgroup_reason)
+    if cluster.proctrack != proctrack:
+        cluster.reconfigure(proctrack=proctrack)
 
 
 def same_weights(one: Job, other: Job) -> bool:

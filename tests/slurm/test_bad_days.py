@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -12,6 +11,7 @@ import pytest
 from cluster import Cluster
 from cluster_build import Proctrack
 from harness import (
+    BACKENDS,
     DIGITS,
     DIGITS_ARGS,
     SCRIPTS,
@@ -19,19 +19,30 @@ from harness import (
     Hpc,
     Job,
     in_one_go,
+    runs,
     same_weights,
+    use,
 )
 
-BACKENDS = ("slurm", "submitit")
 
-
-@pytest.mark.parametrize("proctrack", ["linuxproc", "cgroup"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.row(
+    "preemption with a grace time of 20 s, and with none",
+    "goes on at the next step; with no grace time from the last checkpoint",
+)
+@pytest.mark.parametrize(
+    ("backend", "proctrack"),
+    [
+        ("slurm", "linuxproc"),
+        ("submitit", "cgroup"),
+        pytest.param("slurm", "cgroup", marks=pytest.mark.soak),
+        pytest.param("submitit", "linuxproc", marks=pytest.mark.soak),
+    ],
+)
 def test_preempted_with_and_without_notice(
     hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str, proctrack: Proctrack
 ) -> None:
     """First with a grace time of 20 s, then with none; the weights in the end are the same."""
-    _use(cluster, proctrack)
+    use(cluster, proctrack)
     words = ("--backend", backend, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
     job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1"})
     job.at_step(5)
@@ -53,18 +64,14 @@ def test_preempted_with_and_without_notice(
     assert job.output().count("going on from step") == 2
 
 
-def _use(cluster: Cluster, proctrack: Proctrack) -> None:
-    if proctrack == "cgroup" and cluster.cgroup_reason:
-        pytest.skip(cluster.cgroup_reason)
-    if cluster.proctrack != proctrack:
-        cluster.reconfigure(proctrack=proctrack)
-
-
+@pytest.mark.row(
+    "preemption of a script that uses nothing of hpc-ddp", "started again, though it dies of it"
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plain_script_that_dies_of_the_notice_is_requeued(
     hpc: Hpc, cluster: Cluster, backend: str, tmp_path: Path
 ) -> None:
-    _use(cluster, "linuxproc")
+    use(cluster, "linuxproc")
     env = {"TICKS": "600", "MARKER": f"{tmp_path}/marker"}
     job = hpc.submit("--backend", backend, *TWO_BY_TWO, str(SCRIPTS / "plain.py"), env=env)
     job.until(lambda: os.path.exists(env["MARKER"]), 60, "first attempt at work")
@@ -74,17 +81,21 @@ def test_a_plain_script_that_dies_of_the_notice_is_requeued(
     assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
 
 
+@pytest.mark.row(
+    "one worker killed (-9)",
+    "the others end within 10 s; goes on from the last checkpoint; the cause is named",
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_worker_is_recovered_from(
     hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str
 ) -> None:
-    _use(cluster, "linuxproc")
+    use(cluster, "linuxproc")
     words = ("--backend", backend, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
     job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1"})
     job.at_step(25)
     workers = [job.worker(rank) for rank in range(4)]
     os.kill(workers[1], signal.SIGKILL)
-    job.until(lambda: not any(map(_runs, workers)), 10, "end of the survivors")
+    job.until(lambda: not any(map(runs, workers)), 10, "end of the survivors")
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("failed", "requeue"), ("finished", "none")]
     assert "rank 1 on" in job.output()
@@ -92,18 +103,13 @@ def test_a_killed_worker_is_recovered_from(
     assert same_weights(job, undisturbed)
 
 
-def _runs(pid: int) -> bool:
-    """Tell whether a process runs; one that is dead and waits for its parent does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
+@pytest.mark.row(
+    "a Python error before the first step, or at the same step again",
+    "FAILED with the code of the worker that failed first; rank, node and error in the last line",
+)
 def test_errors_of_a_script_end_it_with_its_own_code(hpc: Hpc, cluster: Cluster) -> None:
     """Before the first step at once; at the same step again after one retry."""
-    _use(cluster, "linuxproc")
+    use(cluster, "linuxproc")
     script = str(SCRIPTS / "trouble.py")
     before = hpc.submit(*TWO_BY_TWO, script, "exit-before")
     assert before.end() == "FAILED", before.output()
@@ -122,51 +128,13 @@ def test_errors_of_a_script_end_it_with_its_own_code(hpc: Hpc, cluster: Cluster)
     assert "ValueError: at step 30" in again.output().splitlines()[-1]
 
 
-@pytest.mark.parametrize("way", ["hpc-ddp cancel", "scancel"])
-def test_cancel_in_each_phase(hpc: Hpc, cluster: Cluster, way: str) -> None:
-    _use(cluster, "linuxproc")
-
-    def cancel(job: Job) -> None:
-        if way == "scancel":
-            cluster.run("scancel", job.id)
-        else:
-            hpc("cancel", job.id)
-
-    script = str(SCRIPTS / "trouble.py")
-    words = ("--nodes", "1", "--nproc-per-node", "2", script)
-    pending = hpc.submit("--sbatch=--hold", *words, "none")
-    starting = hpc.submit(*words, "slow-start")
-    saving = hpc.submit(*words, "slow-save")
-    cancel(pending)
-    starting.until(lambda: bool(list(starting.run.logs.glob("*/*/rank-1.pid"))), 60, "workers")
-    cancel(starting)
-    saving.until(lambda: (saving.run.path / "saving-0").exists(), 60, "save")
-    cancel(saving)
-    training = hpc.submit(*words, "none")
-    training.event("first_step")
-    cancel(training)
-    graced = hpc.submit(*TWO_BY_TWO, str(SCRIPTS / "plain.py"), env={"TICKS": "600", "DEAF": "1"})
-    graced.until(lambda: '"argv"' in graced.output(), 60, "work")
-    graced.preempt()
-    graced.until(lambda: bool(graced.events("notice")), 20, "notice")
-    cancel(graced)
-    for job in (pending, starting, saving, training, graced):
-        assert job.end(20) == "CANCELLED", job.output()
-    time.sleep(8)  # longer than it takes to be requeued
-    for job in (pending, starting, saving, training, graced):
-        assert job.state() == "CANCELLED"
-        assert "requeue" not in {action for _, action in job.verdicts()}
-        if way == "hpc-ddp cancel":
-            assert '"cancelled"' in hpc("status", "--json", job.id).stdout
-
-
 @pytest.fixture(scope="module")
 def time_limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Job]:
     """Two jobs that need longer than Slurm's shortest time limit, a minute: one of ours, one plain.
 
     They run on the last node beside the test of the cut link, since both mostly wait.
     """
-    _use(cluster, "linuxproc")
+    use(cluster, "linuxproc")
     cluster.reset()
     hpc = Hpc(cluster, tmp_path_factory.mktemp("limited"))
     words = ("--nodes", "1", "--nodelist", cluster.nodes[-1], "--time", "1")
@@ -182,6 +150,10 @@ def time_limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> 
     return ours, plain
 
 
+@pytest.mark.row(
+    "the first node's link cut, and healed while the next attempt runs",
+    "the shell of the lost attempt comes back and does nothing",
+)
 def test_first_node_cut_off_and_healed(
     cluster: Cluster, undisturbed: Job, time_limited: tuple[Job, Job], tmp_path: Path
 ) -> None:
@@ -194,7 +166,7 @@ def test_first_node_cut_off_and_healed(
     cluster.cut(first)
     job.event("first_step", attempt=1, timeout=150)
     assert first not in job.events("started", 1)[0]["nodes"]
-    for srun in _processes_of(job, "srun", attempt=0):
+    for srun in job.processes("srun ", attempt=0):
         os.kill(srun, signal.SIGKILL)  # or its shell would sit there and wait for it
     cluster.heal(first)
     job.until(lambda: "attempt 0: superseded" in job.output(), 60, "verdict of the old shell")
@@ -203,18 +175,10 @@ def test_first_node_cut_off_and_healed(
     assert same_weights(job, undisturbed)
 
 
-def _processes_of(job: Job, name: str, attempt: int) -> list[int]:
-    """Return the processes of an attempt by their name, wherever they run: it is one machine."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (path / "environ").read_bytes().decode(errors="replace").split("\0")
-            wanted = {f"HPC_DDP_RUN={job.run.path}", f"HPC_DDP_ATTEMPT={attempt}"}
-            if (path / "comm").read_text().strip() == name and wanted <= set(words):
-                found.append(int(path.name))
-    return found
-
-
+@pytest.mark.row(
+    "time limit",
+    "goes on at the next step; a script that uses nothing of hpc-ddp starts over, a few times",
+)
 def test_longer_than_the_time_limit(
     cluster: Cluster, undisturbed: Job, time_limited: tuple[Job, Job]
 ) -> None:

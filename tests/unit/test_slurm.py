@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hpc_ddp.slurm import clean_env, parse_job
+from hpc_ddp.slurm import clean_env, parse_job, parse_record
 
 SHOWN = """\
 JobId=7 JobName=x Restarts=9 JobState=FAILED
@@ -15,13 +15,16 @@ JobId=7 JobName=x Restarts=9 JobState=FAILED
 
 def test_a_name_can_not_pass_for_a_field() -> None:
     job = parse_job(SHOWN)
-    assert (job.state, job.reason, job.restarts, job.preempted) == (
-        "COMPLETING",
-        "TimeLimit",
-        2,
-        True,
-    )
+    assert (job.state, job.reason, job.restarts) == ("COMPLETING", "TimeLimit", 2)
     assert job.end_time is not None
+    assert job.preempted_at == job.end_time - 30
+
+
+def test_preempted_is_not_cancelled_within_the_grace_time() -> None:
+    """In each case Slurm says COMPLETING, and no reason."""
+    assert not parse_job(SHOWN).preempted
+    assert parse_job(SHOWN.replace("COMPLETING", "RUNNING")).preempted
+    assert parse_job(SHOWN.replace("10:00:30", "10:01:00")).preempted
 
 
 def test_unknown_times_are_none() -> None:
@@ -40,3 +43,24 @@ def test_what_an_outer_job_left_is_dropped() -> None:
         "HOME": "/",
     }
     assert clean_env(environ) == {"SLURM_CONF": "/c", "HOME": "/"}
+
+
+WAITS = """\
+JobId=3 JobName=wide
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   JobState=PENDING Reason=ReqNodeNotAvail,_UnavailableNodes:hd0n1 Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:53
+   RunTime=00:00:00 TimeLimit=UNLIMITED TimeMin=N/A
+   StartTime=2026-11-22T20:15:37 EndTime=Unknown Deadline=N/A
+   ReqNodeList=(null) ExcNodeList=(null)
+   NodeList=(null)
+"""
+
+
+def test_what_is_left_of_a_job() -> None:
+    found = parse_record(WAITS)
+    assert (found.state, found.exit_code, found.nodes) == ("PENDING", "0:53", "")
+    assert found.reason == "ReqNodeNotAvail, UnavailableNodes:hd0n1"
+    assert found.start_time is not None
+    assert parse_record(WAITS.replace("NodeList=(null)\n", "NodeList=n[1-2]\n")).nodes == "n[1-2]"
+    assert parse_record("").state == ""

@@ -11,7 +11,7 @@ from hpc_ddp.node.verdict import Facts, Verdict, decide
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.slurm import Job
 
-RUNNING = Job("RUNNING", "None", 0, False, None)
+RUNNING = Job("RUNNING", "None", 0, None, 1000.0)
 
 
 def _event(event: str, attempt: int = 0, **fields: Any) -> dict[str, Any]:
@@ -69,11 +69,13 @@ def test_a_crash_after_the_training_is_a_crash() -> None:
 @pytest.mark.parametrize(
     ("job", "cause", "action"),
     [
-        (replace(RUNNING, preempted=True), "preempted", "requeue"),
+        (replace(RUNNING, preempted_at=900.0), "preempted", "requeue"),
         (replace(RUNNING, state="COMPLETING", reason="TimeLimit"), "time limit", "requeue"),
         (replace(RUNNING, state="COMPLETING"), "cancelled", "none"),
         (replace(RUNNING, state="CANCELLED"), "cancelled", "none"),
-        (replace(RUNNING, state="COMPLETING", preempted=True), "cancelled", "none"),
+        # Cancelled within the grace time; ended by the preemption where PreemptMode is CANCEL.
+        (replace(RUNNING, state="COMPLETING", preempted_at=900.0), "cancelled", "none"),
+        (replace(RUNNING, state="COMPLETING", preempted_at=1000.0), "preempted", "requeue"),
         (replace(RUNNING, state="COMPLETING", reason="NodeDown"), "node lost", "requeue"),
         (replace(RUNNING, state="NODE_FAIL"), "node lost", "requeue"),
         (replace(RUNNING, state="COMPLETING", restarts=1), "superseded", "none"),
@@ -90,9 +92,18 @@ def test_after_a_notice_slurm_tells_why(job: Job | None, cause: str, action: str
     assert (verdict.cause, verdict.action) == (cause, action)
 
 
+def test_a_sigterm_because_another_nodes_task_has_died_is_no_notice() -> None:
+    verdict = _decide(records=(_record("n1", notice="SIGTERM", error="Connection reset"),))
+    assert (verdict.cause, verdict.action, verdict.why) == (
+        "node lost",
+        "requeue",
+        "no word from n2",
+    )
+
+
 def test_a_worker_that_dies_of_the_notice_is_preempted_not_failed() -> None:
     records = (_record("n1", "SIGTERM", code=-15), _record("n2", "SIGTERM", error="gloo"))
-    verdict = _decide(job=replace(RUNNING, preempted=True), records=records, events=())
+    verdict = _decide(job=replace(RUNNING, preempted_at=900.0), records=records, events=())
     assert (verdict.cause, verdict.action) == ("preempted", "requeue")
 
 
@@ -108,7 +119,7 @@ def test_the_deadline_is_the_time_limit(source: str) -> None:
 
 def test_preemption_is_without_bound_unless_one_is_given() -> None:
     before = [_event("verdict", k, cause="preempted", action="requeue") for k in range(50)]
-    job = replace(RUNNING, preempted=True)
+    job = replace(RUNNING, preempted_at=900.0)
     assert _decide(job=job, attempt=50, events=before).action == "requeue"
     spec = JobSpec("t.py", max_requeues=50)
     verdict = _decide(job=job, attempt=50, events=before, spec=spec)
@@ -173,6 +184,14 @@ def test_two_attempts_without_progress_end_it() -> None:
     )
 
 
+def test_progress_of_an_attempt_that_was_lost_without_a_verdict_counts() -> None:
+    first = _event("verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False)
+    lost = [_event("first_step", 1, step=1), _event("checkpoint", 1, step=90)]
+    killed = _failed(error="", code=-9)
+    assert _decide(attempt=2, records=killed, events=[first, *lost]).action == "requeue"
+    assert _decide(attempt=2, records=killed, events=[first, lost[0]]).action == "give up"
+
+
 def test_failures_have_a_budget() -> None:
     before = [
         _event("verdict", k, cause="failed", action="requeue", error="", step=k, progress=True)
@@ -216,3 +235,24 @@ def test_a_silent_node_is_lost() -> None:
         "requeue",
         "no word from n2",
     )
+
+
+def test_a_failed_preflight_keeps_off_its_bad_nodes() -> None:
+    event = _event("preflight", ok=False, bad_nodes=["n2"], hopeless=False, why="n2: no space")
+    facts = replace(BASE, records=(), events=[event], lost_nodes=["n1"])
+    assert facts.bad_nodes == ["n1", "n2"]
+    verdict = decide(facts)
+    assert (verdict.cause, verdict.action) == ("bad node", "requeue")
+    assert verdict.why == "preflight: n2: no space"
+    hopeless = _decide(records=(), events=[{**event, "bad_nodes": [], "hopeless": True}])
+    assert (hopeless.cause, hopeless.action, hopeless.exit_code) == ("failed", "give up", 1)
+    before = [_event("verdict", k, cause="bad node", action="requeue") for k in range(3)]
+    again = [*before, {**event, "attempt": 3}]
+    assert _decide(records=(), events=again, attempt=3).action == "give up"
+    assert _decide(records=(), events=again[1:], attempt=3).action == "requeue"
+    ended = {**event, "bad_nodes": [], "notice": "SIGTERM"}
+    assert _decide(records=(), events=[ended]).cause == "notice"
+    preempted = replace(RUNNING, preempted_at=900.0)
+    assert _decide(records=(), events=[ended], job=preempted).cause == "preempted"
+    fine = _event("preflight", ok=True, bad_nodes=[])
+    assert _decide(events=[fine, *BASE.events]).cause == "finished"

@@ -45,4 +45,8 @@ for _ in run.epochs(1):
         time.sleep(0.02)
         if trouble == "raise-at-30" and run.position.step == 30 and run.rank == 3:
             raise ValueError("at step 30")
+        if trouble == "eat-at-30" and run.position.step == 30 and run.rank == 1:
+            eaten = []
+            while True:
+                eaten.append(torch.ones(1 << 22))
 run.finish()

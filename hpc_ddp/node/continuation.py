@@ -1,0 +1,218 @@
+"""How a run goes on after an attempt: a requeue, or the next job of a chain; off bad nodes.
+
+A requeue goes by job id. The shell of an attempt that a node failure has cut off would hit its
+own successor with it, or bring a cancelled job back to life: so it is asked before each try
+whether the job still is in this very attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import time
+
+from hpc_ddp import slurm
+from hpc_ddp.node.verdict import Facts, Verdict
+from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_json, write_json
+from hpc_ddp.run.journal import Event
+
+REQUEUE_PATIENCE_S = 600.0
+PAUSE_S = 5.0
+KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
+
+
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the job's output may lie on a disk that is full
+        os.write(2, f"hpc-ddp: {text}\n".encode())
+
+
+def ask(job_id: str) -> slurm.Job | None:
+    """Return what Slurm says of a job; None, and why, where it says nothing."""
+    try:
+        return slurm.show_job(job_id)
+    except HpcDdpError as error:
+        say(error.message)
+        return None
+
+
+# --- at the start of an attempt ------------------------------------------------------------
+
+
+def check_wanted(run: RunFolder, restarts: int, is_link: bool) -> None:
+    """Refuse to start what was cancelled or given up; a first start is a wish to go on.
+
+    Raises
+    ------
+    HpcDdpError
+        nobody wants this attempt
+    """
+    if not restarts and not is_link:
+        run.cancelled.unlink(missing_ok=True)
+    elif run.cancelled.exists() or (is_link and _chain_has_ended(run)):
+        raise HpcDdpError(f"run {run.path} was cancelled, or given up")
+
+
+def _chain_has_ended(run: RunFolder) -> bool:
+    """Tell whether the job before this link was the last one, though it could not cancel this.
+
+    A scancel may end that job before its verdict comes to it.
+    """
+    verdicts = [event for event in run.events() if event["event"] == "verdict"]
+    attempts = run.attempts()
+    if not attempts:
+        return False
+    if verdicts and verdicts[-1]["attempt"] == attempts[-1].number:
+        return {"cancelled", "give up"} & {verdicts[-1]["cause"], verdicts[-1]["action"]} != set()
+    job_id = attempts[-1].info.get("job_id")
+    job = ask(job_id) if job_id else None
+    return job is not None and job.state == "CANCELLED"
+
+
+def queue_next_link(
+    run: RunFolder, attempt: AttemptFolder, job_id: str, environ: dict[str, str]
+) -> str | None:
+    """Queue the chain's next job and return its id, None where that was refused.
+
+    It is done at the start of each link: at the end nobody may be left to do it.
+    """
+    env = dict(environ, HPC_DDP_LINK="1")
+    options = [f"--dependency=afterany:{job_id}"]
+    kept_off = _kept_off(run)
+    if kept_off:
+        options.append(f"--exclude={','.join(kept_off)}")
+    task = environ.get("SLURM_ARRAY_TASK_ID")
+    whole = RunFolder(run.path.parent) if task else run  # an array's script is that of all tasks
+    if task:
+        options.append(f"--array={task}")
+    try:
+        link = slurm.sbatch(whole.script, env, *options, known=[*whole.job_ids(), *run.job_ids()])
+    except HpcDdpError as error:
+        say(f"the next job of the chain could not be queued: {error.message}")
+        return None
+    write_json(attempt.path / "next.json", {"job_id": link})
+    link_job(link, whole)
+    return link
+
+
+# --- at its end ----------------------------------------------------------------------------
+
+
+def go_on(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts, decided: Verdict
+) -> int:
+    """Do what was decided, and return the exit code for the batch script."""
+    job_id = environ["SLURM_JOB_ID"]
+    if facts.spec.continue_by == "resubmit":
+        return _end_link(run, attempt, environ, facts, decided)
+    if decided.action == "requeue":
+        if "HPC_DDP_INTERACTIVE" in environ:  # an allocation is no batch job: nothing to requeue
+            say(f"go on with: hpc-ddp submit --backend allocation --run {_quoted(run)}")
+            return CAN_GO_ON
+        return _requeue(run, attempt, environ, facts)
+    if decided.cause == "superseded" and facts.bad_nodes and run.is_newest(facts.attempt):
+        _keep_off(run, job_id)  # Slurm itself has requeued it, for the node that it has lost
+    return decided.exit_code
+
+
+def _requeue(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts) -> int:
+    """Requeue the job, if it still is ours to requeue; Slurm then ends the batch shell, too."""
+    job_id = environ["SLURM_JOB_ID"]
+    give_up = time.monotonic() + REQUEUE_PATIENCE_S
+    while time.monotonic() < give_up:
+        job = ask(job_id)
+        if job is None:
+            continue
+        if job.restarts != facts.restarts or not run.is_newest(facts.attempt):
+            say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
+            return 0
+        ends = job.preempted or job.reason == "TimeLimit"
+        if run.cancelled.exists() or not (job.state == "RUNNING" or ends):
+            say(f"the job is {job.state} by now: not requeued")
+            return CAN_GO_ON
+        try:
+            slurm.requeue(job_id)
+        except slurm.NoAnswerError as error:
+            say(f"{error.message}; trying again")
+            time.sleep(PAUSE_S)
+        except HpcDdpError as error:
+            say(error.message)
+            return _resubmit(run, attempt, environ)
+        else:
+            _keep_off(run, job_id)
+            return 0  # at once: Slurm would wait KillWait for a shell that lives on
+    return _left_to_the_user(run)
+
+
+def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> int:
+    """Go on as a new job, where the site does not permit the requeue of this one."""
+    link = queue_next_link(run, attempt, environ["SLURM_JOB_ID"], environ)
+    if link is None:
+        return _left_to_the_user(run)
+    say(f"it goes on as job {link}")
+    return 0
+
+
+def _left_to_the_user(run: RunFolder) -> int:
+    say(f"could not be requeued; go on with: hpc-ddp submit --run {_quoted(run)}")
+    return CAN_GO_ON
+
+
+def _end_link(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts, decided: Verdict
+) -> int:
+    """End one job of a chain: the next one waits already, unless there is nothing left to do."""
+    link = read_json(attempt.path / "next.json").get("job_id")
+    if decided.action == "requeue":
+        if link and facts.bad_nodes:
+            _keep_off(run, link)
+        link = link or queue_next_link(run, attempt, environ["SLURM_JOB_ID"], environ)
+        return 0 if link else _left_to_the_user(run)
+    if link and decided.cause != "superseded":
+        try:
+            slurm.cancel([link])
+        except HpcDdpError as error:  # it will find the verdict, and not start
+            say(error.message)
+    return decided.exit_code
+
+
+def _keep_off(run: RunFolder, job_id: str) -> None:
+    """Keep a job that waits off the nodes that lately were to blame, where others are left."""
+    nodes = _kept_off(run)
+    if not nodes:
+        return
+    try:
+        slurm.exclude(job_id, nodes)
+    except HpcDdpError as error:
+        say(error.message)
+    else:
+        say(f"kept off for a day: {', '.join(nodes)}")
+
+
+def _kept_off(run: RunFolder) -> list[str]:
+    """Return the nodes to exclude: the user's, and bad ones; [] where that is nothing new."""
+    theirs = _spec_exclude(run)
+    bad = _bad_nodes(run.events(), time.time())
+    nodes = [*theirs, *bad]
+    if not bad:
+        return []
+    if not slurm.could_run(run.script, f"--exclude={','.join(nodes)}"):
+        say(f"not kept off, since too few other nodes are left: {', '.join(bad)}")
+        return []
+    return nodes
+
+
+def _bad_nodes(events: list[Event], now: float) -> list[str]:
+    """Return the nodes that a verdict has blamed within the last day."""
+    lately = (e for e in events if e["event"] == "verdict" and now - e["time"] < KEPT_OFF_S)
+    return sorted({node for event in lately for node in event.get("bad_nodes", [])})
+
+
+def _spec_exclude(run: RunFolder) -> list[str]:
+    said = read_json(run.job_json).get("exclude")
+    return [said] if said else []
+
+
+def _quoted(run: RunFolder) -> str:
+    return shlex.quote(str(run.path))

@@ -1,0 +1,60 @@
+"""Whether the kernel has killed a process of this node for want of memory.
+
+A worker that it kills dies of SIGKILL without a word. The kernel counts such kills: by memory
+cgroup, which is what a job's ``--mem`` is held with, and for the whole machine.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+
+KILLED = "out of memory: killed by the kernel"
+
+# Type of the file system: the file with the counter. What `mount` shows of version 1 names its
+# controllers among the options.
+_FILES = {"cgroup": "memory.oom_control", "cgroup2": "memory.events"}
+
+
+def kills(proc: Path = Path("/proc")) -> int:
+    """Return how many kills there have been, 0 where nobody counts. Only differences matter.
+
+    The workers are in the supervisor's own cgroup. Without one that counts, it is the whole
+    machine's number, in which other jobs have their part.
+    """
+    for path in [*_counters(proc), proc / "vmstat"]:
+        found = re.search(r"^oom_kill (\d+)$", _read(path), re.M)
+        if found:
+            return int(found[1])
+    return 0
+
+
+def _counters(proc: Path) -> list[Path]:
+    """Return where this process's memory cgroup may have its counter, the nearest first."""
+    found = []
+    for line in _read(proc / "self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        kind = "cgroup" if controllers else "cgroup2"
+        for mount in _mounts(proc, kind):
+            inside = PurePosixPath(group).relative_to("/")
+            # Version 2 has the file only where the controller is switched on.
+            found += [mount / at / _FILES[kind] for at in (inside, *inside.parents)]
+    return found
+
+
+def _mounts(proc: Path, kind: str) -> list[Path]:
+    rows = [line.split(" ") for line in _read(proc / "self/mounts").splitlines()]
+    return [
+        Path(row[1])
+        for row in rows
+        if row[2] == kind and (kind == "cgroup2" or "memory" in row[3].split(","))
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""

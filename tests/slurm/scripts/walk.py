@@ -1,0 +1,57 @@
+"""Trains a little, slowly, with whatever trouble it is told to meet on the way.
+
+The trouble changes nothing about the numbers: all runs of it with as many ranks end the same.
+"""
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from hpc_ddp.training import start, storage
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--step-seconds", type=float, default=0.05)
+parser.add_argument("--save-every-steps", type=int, default=10)
+parser.add_argument("--write-seconds", type=float, default=0.0, help="a slow disk, per file")
+parser.add_argument("--raise-once-at", type=int, help="rank 1 raises there, the first time")
+parser.add_argument("--die-at", type=int, help="rank 1 kills itself there, each time")
+parser.add_argument("--die-from", type=int, help="all raise there and later, never the same error")
+args = parser.parse_args()
+
+if args.write_seconds:
+    write_file = storage.write_file
+
+    def slowly(*words):  # type: ignore[no-untyped-def]
+        time.sleep(args.write_seconds)
+        return write_file(*words)
+
+    storage.write_file = slowly
+
+run = start(save_every=None, save_every_steps=args.save_every_steps)
+model = run.wrap(torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 1)))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+batches = run.loader(torch.utils.data.TensorDataset(torch.randn(1600, 8)), batch_size=4)
+run.track(model=model, optimizer=optimizer)
+marker = Path(os.environ.get("HPC_DDP_RUN", "."), "raised")
+for _ in run.epochs(1):
+    for (x,) in batches:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        run.backward(loss)
+        optimizer.step()
+        time.sleep(args.step_seconds)
+        run.step(loss=loss)
+        step = run.position.step
+        if step == args.raise_once_at and run.rank == 1 and not marker.exists():
+            marker.touch()
+            raise ValueError("this happens once")
+        if step == args.die_at and run.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if args.die_from and step >= args.die_from:
+            raise ValueError(f"at {time.time()}")
+run.print("walked")
+run.finish()

@@ -1,0 +1,81 @@
+"""The user cancels, and it stays cancelled, whatever the job was doing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from cluster import Cluster
+from harness import BACKENDS, ONE_BY_TWO, SCRIPTS, TWO_BY_TWO, WALK, Hpc, Job, use
+
+WAYS = ["hpc-ddp cancel", "scancel"]
+
+
+def _cancel(hpc: Hpc, way: str, job: Job) -> None:
+    if way == "scancel":
+        hpc.cluster.run("scancel", job.id)
+    else:
+        hpc("cancel", job.id)
+
+
+@pytest.mark.row(
+    "cancelled while pending, starting, running, saving, in the grace time",
+    "ends at once and stays cancelled; after `hpc-ddp cancel`, `status` says so",
+)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", ["slurm", pytest.param("submitit", marks=pytest.mark.soak)])
+def test_cancel_in_each_phase(hpc: Hpc, cluster: Cluster, way: str, backend: str) -> None:
+    use(cluster)
+    script = str(SCRIPTS / "trouble.py")
+    words = ("--backend", backend, "--nodes", "1", "--nproc-per-node", "2", script)
+    pending = hpc.submit("--sbatch=--hold", *words, "none")
+    starting = hpc.submit(*words, "slow-start")
+    saving = hpc.submit(*words, "slow-save")
+    _cancel(hpc, way, pending)
+    starting.until(lambda: bool(list(starting.run.logs.glob("*/*/rank-1.pid"))), 240, "workers")
+    _cancel(hpc, way, starting)
+    saving.until(lambda: (saving.run.path / "saving-0").exists(), 240, "save")
+    _cancel(hpc, way, saving)
+    training = hpc.submit(*words, "none")
+    training.event("first_step")
+    _cancel(hpc, way, training)
+    deaf = {"TICKS": "600", "DEAF": "1"}
+    plain = (*TWO_BY_TWO, str(SCRIPTS / "plain.py"))
+    graced = hpc.submit("--backend", backend, *plain, env=deaf)
+    graced.until(lambda: '"argv"' in graced.output(), 240, "work")
+    graced.preempt()
+    graced.until(lambda: bool(graced.events("notice")), 20, "notice")
+    _cancel(hpc, way, graced)
+    for job in (pending, starting, saving, training, graced):
+        assert job.end(20) == "CANCELLED", job.output()
+    time.sleep(8)  # longer than it takes to be requeued
+    for job in (pending, starting, saving, training, graced):
+        _stays_cancelled(hpc, way, job)
+        assert "requeue" not in {action for _, action in job.verdicts()}
+
+
+@pytest.mark.soak
+@pytest.mark.row(
+    "cancelled while it waits to be started again", "stays cancelled, and is not started"
+)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cancel_between_two_attempts(hpc: Hpc, cluster: Cluster, way: str, backend: str) -> None:
+    use(cluster)
+    job = hpc.submit("--backend", backend, *ONE_BY_TWO, str(WALK))
+    job.at_step(10)
+    job.preempt()
+    job.until(lambda: bool(job.verdicts()), 60, "verdict")
+    job.until(lambda: job.state() == "PENDING", 20, "wait for the next start")
+    assert job.show()["Restarts"] == "1"
+    _cancel(hpc, way, job)
+    assert job.end(20) == "CANCELLED", job.output()
+    time.sleep(8)
+    _stays_cancelled(hpc, way, job)
+    assert len(job.run.attempts()) == 1
+
+
+def _stays_cancelled(hpc: Hpc, way: str, job: Job) -> None:
+    assert job.state() == "CANCELLED"
+    if way == "hpc-ddp cancel":
+        assert '"cancelled"' in hpc("status", "--json", job.id).stdout

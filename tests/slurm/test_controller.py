@@ -1,0 +1,251 @@
+"""A controller that does not answer, or refuses; partitions and sites that do it their own way."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from harness import (
+    BACKENDS,
+    DIGITS,
+    DIGITS_ARGS,
+    SCRIPTS,
+    TWO_BY_TWO,
+    Hpc,
+    Job,
+    in_one_go,
+    same_weights,
+)
+
+SAVE_OFTEN = {"HPC_DDP_SAVE_EVERY": "1"}
+CANCELS = "PartitionName=lowc PriorityTier=1 GraceTime={grace} PreemptMode=CANCEL\n"
+
+
+@pytest.fixture
+def settings(cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster whose settings a test may change."""
+    yield cluster
+    cluster.reconfigure(extra="")
+
+
+@pytest.mark.soak
+@pytest.mark.row(
+    "preemption, PreemptMode CANCEL", promise="goes on at the next step, or the last save"
+)
+@pytest.mark.parametrize("grace", [20, 0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_partition_that_cancels_what_it_preempts(
+    hpc: Hpc, settings: Cluster, undisturbed: Job, backend: str, grace: int
+) -> None:
+    settings.reconfigure(extra=CANCELS.format(grace=grace))
+    words = ("--backend", backend, "--partition", "lowc", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    job = hpc.submit(*words, env=SAVE_OFTEN)
+    job.at_step(20)
+    job.preempt()
+    job.event("first_step", attempt=1)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
+    assert same_weights(job, undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.row("cancelled within the grace time, PreemptMode CANCEL", promise="stays cancelled")
+def test_a_cancel_within_the_grace_time_of_a_partition_that_cancels(
+    hpc: Hpc, settings: Cluster
+) -> None:
+    settings.reconfigure(extra=CANCELS.format(grace=20))
+    env = {"TICKS": "600", "DEAF": "1"}
+    words = ("--partition", "lowc", *TWO_BY_TWO, str(SCRIPTS / "plain.py"))
+    job = hpc.submit(*words, env=env)
+    job.until(lambda: '"argv"' in job.output(), 90, "work")
+    job.preempt()
+    job.until(lambda: bool(job.events("notice")), 20, "notice")
+    time.sleep(1.5)  # Slurm's times are in seconds
+    settings.run("scancel", job.id)
+    assert job.end(20) == "CANCELLED"
+    time.sleep(8)  # longer than it takes to be requeued
+    assert job.state() == "CANCELLED"
+
+
+@pytest.mark.soak
+@pytest.mark.row(
+    "preemption, PreemptParameters=send_user_signal", promise="goes on at the next step"
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_site_that_sends_the_warning_signal_at_a_preemption(
+    hpc: Hpc, settings: Cluster, undisturbed: Job, backend: str
+) -> None:
+    settings.reconfigure(extra="PreemptParameters=send_user_signal\n")
+    job = hpc.submit("--backend", backend, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    job.at_step(20)
+    job.preempt()
+    job.event("first_step", attempt=1)
+    assert job.events("notice")[0]["source"] == "preemption"
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
+    assert in_one_go(job)
+    assert same_weights(job, undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.row(
+    "slurmctld does not answer for 14 s", promise="submitted once; the verdict is carried out"
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_controller_that_does_not_answer(hpc: Hpc, cluster: Cluster, backend: str) -> None:
+    """sbatch gives up after 10 s ("Socket timed out"), and the job runs all the same."""
+    script = str(SCRIPTS / "plain.py")
+    words = ("--backend", backend, *TWO_BY_TWO, script)
+    with _frozen(cluster, 14):
+        job = hpc.submit(*words, env={"TICKS": "8"})
+    queued = cluster.run("squeue", "-h", "-o", "%A", "--states=all", f"--name={job.run.name}")
+    assert [id for id in queued.stdout.split() if _is_of(cluster, id, job)] == [job.id]
+    job.until(lambda: '"argv"' in job.output(), 90, "work")
+    with _frozen(cluster, 14):
+        assert hpc("cancel", "nothing", check=False).returncode == 2
+        hpc("status", job.id)
+    assert job.end() == "COMPLETED", job.output()
+
+
+@pytest.mark.soak
+@pytest.mark.row("slurmctld stopped while the verdict requeues", promise="requeued when it is back")
+def test_the_controller_is_away_when_the_job_is_to_be_requeued(
+    hpc: Hpc, cluster: Cluster, undisturbed: Job
+) -> None:
+    job = hpc.submit(*TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS, env=SAVE_OFTEN)
+    job.at_step(20)
+    cluster.stop_ctld()
+    worker = job.worker(1)
+    Path(f"/proc/{worker}/stat").read_text()
+    _kill(worker)
+    job.until(lambda: bool(list(job.run.logs.glob("*/*/record.json"))), 30, "end of a node")
+    time.sleep(12)  # the verdict's first questions are not answered
+    cluster.restart_ctld()
+    job.event("first_step", attempt=1, timeout=180)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("failed", "requeue"), ("finished", "none")]
+    assert same_weights(job, undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.row("slurmctld restarted in mid-run", promise="nothing happens")
+def test_a_controller_that_is_restarted(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
+    job = hpc.submit(*TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    job.at_step(20)
+    cluster.restart_ctld()
+    assert job.end() == "COMPLETED", job.output()
+    assert len(job.run.attempts()) == 1
+    assert same_weights(job, undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.row("requeue refused", promise="goes on as a new job; one cancel ends it")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_requeue_that_is_refused(
+    hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str
+) -> None:
+    """As where the administrator has taken the right away from the job."""
+    job = hpc.submit("--backend", backend, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    job.at_step(20)
+    cluster.run("scontrol", "update", f"JobId={job.id}", "Requeue=0")
+    job.preempt()
+    job.event("first_step", attempt=1, timeout=120)
+    second = job.events("started", 1)[0]["job_id"]
+    assert second != job.id
+    assert Job(cluster, second, job.run).end() == "COMPLETED", job.output()
+    assert "presently disabled" in job.output()
+    assert in_one_go(job)
+    assert same_weights(job, undisturbed)
+
+
+@pytest.mark.row(
+    "chain, by --continue-by resubmit", promise="goes on in the next job; stops when finished"
+)
+@pytest.mark.parametrize("backend", [pytest.param("slurm", marks=pytest.mark.soak), "submitit"])
+def test_a_chain(hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str) -> None:
+    words = ("--backend", backend, "--continue-by", "resubmit", *TWO_BY_TWO)
+    job = hpc.submit(*words, str(DIGITS), *DIGITS_ARGS)
+    job.at_step(20)
+    job.preempt()
+    job.event("first_step", attempt=1, timeout=120)
+    jobs = job.run.job_ids()
+    assert len(jobs) == 3
+    second, third = (Job(cluster, id, job.run) for id in jobs[1:])
+    assert second.end() == "COMPLETED", job.output()
+    assert third.end(20) == "CANCELLED"
+    assert in_one_go(job)
+    assert same_weights(job, undisturbed)
+    assert '"finished"' in hpc("status", "--json", job.id).stdout
+
+
+@pytest.mark.soak
+@pytest.mark.row("a chain is cancelled", promise="stays cancelled, all of it")
+@pytest.mark.parametrize("way", ["hpc-ddp cancel", "scancel"])
+def test_a_chain_that_is_cancelled(hpc: Hpc, cluster: Cluster, way: str) -> None:
+    words = ("--continue-by", "resubmit", "--nodes", "1", str(SCRIPTS / "trouble.py"), "none")
+    job = hpc.submit(*words)
+    job.event("first_step")
+    jobs = job.run.job_ids()
+    assert len(jobs) == 2
+    if way == "scancel":
+        cluster.run("scancel", job.id)
+    else:
+        hpc("cancel", job.id)
+    assert job.end(30) == "CANCELLED"
+    link = Job(cluster, jobs[1], job.run)
+    assert link.end(60) in ("CANCELLED", "FAILED")
+    assert len(job.run.attempts()) == 1
+    assert job.run.job_ids() == jobs
+
+
+@pytest.mark.soak
+@pytest.mark.row("a job array, one task preempted", promise="each has its own run and its own fate")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_array_of_which_one_is_preempted(hpc: Hpc, cluster: Cluster, backend: str) -> None:
+    words = ("--backend", backend, "--array", "0-3", "--nodes", "1", "--gpus-per-node", "4")
+    job = hpc.submit(*words, str(SCRIPTS / "trouble.py"), "none")
+    job.until(lambda: len(_tasks(job, "first_step")) == 4, 180, "first steps of all four")
+    shown = cluster.run("squeue", "-h", "-r", "-j", job.id, "-o", "%a %N").stdout.split()
+    node = dict(zip(shown[::2], shown[1::2], strict=True))["2"]
+    cluster.run(
+        *("sbatch", "--partition=high", f"--nodelist={node}", "--gpus-per-node=4"),
+        *("--output=/dev/null", "--wrap=sleep 1"),
+    )
+    job.until(lambda: "4 of 4 tasks" in hpc("status", job.id).stdout, 180, "end of all four")
+    attempts = {p.name: len(list(p.glob("logs/attempt-*"))) for p in job.run.path.glob("task-*")}
+    assert attempts == {"task-0": 1, "task-1": 1, "task-2": 2, "task-3": 1}
+
+
+def _tasks(job: Job, event: str) -> list[Path]:
+    found = job.run.path.glob("task-*/journal/rank-0.jsonl")
+    return [path for path in found if f'"{event}"' in path.read_text()]
+
+
+def _is_of(cluster: Cluster, job_id: str, job: Job) -> bool:
+    return str(job.run.path) in cluster.run("scontrol", "show", "job", job_id).stdout
+
+
+def _kill(pid: int) -> None:
+    import os
+
+    os.kill(pid, signal.SIGKILL)
+
+
+class _frozen:
+    """slurmctld as it is when its host stands still; thaws after some seconds."""
+
+    def __init__(self, cluster: Cluster, seconds: float) -> None:
+        self.cluster = cluster
+        self.timer = threading.Timer(seconds, cluster.signal_ctld, [signal.SIGCONT])
+
+    def __enter__(self) -> None:
+        self.cluster.signal_ctld(signal.SIGSTOP)
+        self.timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.timer.join()

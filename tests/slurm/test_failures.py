@@ -1,0 +1,86 @@
+"""Processes of a job die or fail: recovered from inside the budget, or given up with the cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from harness import (
+    BACKENDS,
+    DIGITS,
+    DIGITS_ARGS,
+    ONE_BY_TWO,
+    TWO_BY_TWO,
+    WALK,
+    Hpc,
+    Job,
+    same_weights,
+    use,
+)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.soak
+@pytest.mark.row(
+    "one torchrun agent, or one supervisor, killed (-9)",
+    promise="all of the attempt ends, on every node; goes on from the last checkpoint",
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("victim", ["agent", "supervisor"])
+def test_who_looks_after_workers_killed(
+    hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str, victim: str
+) -> None:
+    use(cluster)
+    words = ("--backend", backend, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    job = hpc.submit(*words, "--step-seconds", "0.2", env={"HPC_DDP_SAVE_EVERY": "1"})
+    job.at_step(20)
+    agent = job.agent()
+    os.kill(agent if victim == "agent" else _parent(agent), signal.SIGKILL)
+    job.until(lambda: not job.processes("code/0/", attempt=0), 30, "end of the first attempt")
+    assert job.end() == "COMPLETED", job.output()
+    cause = "failed" if victim == "agent" else "node lost"
+    assert job.verdicts() == [(cause, "requeue"), ("finished", "none")]
+    if victim == "agent":
+        assert "torchrun on" in job.events("verdict")[0]["why"]
+        assert "SIGKILL" in job.events("verdict")[0]["why"]
+    assert same_weights(job, undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.row(
+    "one worker's Python error after progress",
+    promise="retried from the last checkpoint, up to --max-failures times",
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_error_that_comes_once(hpc: Hpc, cluster: Cluster, walked: Job, backend: str) -> None:
+    use(cluster)
+    words = ("--backend", backend, *ONE_BY_TWO, str(WALK), "--raise-once-at", "55")
+    job = hpc.submit(*words)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("failed", "requeue"), ("finished", "none")]
+    first = job.events("verdict")[0]
+    assert (first["rank"], first["error"]) == (1, "ValueError: this happens once")
+    assert same_weights(job, walked)
+
+
+@pytest.mark.soak
+@pytest.mark.row(
+    "crash loop without progress",
+    promise="ends after two attempts in a row without a newer checkpoint, and says so",
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("trouble", ["--die-at", "--die-from"])
+def test_a_crash_loop_ends(hpc: Hpc, cluster: Cluster, backend: str, trouble: str) -> None:
+    use(cluster)
+    words = ("--backend", backend, "--max-failures", "9", *ONE_BY_TWO, str(WALK), trouble, "25")
+    job = hpc.submit(*words)
+    assert job.end() == "FAILED", job.output()
+    assert job.verdicts() == [("failed", "requeue")] * 2 + [("failed", "give up")]
+    assert "two attempts in a row have ended without a newer checkpoint" in job.output()
+    assert ("SIGKILL" if trouble == "--die-at" else "ValueError: at ") in job.output()

@@ -1,0 +1,63 @@
+"""The time limit, with one of its two warnings, and with a slow save."""
+
+from __future__ import annotations
+
+import pytest
+from cluster import Cluster
+from harness import BACKENDS, ONE_BY_TWO, WALK, Hpc, Job, in_one_go, same_weights, use
+
+# As if the site kept the warning signal to itself, and as if nobody knew when the job ends.
+NO_SIGNAL = """--setup=trap() {
+    if [ "${*: -1}" = USR2 ]; then builtin trap '' USR2; else builtin trap "$@"; fi
+}"""
+NO_DEADLINE = "--setup=declare -rx HPC_DDP_END_TIME="
+WAYS: dict[str, tuple[str, ...]] = {
+    "signal alone": (NO_DEADLINE,),
+    "deadline alone": (NO_SIGNAL,),
+    "slow save": (),
+}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def limited(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Job]:
+    """All at once, since they mostly wait."""
+    use(cluster)
+    cluster.reset()
+    hpc = Hpc(cluster, tmp_path_factory.mktemp("limited"))
+    jobs = {}
+    for way, options in WAYS.items():
+        words = ("--backend", request.param, "--time", "3", *options, *ONE_BY_TWO, str(WALK))
+        slow = ("--write-seconds", "6") if way == "slow save" else ()
+        jobs[way] = hpc.submit(*words, "--step-seconds", "0.8", "--save-every-steps", "25", *slow)
+    return jobs
+
+
+@pytest.mark.soak
+@pytest.mark.row(
+    "time limit, with only one of its two warnings",
+    promise="goes on at the next step: by the warning signal alone, or by the known end alone",
+)
+@pytest.mark.parametrize("way", ["signal alone", "deadline alone"])
+def test_one_warning(limited: dict[str, Job], walked: Job, way: str) -> None:
+    job = limited[way]
+    assert job.end(600) == "COMPLETED", job.output()
+    assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
+    assert in_one_go(job)
+    assert same_weights(job, walked)
+
+
+@pytest.mark.soak
+@pytest.mark.row(
+    "a save that takes longer than the lead of the warning",
+    promise="the stop comes as early as a measured save needs",
+)
+def test_the_lead_is_learned(limited: dict[str, Job], walked: Job) -> None:
+    job = limited["slow save"]
+    assert job.end(600) == "COMPLETED", job.output()
+    assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
+    assert {event["reason"] for event in job.events("stopped")} == {"deadline"}
+    assert min(event["write_s"] for event in job.events("checkpoint")) > 18  # the lead
+    assert in_one_go(job)
+    assert same_weights(job, walked)

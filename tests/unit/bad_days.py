@@ -1,0 +1,83 @@
+"""The table in docs/bad-days.md, from the tests' markers and the newest results.
+
+    python tests/unit/bad_days.py        writes it anew
+
+A test says ``@pytest.mark.row("name of the bad day", promise="what is promised")``; of several
+tests with the same name, one has the promise.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+PAGE = REPO / "docs" / "bad-days.md"
+RESULTS = REPO / "docs" / "bad-days"
+BEGIN, END = "<!-- table: python tests/unit/bad_days.py -->\n", "<!-- end -->\n"
+
+
+@dataclass
+class Row:
+    name: str
+    promise: str
+    tests: list[str] = field(default_factory=list)  # file::function
+
+
+def rows() -> list[Row]:
+    """Return the rows in the order of the test files."""
+    found: dict[str, Row] = {}
+    for path in sorted((REPO / "tests").rglob("test_*.py")):
+        for function, name, promise in _marked(path):
+            row = found.setdefault(name, Row(name, promise))
+            row.promise = row.promise or promise
+            row.tests.append(f"{path.relative_to(REPO)}::{function}")
+    return list(found.values())
+
+
+def _marked(path: Path) -> Iterator[tuple[str, str, str]]:
+    for node in ast.parse(path.read_text()).body:
+        for call in getattr(node, "decorator_list", ()):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.row":
+                words = [*call.args, *(word.value for word in call.keywords)]
+                name, *promise = map(ast.literal_eval, words)
+                yield getattr(node, "name", ""), name, "".join(promise)
+
+
+def last_seen() -> dict[str, str]:
+    """Return for each test the last results in which all its variants passed, as a link."""
+    seen: dict[str, str] = {}
+    for path in sorted(RESULTS.glob("*.md")):
+        outcomes: dict[str, set[str]] = {}
+        for test, outcome in re.findall(
+            r"^\| [^|]* \| `([^`\[]*)[^`]*` \| (\w+) ", path.read_text(), re.M
+        ):
+            outcomes.setdefault(test, set()).add(outcome)
+        for test, all_of_it in outcomes.items():
+            if "passed" in all_of_it and "failed" not in all_of_it:
+                seen[test] = f"[{path.stem}](bad-days/{path.name})"
+    return seen
+
+
+def table() -> str:
+    seen = last_seen()
+    lines = ["| bad day | what is promised | shown by | last seen |", "|---|---|---|---|"]
+    for row in rows():
+        tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in row.tests)
+        # A row was seen when the oldest of its tests was, and not before each of them has been.
+        dates = sorted(seen.get(test, "") for test in row.tests)
+        lines.append(f"| {row.name} | {row.promise} | {tests} | {dates[0] or 'not yet'} |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """Return docs/bad-days.md as it should be."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
