@@ -1,4 +1,4 @@
-"""``hpc-ddp``: submit, render, dry-run, preflight, status, explain, logs, verify, cancel.
+"""``hpc-ddp``: submit, render, dry-run, drill, preflight, status, explain, logs, verify, cancel.
 
 stdout is data, everything else goes to stderr. Exit codes: 2 for usage, 1 for failure, 75 when
 a dry run was stopped and can go on.
@@ -19,8 +19,9 @@ from typing import Any
 import click
 
 from hpc_ddp import __version__
-from hpc_ddp.cli.options import given, job_options, node_options
+from hpc_ddp.cli.options import given, job_options, local_options, node_options
 from hpc_ddp.launch import backends, config, prepare
+from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.report import explain as report_explain
@@ -120,6 +121,28 @@ def dry_run(as_json: bool, **options: Any) -> None:
     if as_json:
         click.echo(json.dumps({"exit_code": code, "run": str(prepared.run.path)}))
     sys.exit(code)
+
+
+@main.command(context_settings=PASS_ON)
+@local_options
+@click.option(
+    "--steps", type=int, help="End all runs at this step (default: its end, or 30 s of training)."
+)
+def drill(as_json: bool, steps: int | None, **options: Any) -> None:
+    """Try here whether SCRIPT resumes right: end it in several ways, go on, and compare.
+
+    It is stopped politely, killed, killed while it saves, and has a byte of a checkpoint flipped.
+    Each step and the final weights are compared with an undisturbed run's, bit for bit; what
+    differs first is named. Exit code 1 where it does not resume right. Whatever else the script
+    writes, it writes here, too.
+    """
+    cwd = Path.cwd()
+    settings = config.load(given(options) | {"backend": "local"}, cwd, Path.home())
+    report = rehearsal.drill(settings, cwd, _root(settings), steps, _say)
+    click.echo(json.dumps(report.to_dict()) if as_json else report.text())
+    if not report.ok:
+        _say(f"its runs: {report.folder}")
+    sys.exit(not report.ok)
 
 
 @main.command()

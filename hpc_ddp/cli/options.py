@@ -93,12 +93,27 @@ _OPTIONS = [
 ]
 
 
+# Those that mean something for processes of this machine, with nothing submitted or gone on with.
+_HERE = (
+    *("nodes", "gpus_per_node", "nproc_per_node", "python", "env", "runs_dir", "no_snapshot"),
+    *("as_json", "script", "args"),
+)
+
+
 def job_options(command: Command) -> Command:
     """Add the shared options, SCRIPT and ARGS to a command."""
     command = click.argument("args", nargs=-1, type=click.UNPROCESSED)(command)
     command = click.argument("script", required=False)(command)
     for option in reversed(_OPTIONS):
         command = option(command)
+    return command
+
+
+def local_options(command: Command) -> Command:
+    """Add those of the shared options that count on this machine, SCRIPT and ARGS."""
+    own = list(vars(command).get("__click_params__", ()))
+    params = vars(job_options(command))["__click_params__"]
+    params[:] = [each for each in params if each in own or each.name in _HERE]
     return command
 
 
