@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,10 +44,13 @@ def bare() -> Iterator[Cluster]:
 
 @pytest.mark.soak
 @pytest.mark.row("no scontrol where the workers are", "everything works")
-def test_no_scontrol_in_the_container(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
+def test_no_scontrol_in_the_container(
+    hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Path
+) -> None:
     """A container without Slurm in it, which `env` stands in for (not with submitit)."""
     use(cluster)
-    _preempted(hpc, walked, "--container", "env PATH=/nowhere")
+    (tmp_path / "python3").symlink_to(Path(sys.base_prefix, "bin", "python3"))
+    _preempted(hpc, walked, "--container", f"env PATH={tmp_path}")
 
 
 @pytest.mark.soak
