@@ -25,7 +25,7 @@ def test_good_nodes_are_measured(hpc: Hpc, cluster: Cluster) -> None:
     argv = ["salloc", "--nodes=2", "--gpus-per-node=2", sys.executable, "-m", "hpc_ddp"]
     done = subprocess.run([*argv, "preflight", "--json"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert job.end() == "COMPLETED", job.output()
+    assert job.end(600) == "COMPLETED", job.output()
     (event,) = job.events("preflight")
     nodes = job.events("started")[0]["nodes"]
     for found in (event, json.loads(done.stdout)):
@@ -162,7 +162,7 @@ def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
 @pytest.mark.soak
 def test_what_is_wrong_everywhere_is_no_nodes_fault(hpc: Hpc, cluster: Cluster) -> None:
     job = hpc.submit("--preflight", "--nodes", "2", "--interface", "ib7", PLAIN)
-    assert job.end() == "FAILED", job.output()
+    assert job.end(300) == "FAILED", job.output()
     assert job.verdicts() == [("failed", "give up")]
     assert "there is no interface 'ib7'" in job.output().splitlines()[-1]
     assert "the same on all nodes" in job.output().splitlines()[-1]
@@ -173,7 +173,7 @@ def test_what_is_wrong_everywhere_is_no_nodes_fault(hpc: Hpc, cluster: Cluster) 
 def test_in_a_job_of_submitit_and_while_it_is_cancelled(hpc: Hpc, cluster: Cluster) -> None:
     words = ("--backend", "submitit", "--preflight", "--nodes", "2")
     job = hpc.submit(*words, PLAIN)
-    assert job.end() == "COMPLETED", job.output()
+    assert job.end(600) == "COMPLETED", job.output()
     assert job.events("preflight")[0]["ok"]
     job = hpc.submit(*words, PLAIN)
     job.until(lambda: bool(list(job.run.path.glob(".preflight-*"))), 60, "preflight")
