@@ -1,4 +1,4 @@
-"""``hpc-ddp``: submit, render, dry-run, status, explain, logs, verify, cancel.
+"""``hpc-ddp``: submit, render, dry-run, drill, preflight, status, explain, logs, verify, cancel.
 
 stdout is data, everything else goes to stderr. Exit codes: 2 for usage, 1 for failure, 75 when
 a dry run was stopped and can go on.
@@ -19,12 +19,15 @@ from typing import Any
 import click
 
 from hpc_ddp import __version__
-from hpc_ddp.cli.options import given, job_options
+from hpc_ddp.cli.options import given, job_options, local_options, node_options
 from hpc_ddp.launch import backends, config, prepare
+from hpc_ddp.launch import drill as rehearsal
+from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.report import explain as report_explain
 from hpc_ddp.report import health as report_health
 from hpc_ddp.report import logs as report_logs
+from hpc_ddp.report import preflight as report_preflight
 from hpc_ddp.report import status as report_status
 from hpc_ddp.report.progress import watch
 from hpc_ddp.run import checkpoints
@@ -118,6 +121,45 @@ def dry_run(as_json: bool, **options: Any) -> None:
     if as_json:
         click.echo(json.dumps({"exit_code": code, "run": str(prepared.run.path)}))
     sys.exit(code)
+
+
+@main.command(context_settings=PASS_ON)
+@local_options
+@click.option(
+    "--steps", type=int, help="End all runs at this step (default: its end, or 30 s of training)."
+)
+def drill(as_json: bool, steps: int | None, **options: Any) -> None:
+    """Try here whether SCRIPT resumes right: end it in several ways, go on, and compare.
+
+    It is stopped politely, killed, killed while it saves, and has a byte of a checkpoint flipped.
+    Each step and the final weights are compared with an undisturbed run's, bit for bit; what
+    differs first is named. Exit code 1 where it does not resume right. Whatever else the script
+    writes, it writes here, too.
+    """
+    cwd = Path.cwd()
+    settings = config.load(given(options) | {"backend": "local"}, cwd, Path.home())
+    report = rehearsal.drill(settings, cwd, _root(settings), steps, _say)
+    click.echo(json.dumps(report.to_dict()) if as_json else report.text())
+    if not report.ok:
+        _say(f"its runs: {report.folder}")
+    sys.exit(not report.ok)
+
+
+@main.command()
+@node_options
+def preflight(as_json: bool, **options: Any) -> None:
+    """Look whether the nodes of this allocation are fit for a job, and which are not.
+
+    Run it inside a salloc. Exit code 1 where a node is not. `submit --preflight` does the same as
+    the first thing in a job, and leaves bad nodes out of the next attempt.
+    """
+    settings = config.load(given(options), Path.cwd(), Path.home())
+    event = launch_preflight.look(settings, Path.cwd(), _root(settings))
+    if as_json:
+        click.echo(json.dumps(event))
+    elif event["report"]:
+        click.echo(report_preflight.table(event))
+    sys.exit(not event["ok"])
 
 
 def _foreground(run: RunFolder, started: backends.Started) -> int:

@@ -11,9 +11,40 @@ from hpc_ddp.run.spec import BACKENDS, CONTINUE_BY
 
 Command = Callable[..., Any]
 
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_GPUS = click.option(
+    "--gpus-per-node", metavar="[TYPE:]N", help="GPUs per node; a worker for each."
+)
+
+# Where and in what a job runs.
+_SCENE = [
+    click.option("--site", metavar="NAME", help="A site file of templates/sites or yours."),
+    click.option("--fabric", metavar="NAME", help="The interconnect: auto, ethernet, infiniband."),
+    click.option("--interface", metavar="NAME", help="Network interface (default: looked up)."),
+    click.option(
+        "--setup",
+        multiple=True,
+        metavar="LINE",
+        help="A shell line to run before the job, as 'module load cuda'; repeatable.",
+    ),
+    click.option(
+        "--container",
+        metavar="COMMAND",
+        help="What enters a container, as 'apptainer exec --nv image.sif'.",
+    ),
+    click.option("--python", metavar="PATH", help="The Python that has torch."),
+    click.option(
+        "--env",
+        multiple=True,
+        metavar="NAME[=VALUE]",
+        help="NAME: taken from here (secrets too). NAME=VALUE: written into the script.",
+    ),
+    click.option("--runs-dir", metavar="DIR", help="Where run folders are made."),
+]
+
 _OPTIONS = [
     click.option("-N", "--nodes", type=int, help="Number of nodes (default 1)."),
-    click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs per node; a worker for each."),
+    _GPUS,
     click.option(
         "--nproc-per-node", type=int, help="Workers per node (default: one per GPU, or 1)."
     ),
@@ -42,30 +73,12 @@ _OPTIONS = [
     click.option(
         "--backend", metavar="|".join(BACKENDS), help="How it is started (default slurm)."
     ),
-    click.option("--site", metavar="NAME", help="A site file of templates/sites or yours."),
-    click.option("--fabric", metavar="NAME", help="The interconnect: auto, ethernet, infiniband."),
-    click.option("--interface", metavar="NAME", help="Network interface (default: looked up)."),
-    click.option(
-        "--setup",
-        multiple=True,
-        metavar="LINE",
-        help="A shell line to run before the job, as 'module load cuda'; repeatable.",
-    ),
-    click.option(
-        "--container",
-        metavar="COMMAND",
-        help="What enters a container, as 'apptainer exec --nv image.sif'.",
-    ),
+    *_SCENE,
     click.option("--template", metavar="FILE", help="A template that extends job.sbatch.j2."),
-    click.option("--python", metavar="PATH", help="The Python that has torch."),
-    click.option(
-        "--env",
-        multiple=True,
-        metavar="NAME[=VALUE]",
-        help="NAME: taken from here (secrets too). NAME=VALUE: written into the script.",
-    ),
-    click.option("--runs-dir", metavar="DIR", help="Where run folders are made."),
     click.option("--no-snapshot", is_flag=True, help="Run the live code, not a copy of it."),
+    click.option(
+        "--preflight", is_flag=True, default=None, help="Look at the nodes first; avoid bad ones."
+    ),
     click.option("--max-requeues", type=int, help="Bound on requeues (default: none)."),
     click.option("--max-failures", type=int, help="Retries after failures (default 3)."),
     click.option(
@@ -76,8 +89,15 @@ _OPTIONS = [
     click.option(
         "--run", "run_text", metavar="RUN", help="Go on with a run: folder, id, name or job id."
     ),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    _JSON,
 ]
+
+
+# Those that mean something for processes of this machine, with nothing submitted or gone on with.
+_HERE = (
+    *("nodes", "gpus_per_node", "nproc_per_node", "python", "env", "runs_dir", "no_snapshot"),
+    *("as_json", "script", "args"),
+)
 
 
 def job_options(command: Command) -> Command:
@@ -85,6 +105,21 @@ def job_options(command: Command) -> Command:
     command = click.argument("args", nargs=-1, type=click.UNPROCESSED)(command)
     command = click.argument("script", required=False)(command)
     for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def local_options(command: Command) -> Command:
+    """Add those of the shared options that count on this machine, SCRIPT and ARGS."""
+    own = list(vars(command).get("__click_params__", ()))
+    params = vars(job_options(command))["__click_params__"]
+    params[:] = [each for each in params if each in own or each.name in _HERE]
+    return command
+
+
+def node_options(command: Command) -> Command:
+    """Add the options that say what a job's nodes have to be like."""
+    for option in reversed([_GPUS, *_SCENE, _JSON]):
         command = option(command)
     return command
 
@@ -101,8 +136,8 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
     values |= {"env": {n: v for n, eq, v in pairs if eq}} if any(p[1] for p in pairs) else {}
     names = [n for n, eq, _ in pairs if not eq]
     values |= {"env-names": names} if names else {}
-    if options["no_snapshot"]:
+    if options.get("no_snapshot"):
         values["snapshot"] = False
-    if options["script"]:
+    if options.get("script"):
         values |= {"script": options["script"], "args": list(options["args"])}
     return values

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
 from hpc_ddp.launch.prepare import Prepared
@@ -78,6 +78,11 @@ class LocalBackend(SlurmBackend):
     """The same attempt, supervisors and verdict on this machine, with gloo on CPU."""
 
     def start(self, prepared: Prepared) -> Started:
+        bar = sys.stdout.isatty() and sys.stderr.isatty()
+        return Started(process=self.launch(prepared, subprocess.PIPE if bar else None))
+
+    def launch(self, prepared: Prepared, output: int | IO[bytes] | None) -> subprocess.Popen[bytes]:
+        """Start the run with all that it prints going to `output`, as Popen takes it."""
         spec, run = prepared.spec, prepared.run
         env = {**slurm.clean_env(os.environ), **job_env(spec)}
         env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
@@ -86,16 +91,13 @@ class LocalBackend(SlurmBackend):
         node = str(run.lib / "node.py")
         command = [sys.executable, node, "local", spec.python, node, "agent"]
         command += [*torchrun_options(spec), str(prepared.script), *spec.args]
-        bar = sys.stdout.isatty() and sys.stderr.isatty()
-        return Started(
-            process=subprocess.Popen(
-                command,
-                env=env,
-                cwd=spec.workdir,
-                start_new_session=True,  # Ctrl-C is for this process, which passes on a notice
-                stdout=subprocess.PIPE if bar else None,  # to be shown above a progress bar
-                stderr=subprocess.STDOUT if bar else None,
-            )
+        return subprocess.Popen(
+            command,
+            env=env,
+            cwd=spec.workdir,
+            start_new_session=True,  # Ctrl-C is for this process, which passes on a notice
+            stdout=output,  # a pipe's content is shown above a progress bar
+            stderr=None if output is None else subprocess.STDOUT,
         )
 
 
@@ -148,7 +150,10 @@ class SubmititBackend(SlurmBackend):
             wckey=None,
             stderr_to_stdout=True,
             setup=[
-                *(prepared.rendering.block(name) for name in ("settings", "setup", "attempt")),
+                *(
+                    prepared.rendering.block(name)
+                    for name in ("settings", "setup", "attempt", "preflight")
+                ),
                 'job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"',
                 f'ln -sfn {PICKLE} {folder}/"${{job}}_submitted.pkl"',
                 'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',

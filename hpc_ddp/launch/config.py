@@ -20,7 +20,7 @@ PROJECT_FILE = "hpc-ddp.toml"
 OURS = ("site", "runs-dir", "snapshot", "snapshot-exclude", "job-name")
 _LISTS = ("args", "sbatch", "setup", "env-names", "snapshot-exclude")
 _NUMBERS = ("nodes", "nproc-per-node", "cpus-per-task", "warn-s", "max-requeues", "max-failures")
-_FLAGS = ("exclusive", "snapshot")
+_FLAGS = ("exclusive", "snapshot", "preflight")
 
 
 def known_keys() -> list[str]:

@@ -114,6 +114,7 @@ class Rendering:
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
             "args": spec.args,
+            "preflight": spec.preflight,
             "container": shlex.split(spec.container or ""),
         }
 

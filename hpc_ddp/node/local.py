@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hpc_ddp.node import preflight
 from hpc_ddp.node.batch import judge, variables
 from hpc_ddp.node.continuation import say
 from hpc_ddp.node.network import free_port
@@ -66,8 +67,21 @@ class LocalRun:
         attempt = self.run.claim_attempt(info, _is_live)
         self.run.journal("batch", attempt.number).write("started", nodes=self.nodes, **info)
         environ = self._environ(attempt)
-        self._supervise(environ)
+        if not self.spec.preflight or self._preflight(attempt.number, environ):
+            self._supervise(environ)
         return judge(self.run, attempt, environ, job=None)[1]
+
+    def _preflight(self, attempt: int, environ: dict[str, str]) -> bool:
+        """Tell whether the nodes are fit for the training."""
+        argv = [self.command[0], str(self.run.lib / "node.py"), "checks"]
+        commands = [
+            preflight.Command(argv, dict(environ, HPC_DDP_NODE_INDEX=str(index)), node)
+            for index, node in enumerate(self.nodes)
+        ]
+        found = preflight.examine(
+            self.run, self.nodes, commands, lambda: "SIGTERM" if self.notified else ""
+        )
+        return preflight.conclude(self.run, attempt, found)
 
     def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
         end = time.time() + self.spec.time_s if self.spec.time_s else None

@@ -39,10 +39,16 @@ def interface_to(host: str) -> str | None:
     except OSError:
         return None
     names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if _address_of(name) == address), None)
+    return next((name for name in names if address_of(name) == address), None)
 
 
-def _address_of(interface: str) -> str | None:
+def addresses() -> list[str]:
+    """Return the IPv4 addresses of this node's interfaces."""
+    return [a for _, name in socket.if_nameindex() if (a := address_of(name))]
+
+
+def address_of(interface: str) -> str | None:
+    """Return an interface's IPv4 address, None where it has none."""
     if sys.platform != "linux":
         return None
     import fcntl

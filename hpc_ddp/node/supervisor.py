@@ -77,9 +77,12 @@ class Place:
 
     @property
     def host(self) -> str:
-        """The name or address that the other nodes reach this one by."""
-        local = f"127.0.0.{self.index + 1}"  # nodes that are only processes of one machine
-        return local if self.is_local else self.node + self.suffix
+        return self.host_of(self.index)
+
+    def host_of(self, index: int) -> str:
+        """Return the name or address that the nodes reach one of them by."""
+        local = f"127.0.0.{index + 1}"  # nodes that are only processes of one machine
+        return local if self.is_local else self.nodes[index] + self.suffix
 
     @property
     def is_local(self) -> bool:
@@ -89,6 +92,19 @@ class Place:
     def peer(self) -> str:
         """Another node to look for the network by: the first, or the second on the first."""
         return self.nodes[0 if self.index else min(1, len(self.nodes) - 1)] + self.suffix
+
+    @property
+    def chosen_interface(self) -> str | None:
+        """The interface to the other nodes: as the user says, else the one that leads there."""
+        return self.interface or interface_to("localhost" if self.is_local else self.peer)
+
+    def interface_env(self) -> dict[str, str]:
+        """Return what tells Gloo and NCCL their interface, where nothing else has."""
+        name = self.chosen_interface
+        if not name:
+            return {}
+        told = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # =: exactly this
+        return {key: value for key, value in told.items() if key not in os.environ}
 
 
 AGENT_WORDS = 3  # python node.py agent
@@ -201,11 +217,7 @@ class Supervisor:
         place = self.place
         env = dict(os.environ, HPC_DDP_NODE=place.node, HPC_DDP_NODE_FOLDER=str(self.folder.path))
         env["HPC_DDP_NOTICE"] = str(self.folder.notice)
-        interface = place.interface or interface_to("localhost" if place.is_local else place.peer)
-        if interface:
-            env.setdefault("GLOO_SOCKET_IFNAME", interface)
-            env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # = means: exactly this one
-        return env
+        return env | place.interface_env()
 
     def _look(self, agent: subprocess.Popen[bytes]) -> None:
         """Act on what has come since the last look."""
@@ -312,6 +324,10 @@ class Supervisor:
         }
         patiently(partial(write_json, self.folder.record, record))
         if code == 0 or self.notice:
+            return 0
+        if not self.place.run.is_newest(self.place.attempt.number):
+            # A requeued job has the same id, and so has its step: an old srun that is left behind
+            # a cut link would end, for our bad exit, the later attempt's step.
             return 0
         if not self.torn_down:
             patiently(partial(self.place.attempt.failed.write_text, self.place.node))

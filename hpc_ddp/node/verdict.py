@@ -9,6 +9,7 @@ cancelled      none, for good
 preempted      requeue, without bound unless ``max_requeues`` is given
 time limit     the same, while attempts make progress
 notice         the same (somebody asked the job to stop, and it can go on)
+bad node       the same, at most ``max_failures`` times in a row (a preflight has failed)
 node lost      the same (a node ended without a word), while workers come to life
 unfinished     give up, as failed: the script left its loop and did not call run.finish()
 failed         requeue up to ``max_failures`` times where it may help, else give up
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from hpc_ddp.node.failure import Failure, first_cause, from_record
@@ -67,7 +69,8 @@ class Facts:
     @property
     def bad_nodes(self) -> Sequence[str]:
         """Nodes to keep off for a while, since they are to blame for the end of this attempt."""
-        return self.lost_nodes
+        found = self.unfit["bad_nodes"] if self.unfit else []
+        return [*self.lost_nodes, *(node for node in found if node not in self.lost_nodes)]
 
     def here(self, *names: str) -> Event | None:
         """Return this attempt's last event with one of the names."""
@@ -99,11 +102,18 @@ class Facts:
         return first_cause(failure for record in self.records for failure in from_record(record))
 
     @property
+    def unfit(self) -> Event | None:
+        """The preflight of this attempt, where it let no training begin."""
+        event = self.here("preflight")
+        return event if event and not event["ok"] else None
+
+    @property
     def notices(self) -> list[str]:
         """What the nodes, or the ranks at their agreed stop, gave as the reason to end."""
         stopped = self.here("stopped")
         told = [record["notice"] for record in self.records if record.get("notice")]
-        return ([stopped["reason"]] if stopped else []) + told
+        early = [self.unfit["notice"]] if self.unfit and "notice" in self.unfit else []
+        return ([stopped["reason"]] if stopped else []) + told + early
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,8 @@ def decide(facts: Facts) -> Verdict:
         return Verdict(cause, "none", _lost(facts))
     if cause == "unfinished":
         return Verdict("failed", "give up", UNFINISHED, 1)
+    if cause == "bad node" and facts.unfit and facts.unfit["hopeless"]:
+        return Verdict("failed", "give up", _describe(facts, cause), 1)
     if cause == "cancelled":
         return Verdict(cause, "none", "by the user", CANCELLED_CODE)
     why_not = _why_not_again(facts, cause)
@@ -157,6 +169,8 @@ def _cause(facts: Facts) -> str:
     if facts.notices:
         # With a node silent and no stop: srun ends the rest of a step of which a task has died.
         return "notice" if complete or facts.here("stopped") else "node lost"
+    if facts.unfit:
+        return "bad node"
     if facts.failure:
         return "failed"
     if not complete or any(codes):
@@ -172,6 +186,10 @@ def _why_not_again(facts: Facts, cause: str) -> str | None:
     again = [v for v in facts.verdicts if v["cause"] != "failed"]
     if spec.max_requeues is not None and len(again) >= spec.max_requeues:
         return f"it was requeued {len(again)} times already (--max-requeues)"
+    if cause == "bad node":
+        row = list(takewhile(lambda v: v["cause"] == cause, reversed(facts.verdicts)))
+        if len(row) >= spec.max_failures:
+            return f"the preflights of {len(row) + 1} attempts in a row have failed"
     if cause == "node lost" and facts.step is None:
         # Maybe no node was lost, and nothing can start here: a wrong --python, a full disk.
         silent = sum(v["cause"] == cause and v.get("step") is None for v in again)
@@ -204,10 +222,13 @@ def _why_no_retry(facts: Facts) -> str | None:
 
 def _no_progress(facts: Facts) -> str | None:
     last = facts.verdicts[-1] if facts.verdicts else None
-    stuck = last and last["cause"] in ("failed", "time limit") and not last.get("progress")
-    if stuck and not facts.progress:
-        return "two attempts in a row have ended without a newer checkpoint"
-    return None
+    if last is None or last["cause"] not in ("failed", "time limit") or last.get("progress"):
+        return None
+    # Attempts since then that ended without a verdict, on a lost node say, may have come far.
+    since = (e for e in facts.events if e["attempt"] > last["attempt"])
+    if any(e["event"] == "checkpoint" for e in since):
+        return None
+    return "two attempts in a row have ended without a newer checkpoint"
 
 
 def _lost(facts: Facts) -> str:
@@ -217,6 +238,8 @@ def _lost(facts: Facts) -> str:
 def _describe(facts: Facts, cause: str) -> str:
     if cause == "failed":
         return str(facts.failure)
+    if facts.unfit and cause == "bad node":
+        return f"preflight: {facts.unfit['why']}"
     if cause == "node lost":
         silent = set(facts.nodes) - {record["node"] for record in facts.records}
         return f"no word from {', '.join(sorted(silent)) or 'a node'}"

@@ -235,9 +235,11 @@ _BY_STATE = {  # what Slurm's last state of a job without a verdict means
 
 def _ended(facts: Facts) -> Explanation:
     """Explain a run that does not go on by itself now, by the end of its newest attempt."""
-    if facts.newest is None and facts.cancelled:
-        return Explanation("cancelled", "was cancelled before it began.", facts.again)
-    found, verdict = _end(facts), facts.verdict
+    verdict = facts.verdict
+    if facts.cancelled and verdict is None:
+        when = " before it began" if facts.newest is None else _at(facts)
+        return Explanation("cancelled", f"was cancelled{when}.", facts.again)
+    found = _end(facts)
     goes_on = verdict is not None and text_of(verdict, "action") == "requeue"
     in_queue = goes_on and facts.record is not None and facts.record.state == "CANCELLED"
     if found.kind != "cancelled" and (facts.cancelled or in_queue):
@@ -269,6 +271,12 @@ def _end(facts: Facts) -> Explanation:
         return _failed(facts, facts.failure)
     if cause == "time limit":
         return _time_limit(facts)
+    if cause == "bad node":
+        found = text_of(verdict, "why").removeprefix("preflight: ")
+        if text_of(verdict, "action") == "give up":  # what follows is told by the caller
+            found = found.rpartition("; ")[0]
+        text = f"began no training, since its preflight failed: {found}."
+        return Explanation("bad node", text, facts.again)
     if cause in _PLAIN:
         kind, words = _PLAIN[cause]
         return Explanation(kind, words.format(at=_at(facts)), facts.again)
@@ -421,6 +429,7 @@ _ENDS = {  # verdict's cause: how it is summed up
     "finished": "finished",
     "superseded": "was requeued by Slurm itself",
     "node lost": "lost a node",
+    "bad node": "met a bad node",
 }
 _NO_WORD = "ended without a word"
 
@@ -455,7 +464,8 @@ def _lost(facts: Facts) -> tuple[int | None, float | None]:
     since = begun["time"]
     for saved in (e for e in events if e["event"] == "checkpoint"):
         since = saved["time"] - (saved.get("write_s") or 0.0)  # its state is from before
-    last = [e["time"] for e in events if e["event"] in _DONE and e["event"] != "failed"]
+    done = [e for e in events if e["event"] in _DONE]  # less what is only known after a hang
+    last = [e["time"] for e in done if not text_of(e, "error").startswith("HangError")]
     return max(0, step - (facts.saved or 0)), max(0.0, max(last, default=since) - since)
 
 
@@ -468,7 +478,9 @@ def _loss(facts: Facts, found: Explanation) -> str:
         return "Nothing tells how far it had come: it starts over, or from its own snapshot."
     if not found.lost_steps:
         return f"Nothing is lost: step {found.step} is saved."
-    steps = f"{_count(found.lost_steps, 'step')} ({age(found.lost_s or 0.0)})"
+    lost_s = found.lost_s or 0.0
+    took = age(lost_s) if lost_s >= 9.95 else f"{lost_s:.1f} s"
+    steps = f"{_count(found.lost_steps, 'step')} ({took})"
     if facts.saved is None:
         return f"Nothing had been saved: {steps} are lost."
     return f"The newest checkpoint is of step {facts.saved}: {steps} are to be done again."

@@ -72,6 +72,7 @@ class JobSpec:
     continue_by: str = "requeue"
     max_requeues: int | None = None
     max_failures: int = 3
+    preflight: bool = False
 
     def __post_init__(self) -> None:
         for name in ("args", "sbatch", "setup", "env_names"):  # JSON and TOML have lists

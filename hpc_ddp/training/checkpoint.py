@@ -124,6 +124,7 @@ class Checkpoints:
         self._awaited_since: float | None = None
         self.stall_s = 0.0  # for how long the last save held the training up, in seconds
         self.slowest_save_s = 0.0  # the longest time until one was durable, in seconds
+        self.before_publishing: Callable[[int], None] = lambda step: None  # on rank 0
 
     # -- saving ----------------------------------------------------------------------------
 
@@ -253,6 +254,7 @@ class Checkpoints:
             **content.facts,
         }
         try:
+            self.before_publishing(content.step)
             storage.write_manifest(made, facts, files)
             # Looked at as late as can be: from the rename on, a successor would see it.
             if not self._run.is_newest(self._attempt):

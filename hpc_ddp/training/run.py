@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -107,7 +109,12 @@ def start(
     HpcDdpError
         more workers than GPUs on this node, or another process works in the run's folder
     """
-    return Run(assemble(dict(locals())), seed)
+    parts = assemble(dict(locals()))
+    if plan := os.environ.get("HPC_DDP_DRILL"):
+        from hpc_ddp.training.drill import DrilledRun
+
+        return DrilledRun(parts, seed, json.loads(plan))
+    return Run(parts, seed)
 
 
 class Run:

@@ -56,6 +56,7 @@ def _names(folder: Path) -> list[str]:
         (["submit", "--env", "HF_TOKEN=x", "train.py"], "looks like a secret"),
         (["submit", "--run", "nope", "train.py"], "no run 'nope'"),
         (["submit", "--backend", "allocation", "train.py"], "this shell is in none"),
+        (["preflight"], "this shell is in none"),
         (["submit", "--time", "soon", "train.py"], "not a Slurm time"),
         (["submit", "--runs-dir", "/proc/x", "train.py"], "can't be written"),
         (["logs", "nope"], "no run 'nope'"),

@@ -176,6 +176,19 @@ def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
     told = job.explain()
     assert (told["kind"], told["rank"]) == ("bad environment", None)
     assert "the job's Python has no torch" in told["text"]
+    looked = DryRun(tmp_path / "looked", "--preflight", "--nodes", "2", *words)
+    assert looked.end() == 1
+    last = looked.printed().splitlines()[-1]
+    assert "No module named 'torch' (the same on all nodes); given up" in last
+
+
+def test_nodes_that_are_fit_are_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text("print('trained')\n")
+    job = DryRun(tmp_path / "runs", "--preflight", "--nodes", "2", str(tmp_path / "short.py"))
+    assert job.end() == 0, job.printed()
+    assert job.printed().index("2 nodes are fit") < job.printed().index("trained")
+    (event,) = job.events("preflight")
+    assert sorted(dict(event["report"])) == ["local-0", "local-1"]  # type: ignore[call-overload]
 
 
 def test_status_and_logs_of_a_run(tmp_path: Path) -> None:

@@ -191,8 +191,8 @@ class Cluster(Machinery):
             if time.monotonic() > end:
                 raise ClusterError(f"no reset within {timeout:g} s: {self.states()}")
             time.sleep(0.2)
-        if not poll(lambda: not self._strays(), 0.5):
-            kill(self._strays(), signal.SIGKILL, 5)  # a lost job's; Slurm knows them no more
+        if not poll(lambda: not self.strays(), 0.5):
+            kill(self.strays(), signal.SIGKILL, 5)  # a lost job's; Slurm knows them no more
 
     def _calm(self) -> bool:
         """Whether there is no job and each node is idle; if not, push towards it."""
@@ -200,7 +200,7 @@ class Cluster(Machinery):
         if jobs:
             self.run("scancel", *sorted(set(jobs)), check=False)
             # A job that minds no SIGTERM would take KillWait to go.
-            kill([p for p in self._strays() if p.name() != "slurmstepd"], signal.SIGKILL, 1)
+            kill([p for p in self.strays() if p.name() != "slurmstepd"], signal.SIGKILL, 1)
         states = self.states()
         for node, state in states.items():
             if state.endswith("*"):
@@ -215,7 +215,7 @@ class Cluster(Machinery):
     def _answers(self, node: str) -> bool:
         return not self.states()[node].endswith("*")
 
-    def _strays(self) -> list[Process]:
+    def strays(self) -> list[Process]:
         """What runs on the nodes beside their daemons."""
         daemons = {p.pid for p in self._processes.values()}
         return [p for p in self._residents() if p.pid not in daemons]

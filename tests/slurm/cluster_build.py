@@ -324,12 +324,7 @@ class Machinery:
         processes = [known[name] for name in names if name in known]
         if not kill(processes, number, 15):
             kill(processes, signal.SIGKILL, 5)
-        ended = {process.pid for process in processes}
-        for child in self._children:
-            if child.pid in ended:  # its first thread is gone, others may take a moment longer
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(10)
-        self._reap()
+        self._reap(processes)
 
     def _alive(self, name: str) -> bool:
         process = self._processes.get(name)
@@ -344,7 +339,12 @@ class Machinery:
         said = "".join(log.read_text(errors="replace") for log in logs if log.exists())
         raise ClusterError(f"{what} did not come up; the end of {name}'s log: {tail(said)}")
 
-    def _reap(self) -> None:
+    def _reap(self, ended: Sequence[Process]) -> None:
+        pids = {process.pid for process in ended}
+        for child in self._children:
+            if child.pid in pids:  # its first thread is gone, others may take a moment longer
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(10)
         self._children = [child for child in self._children if child.poll() is None]
 
     @property
@@ -387,7 +387,7 @@ class Machinery:
         daemons = [p for name, p in self._processes.items() if name != KEEPER]
         kill(daemons, signal.SIGKILL, 10)
         poll(lambda: kill(self._residents(), signal.SIGKILL, 1) and not self._residents(), 20)
-        self._reap()
+        self._reap(daemons)
         self._remove_network()
         self._remove_cgroups()
         for device in Path("/dev").glob(f"hpc-ddp-{self.instance}-gpu*"):

@@ -243,6 +243,16 @@ def test_what_can_go_on(written: Written, cause: str, kind: str, words: str) -> 
     assert found.hint == f"hpc-ddp submit --run {written.run.path}"
 
 
+def test_a_node_that_failed_its_preflight(written: Written) -> None:
+    why = "preflight: n2 has 3 of 4 GPUs"
+    written.attempt(0).verdict("bad node", "requeue", why=why, bad_nodes=["n2"])
+    found = written.explain(_record("PENDING", "BeginTime"))
+    assert "its preflight failed: n2 has 3 of 4 GPUs." in found.text
+    assert written.attempt(1).verdict("bad node", "give up", 1, why=f"{why}; x").explain().kind == (
+        "bad node"
+    )
+
+
 def test_a_polite_stop_loses_nothing(written: Written) -> None:
     written.attempt(0, steps=20, saved=20).event("stopped", step=20, reason="notice")
     found = written.verdict("preempted", "requeue").explain()
@@ -261,6 +271,9 @@ def test_cancelled(written: Written, tmp_path: Path) -> None:
     waiting = Written(tmp_path / "b").event("submitted").event("queued", job_id="7")
     waiting.run.cancelled.touch()
     assert "cancelled before it began" in waiting.explain(_record("CANCELLED")).text
+    cut = Written(tmp_path / "d").event("submitted").attempt(0, steps=20)
+    cut.run.cancelled.touch()
+    assert "was cancelled at step 20. Nothing had been" in cut.explain(_record("COMPLETING")).text
     requeued = Written(tmp_path / "c").event("submitted").attempt(0, steps=20)
     requeued.verdict("preempted", "requeue")
     found = requeued.explain(_record("CANCELLED"))

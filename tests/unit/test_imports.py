@@ -23,8 +23,13 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "report": ({"run", "slurm", "report"}, {"rich", "jinja2"}),
     "cli": ({"run", "slurm", "launch", "report", "cli"}, {"click"}),
 }
-# The agent is torchrun, so it runs where torch is; submitit is given the supervisor by name.
-EXCEPTIONS = {("node/agent.py", "torch"), ("launch/backends.py", "hpc_ddp.node.supervisor")}
+# The agent is torchrun, so it runs where torch is, and the bandwidth is that of torch's own
+# collectives; submitit is given the supervisor by name.
+EXCEPTIONS = {
+    ("node/agent.py", "torch"),
+    ("node/bandwidth.py", "torch"),
+    ("launch/backends.py", "hpc_ddp.node.supervisor"),
+}
 
 
 def _imports(path: Path) -> set[str]:

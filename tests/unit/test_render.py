@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
         "name": "a b",
     },
     "chain": {"continue_by": "resubmit"},
+    "preflight": {"preflight": True, "nodes": 2, "container": "apptainer exec 'my image.sif'"},
     "array": {"array": "0-3"},
 }
 

@@ -184,6 +184,14 @@ def test_two_attempts_without_progress_end_it() -> None:
     )
 
 
+def test_progress_of_an_attempt_that_was_lost_without_a_verdict_counts() -> None:
+    first = _event("verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False)
+    lost = [_event("first_step", 1, step=1), _event("checkpoint", 1, step=90)]
+    killed = _failed(error="", code=-9)
+    assert _decide(attempt=2, records=killed, events=[first, *lost]).action == "requeue"
+    assert _decide(attempt=2, records=killed, events=[first, lost[0]]).action == "give up"
+
+
 def test_failures_have_a_budget() -> None:
     before = [
         _event("verdict", k, cause="failed", action="requeue", error="", step=k, progress=True)
@@ -227,3 +235,24 @@ def test_a_silent_node_is_lost() -> None:
         "requeue",
         "no word from n2",
     )
+
+
+def test_a_failed_preflight_keeps_off_its_bad_nodes() -> None:
+    event = _event("preflight", ok=False, bad_nodes=["n2"], hopeless=False, why="n2: no space")
+    facts = replace(BASE, records=(), events=[event], lost_nodes=["n1"])
+    assert facts.bad_nodes == ["n1", "n2"]
+    verdict = decide(facts)
+    assert (verdict.cause, verdict.action) == ("bad node", "requeue")
+    assert verdict.why == "preflight: n2: no space"
+    hopeless = _decide(records=(), events=[{**event, "bad_nodes": [], "hopeless": True}])
+    assert (hopeless.cause, hopeless.action, hopeless.exit_code) == ("failed", "give up", 1)
+    before = [_event("verdict", k, cause="bad node", action="requeue") for k in range(3)]
+    again = [*before, {**event, "attempt": 3}]
+    assert _decide(records=(), events=again, attempt=3).action == "give up"
+    assert _decide(records=(), events=again[1:], attempt=3).action == "requeue"
+    ended = {**event, "bad_nodes": [], "notice": "SIGTERM"}
+    assert _decide(records=(), events=[ended]).cause == "notice"
+    preempted = replace(RUNNING, preempted_at=900.0)
+    assert _decide(records=(), events=[ended], job=preempted).cause == "preempted"
+    fine = _event("preflight", ok=True, bad_nodes=[])
+    assert _decide(events=[fine, *BASE.events]).cause == "finished"

@@ -1,0 +1,484 @@
+"""Try on this machine whether a script resumes right: disturb it, and compare.
+
+One undisturbed run, and one that is disturbed three times and resumed after each:
+
+1. stopped politely, as by a preemption with a grace time
+2. killed hard, some steps after a checkpoint
+3. killed while it saves; then a byte of the newest checkpoint is flipped
+
+`hpc_ddp.training.drill` writes down in both what each step consumed and left behind. As soon as an
+attempt parts from the undisturbed run the drill is over, since the disturbance before is to blame.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.launch import compare, prepare
+from hpc_ddp.launch.backends import LocalBackend
+from hpc_ddp.launch.compare import Curve, Difference, Record
+from hpc_ddp.launch.config import Settings
+from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.run import checkpoints
+from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.journal import last_event, read_events
+
+PLAN = "HPC_DDP_DRILL"
+LEAST_STEPS = 8
+TRAINING_S = 30.0  # of an undisturbed run, without --steps
+PLAIN_S = 600.0  # in this time a script has to call `start`, or to end by itself
+TELL_EVERY_S = 15.0
+LOG_LINES = 30
+TOO_LONG = 124  # as the code of timeout(1)
+
+NOTHING = Curve()
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Points:
+    """The steps at which a run is disturbed: it is stopped, saves, is killed (in a save, too)."""
+
+    stop: int
+    save: int
+    kill: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was done, and what came of it. `went_on` is the step that the run resumed from."""
+
+    done: str
+    survived: bool
+    went_on: int | None = None
+    passed_over: tuple[str, ...] = ()
+    curve: Curve = NOTHING
+    difference: Difference | None = None
+
+
+@dataclass
+class Report:
+    """`verdict` is ``right``, ``sums`` (right but for the order of sums), ``wrong``,
+    ``unsteady`` (two undisturbed runs differ already), ``broken`` (it did not go on), or
+    ``plain`` (a script that uses nothing of hpc-ddp has survived)."""
+
+    script: str
+    folder: Path
+    steps: int = 0
+    verdict: str = "right"
+    why: str = ""
+    hint: str = ""
+    notes: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict in ("right", "sums", "plain")
+
+    def text(self) -> str:
+        """Return the result as a person reads it: what was done, what came of it, the verdict."""
+        lines = [" ".join(each).rstrip() for each in _aligned([HEAD, *map(_cells, self.rows)])]
+        lines += [f"note: {note}" for note in self.notes]
+        name = Path(self.script).name
+        verdict = {
+            "right": f"{name} resumes right: every step is equal, bit for bit, and so are the final"
+            " weights",
+            "sums": f"{name} resumes right, up to rounding: {self.why}",
+            "wrong": f"{name} does NOT resume right. {self.why}",
+            "unsteady": f"{name} is not reproducible: {self.why}",
+            "broken": f"{name} does NOT go on. {self.why}",
+            "plain": f"{name} survives. {self.why}",
+        }[self.verdict]
+        lines += ["", verdict]
+        lines += [f"hint: {self.hint}"] if self.hint else []
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok, "folder": str(self.folder) if not self.ok else None}
+
+
+def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say) -> Report:
+    """Play the job here, undisturbed and disturbed, and compare. All run folders are below
+    ``<root>/.drills``, and stay only where something was wrong.
+
+    Parameters
+    ----------
+    steps
+        at which to end all runs; None: after `TRAINING_S` of training, or where the script ends
+    say
+        gets one line for each thing done
+
+    Raises
+    ------
+    UsageError
+        a setting is refused, or the script takes too few steps, or too long
+    HpcDdpError
+        the script fails undisturbed
+    """
+    if steps is not None and steps < LEAST_STEPS:
+        raise UsageError(
+            f"steps is {steps}; accepted: a whole number from {LEAST_STEPS}",
+            hint=f"--steps {4 * LEAST_STEPS}",
+        )
+    folder = root / ".drills" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    try:
+        report = _Drill(settings, cwd, folder, steps, say).play()
+    except UsageError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if report.ok:
+        shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+def choose(total: int, epoch_ends: Sequence[int]) -> Points:
+    """Return when to disturb a run of `total` steps.
+
+    The stop comes in mid-epoch, after an epoch's end where there is one. The save is at the next
+    epoch's end, which is a place of its own to go on from; the kill comes well after it.
+
+    Raises
+    ------
+    UsageError
+        the run is too short to be disturbed
+    """
+    if total < LEAST_STEPS:
+        raise UsageError(
+            f"the script takes {total} steps, and a drill needs {LEAST_STEPS}",
+            hint="more epochs or a smaller batch, in the script's own arguments"
+            if total
+            else "call run.step() behind each optimizer.step()",
+        )
+    ends = [step for step in epoch_ends if step <= total - 6]
+    stop = max(2, total * 3 // 10, ends[0] + 1 if ends else 0)
+    while stop in epoch_ends and stop < total - 5:
+        stop += 1
+    later = [step for step in epoch_ends if stop < step <= total - 3]
+    save = later[0] if later else stop + max(1, (total - stop) // 4)
+    return Points(stop, save, min(total - 2, save + max(1, (total - save) // 3)))
+
+
+class _Drill:
+    """The runs of one drill, below `folder`."""
+
+    def __init__(
+        self, settings: Settings, cwd: Path, folder: Path, steps: int | None, say: Say
+    ) -> None:
+        self._settings, self._cwd, self._folder = settings, cwd, folder
+        self._steps, self._say = steps, say
+        self._limit_s: float | None = None  # how long an attempt may take
+        self._base = self._make("undisturbed")
+        self._report = Report(str(self._base.spec.script), folder)
+
+    def _make(self, name: str) -> Prepared:
+        """Make another run of the same code."""
+        first = getattr(self, "_base", None)
+        values = {**self._settings.values, "job-name": name, "max-failures": 0}
+        if first is not None:
+            values["snapshot"] = False
+        made = prepare.new_run(Settings(values), self._cwd, self._folder)
+        return made if first is None else replace(made, code=first.code, script=first.script)
+
+    def play(self) -> Report:
+        report = self._report
+        self._say(f"undisturbed: {Path(report.script).name}")
+        began = time.monotonic()
+        limits = {"seconds": TRAINING_S} if self._steps is None else {"end": self._steps}
+        code = self._launch(self._base, limits)
+        self._limit_s = 120 + 5 * (time.monotonic() - began)
+        events = self._base.run.events()
+        if last_event(events, "worker") is None:
+            return self._play_plain(code, time.monotonic() - began)
+        base = self._records(self._base.run)
+        stopped = last_event(events, "stopped")
+        if code != 0 and not (stopped and stopped["reason"] == "cancelled"):
+            raise self._failed(self._base.run, "undisturbed")
+        report.steps = max((record["step"] for record in base), default=0)
+        ends = [r["step"] for r in base if r["at"] == "epoch" and r["rank"] == 0]
+        points = choose(report.steps, ends)
+        report.rows.append(Row(f"undisturbed, {report.steps} steps", survived=True))
+        self._notes(base, ends)
+        self._disturb(base, points, report.steps if stopped else None)
+        return report
+
+    def _notes(self, base: list[Record], epoch_ends: list[int]) -> None:
+        last = base[-1]
+        if not epoch_ends:
+            self._report.notes.append(
+                f"all {self._report.steps} steps lie in the first epoch: what the script does at"
+                " an epoch's end was not tried (more with --steps)"
+            )
+            for name in last["untracked"]:
+                self._report.notes.append(f"{compare.call(name)} is not named in run.track")
+        if not any(record["values"] for record in base):
+            self._report.notes.append(
+                "run.step was given no values, so there is no loss curve to compare; with"
+                " run.step(loss=loss) there is"
+            )
+
+    # -- with hpc_ddp.training -------------------------------------------------------------
+
+    def _disturb(self, base: list[Record], points: Points, end: int | None) -> None:
+        report, prepared = self._report, self._make("disturbed")
+        run = prepared.run
+        plan = {} if end is None else {"end": end}
+        stop = {**plan, "hold": "stop", "at": points.stop}
+        kill = {**plan, "hold": "kill", "at": points.kill, "save": points.save}
+        save = {**plan, "hold": "save", "at": points.kill}
+        legs: list[tuple[str, dict[str, Any], Callable[..., None] | None]] = [
+            (f"stopped politely (SIGTERM) at step {points.stop}", stop, _terminate),
+            (f"killed (SIGKILL) at step {points.kill}", kill, _kill),
+            (f"killed while saving step {points.kill}", save, _kill),
+            ("", plan, None),
+        ]
+        before, unsteady = "", frozenset[str]()
+        for number, (doing, its_plan, disturbance) in enumerate(legs):
+            self._say(f"disturbed: to be {doing}" if doing else f"{before}; now to the end")
+            code = self._launch(prepared, its_plan, disturbance)
+            events = [e for e in run.events() if e["attempt"] == number]
+            records = compare.attempt(self._records(run), number)
+            restored = last_event(events, "restored") or {"step": None, "passed_over": []}
+            found = compare.first_difference(base, records, unsteady)
+            broke = self._broke(run, number, code, disturbance, restored, its_plan)
+            least = (None, points.stop, points.save, None)[number]
+            if not broke and least and restored["step"] < least:
+                broke = f"it went on from step {restored['step']} and not from step {least}"
+            if number == 0:
+                unsteady = compare.unsteady_variables(base, records)
+            else:
+                report.rows.append(
+                    Row(
+                        before,
+                        survived=not broke,
+                        went_on=restored["step"],
+                        passed_over=tuple(restored["passed_over"]),
+                        curve=compare.curve(base, records),
+                        difference=found,
+                    )
+                )
+            if broke:
+                self._tell_log(run)
+                report.verdict, report.why = "broken", f"When it was {before or doing}, {broke}"
+                return
+            if found and not self._is_harmless(found, base, before):
+                return
+            before = doing
+            if number == 2:
+                before += f", and a byte flipped in {_flip(run)}"
+
+    def _is_harmless(self, found: Difference, base: list[Record], before: str) -> bool:
+        """Take a difference into the report; True when the drill can go on."""
+        report = self._report
+        if found.is_rounding:
+            report.verdict = "sums"
+            report.why = report.why or compare.rounding(found)
+            return True
+        report.verdict = "wrong"
+        if found.attempt == 0:
+            report.verdict = "unsteady"
+        elif not found.at_start:  # else the state alone tells
+            self._say("something differs: once more undisturbed, to see if it is the script itself")
+            again = self._make("again")
+            self._launch(again, {"end": found.step})
+            own = compare.first_difference(base, self._records(again.run))
+            if own is not None and not own.is_rounding:
+                found, report.verdict = own, "unsteady"
+        report.why, report.hint = compare.explain(found, report.verdict != "unsteady", before)
+        return False
+
+    def _broke(
+        self,
+        run: RunFolder,
+        number: int,
+        code: int,
+        disturbance: Callable[..., None] | None,
+        restored: dict[str, Any],
+        plan: dict[str, Any],
+    ) -> str | None:
+        """Return in what an attempt was not what it has to be, None when it was."""
+        events = [e for e in run.events() if e["attempt"] == number]
+        verdict = last_event(events, "verdict")
+        if code == TOO_LONG:
+            return f"it did not get through within {self._limit_s:.0f} s"
+        if number and restored["step"] is None:
+            return "it starts from its beginning, since no checkpoint was found"
+        if number == 3 and not restored["passed_over"]:
+            return "the damaged checkpoint was not passed over"
+        if disturbance is _kill:
+            ready = run.path / "drill" / f"ready-{number}"
+            return None if ready.exists() else (verdict or {}).get("why") or "it ended too early"
+        if disturbance is _terminate:
+            stopped = last_event(events, "stopped")
+            if code == CAN_GO_ON and stopped and stopped["step"] == plan["at"]:
+                return None
+            return f"a polite stop ended it with code {code}"
+        last = last_event(events, "finished" if "end" not in plan else "stopped")
+        return None if last else (verdict or {}).get("why") or f"it ended with code {code}"
+
+    # -- without ---------------------------------------------------------------------------
+
+    def _play_plain(self, code: int, took_s: float) -> Report:
+        """Disturb a script that says nothing of itself half-way, by the clock."""
+        report = self._report
+        report.verdict = "plain"
+        if code == TOO_LONG:
+            self._tell_log(self._base.run)
+            raise UsageError(
+                f"in {PLAIN_S:.0f} s the script has neither called start() nor ended",
+                hint="give it arguments with which it ends sooner",
+            )
+        if code != 0:
+            raise self._failed(self._base.run, "undisturbed")
+        report.rows.append(Row(f"undisturbed, {took_s:.0f} s", survived=True))
+        prepared = self._make("disturbed")
+        run, before = prepared.run, ""
+        doings: list[tuple[str, Callable[..., None] | None]] = [
+            ("stopped politely (SIGTERM)", _terminate),
+            ("killed (SIGKILL)", _kill),
+            ("", None),
+        ]
+        for doing, disturbance in doings:
+            self._say(f"disturbed: to be {doing} half-way" if doing else "now to the end")
+            code = self._launch(prepared, {}, disturbance, after_s=took_s / 2)
+            if before:
+                report.rows.append(Row(before, survived=disturbance is not None or code == 0))
+            before = doing
+        if run.finished() and code == 0:
+            report.why = (
+                "it uses nothing of hpc_ddp.training, so only survival and the end could be"
+                " compared: it starts from its beginning each time, and ends with code 0 as the"
+                " undisturbed run does"
+            )
+        else:
+            self._tell_log(run)
+            report.verdict, report.why = "broken", f"started again it ended with code {code}"
+        return report
+
+    # -- launches --------------------------------------------------------------------------
+
+    def _launch(
+        self,
+        prepared: Prepared,
+        plan: dict[str, Any],
+        disturbance: Callable[[subprocess.Popen[bytes], RunFolder], None] | None = None,
+        after_s: float | None = None,
+    ) -> int:
+        """Run until it ends, and disturb it when it is ready, or after a time."""
+        run, spec = prepared.run, prepared.spec
+        ready = run.path / "drill" / f"ready-{len(run.attempts())}"
+        env = {**spec.env, PLAN: json.dumps(plan)}
+        with open(_log(run), "ab") as log:
+            drilled = replace(prepared, spec=replace(spec, env=env))
+            process = LocalBackend().launch(drilled, log)
+        began = told = time.monotonic()
+        limit_s = math.inf
+        try:
+            while process.poll() is None:
+                now = time.monotonic()
+                if disturbance and (now - began > after_s if after_s else ready.exists()):
+                    disturbance(process, run)
+                    disturbance = None
+                if now - told > TELL_EVERY_S:
+                    told = now
+                    self._tell_step(run)
+                    if self._limit_s is None and not last_event(run.events(), "worker"):
+                        limit_s = PLAIN_S
+                    else:
+                        limit_s = self._limit_s or math.inf
+                if now - began > limit_s:
+                    return TOO_LONG
+                time.sleep(0.05)
+        finally:
+            if process.poll() is None:
+                _kill(process, run)
+        return process.returncode
+
+    def _tell_step(self, run: RunFolder) -> None:
+        number = len(run.attempts()) - 1
+        events = [event for event in run.events() if event["attempt"] == number]
+        step = last_event(events, "metrics", "first_step", "restored")
+        self._say(f"  step {step['step']}" if step else "  starting")
+
+    def _records(self, run: RunFolder) -> list[Record]:
+        return compare.records(read_events(run.path / "drill"))
+
+    def _failed(self, run: RunFolder, when: str) -> HpcDdpError:
+        self._tell_log(run)
+        verdict = last_event(run.events(), "verdict") or {}
+        why = verdict.get("why") or "no reason is known"
+        return HpcDdpError(
+            f"the script fails {when}: {why}",
+            hint=f"get it through `hpc-ddp dry-run` first; its log: {_log(run)}",
+        )
+
+    def _tell_log(self, run: RunFolder) -> None:
+        lines = _log(run).read_text(errors="replace").splitlines()
+        for line in lines[-LOG_LINES:]:
+            self._say(f"| {line}")
+
+
+def _log(run: RunFolder) -> Path:
+    return run.logs / "drill.out"
+
+
+HEAD = ["done", "survived", "went on from", "loss curve", "state"]
+
+
+def _cells(row: Row) -> list[str]:
+    if row.went_on is None:
+        return [row.done, "yes" if row.survived else "NO", "", "", ""]
+    over = ", ".join(each.partition(":")[0] for each in row.passed_over)
+    found, curve = row.difference, row.curve
+    state = "equal" if found is None else f"{found.kind} from step {found.step}"
+    return [
+        row.done,
+        "yes" if row.survived else "NO",
+        f"step {row.went_on}" + (f", past {over}" if over else ""),
+        f"{curve.equal} of {curve.steps} steps equal" if curve.steps else "-",
+        "equal" if found is None else f"{'rounding' if found.is_rounding else 'DIFFERS'}: {state}",
+    ]
+
+
+def _aligned(rows: Sequence[list[str]]) -> list[list[str]]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [[cell.ljust(n + 1) for cell, n in zip(row, widths, strict=True)] for row in rows]
+
+
+# -- disturbances ----------------------------------------------------------------------------
+
+
+def _terminate(process: subprocess.Popen[bytes], run: RunFolder) -> None:
+    process.terminate()
+
+
+def _kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
+    """Kill all of a run at once, the launcher first, so that nobody is left to react."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its session: launcher and supervisors
+    for attempt in run.attempts()[-1:]:
+        for path in attempt.path.glob("*/rank-*.pid"):
+            with suppress(ProcessLookupError, ValueError):
+                os.kill(int(path.read_text()), signal.SIGKILL)
+    process.wait()
+
+
+def _flip(run: RunFolder) -> str:
+    """Flip a bit in the middle of the newest checkpoint's largest file; return its name."""
+    newest = checkpoints.published(run.checkpoints)[0]
+    path = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return newest.name

@@ -1,0 +1,559 @@
+"""The preflight: are this attempt's nodes fit for it, and if not, which of them are unfit, and why?
+
+``python <run>/lib/node.py preflight <srun …> <python> <run>/lib/node.py checks``
+
+Runs in the batch shell, and starts `checks` as one task per node. What goes between them is carried
+by srun, so that a node without the shared disk, or without a link to the others, is heard too. The
+outcome is journalled as the event `preflight`; exit code 0 means that the training can start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+from hpc_ddp import slurm
+from hpc_ddp.node.checks import MARK, holds
+from hpc_ddp.run.checkpoints import published, read_manifest
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.folder import RunFolder, read_word
+from hpc_ddp.run.spec import JobSpec
+
+# How long a stage may take, in seconds. All but the import take less than two on healthy nodes.
+STAGE_S = {"hello": 40.0, "checked": 40.0, "imported": 300.0}
+EXCHANGE_S = 60.0
+EXCHANGES = ("done", "again", "third")  # the later ones only where a node seems to be slow
+CLOSE_S = 5.0
+SLOW = 5  # times slower than usual is a fault, not the weather, while processors are free
+BUSY = 2.0  # load per processor
+CLOCK_S = 1.0
+NEEDED_BYTES = 100 << 20  # in the run folder, as long as no checkpoint tells what it takes
+
+_TASK = re.compile(r"srun: error: .*?: tasks? ([\d,-]+): (.*)")
+_LAUNCH = re.compile(r"srun: error: Task launch for \S+ failed on node (\S+): (.*)")
+_LABEL = re.compile(r"\s*(\d+): ")
+
+
+def say(text: str) -> None:
+    print(f"hpc-ddp: preflight: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Told:
+    """What one node has told.
+
+    `bad` has a check and a reason each, `pairs` is the trouble with other nodes, `speeds` are
+    those of sending to other nodes, in MB/s. `broken` is why it came into no process group, which
+    may be any node's fault; `last` is its last word that was not meant for us.
+    """
+
+    hello: dict[str, Any] = field(default_factory=dict)
+    stages: set[str] = field(default_factory=set)
+    values: dict[str, Any] = field(default_factory=dict)
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    pairs: list[dict[str, Any]] = field(default_factory=list)
+    speeds: dict[str, float] = field(default_factory=dict)
+    last: str = ""
+    broken: str = ""
+    ended: bool = False
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Take in one line of `checks`."""
+        if "stage" in line:
+            self.stages.add(line["stage"])
+        if line.get("stage") == "hello":
+            self.hello = line
+        self.values |= line.get("values", {})
+        if "bad" in line:
+            self.bad.append((line["bad"], line["why"]))
+        elif "pair" in line:
+            self.pairs.append(line)
+        if "note" in line:
+            self.notes.append(line["note"])
+        self.broken = line.get("broken", self.broken)
+        if "to" in line:
+            self.speeds[line["to"]] = max(line["mb_s"], self.speeds.get(line["to"], 0.0))
+
+
+All = dict[str, Told]
+
+# --- who is to blame -----------------------------------------------------------------------
+
+
+def blame(pairs: Iterable[tuple[str, str]]) -> set[str]:
+    """Return the fewest nodes that explain trouble between pairs of nodes.
+
+    Whoever is in trouble with the most others is taken out first. Where that is more than one, as
+    with the only link of two nodes, it can't be told which, and it is all of them.
+    """
+    left, found = {frozenset(pair) for pair in pairs}, set[str]()
+    while left:
+        counts = Counter(node for pair in left for node in pair)
+        most = max(counts.values())
+        found |= {node for node, count in counts.items() if count == most}
+        left = {pair for pair in left if not pair & found}
+    return found
+
+
+def find_misnamed(told: All) -> None:
+    """Tell apart who knows a wrong name from whose name is wrong.
+
+    A way that leads to an address which the other node has not is a wrong name, too.
+    """
+    failing: dict[str, dict[str, str]] = {}
+    for node, each in told.items():
+        for trouble in each.pairs:
+            other = trouble["pair"]
+            own = told[other].hello.get("addresses", []) if other in told else []
+            strange = own and "." in trouble.get("address", "") and trouble["address"] not in own
+            if trouble["check"] == "name" or (trouble["check"] == "link" and strange):
+                if trouble["check"] == "link":
+                    trouble["why"] += f"; {other} itself has {', '.join(own)}"
+                trouble["check"] = "name"
+                failing.setdefault(other, {})[node] = trouble["why"]
+    for name, why in failing.items():
+        others = set(told) - {name}
+        if others <= set(why) and (len(others) > 1 or name in why) and name in told:
+            told[name].bad.append(("name", next(iter(why.values()))))
+        else:
+            for node in why:
+                told[node].bad.append(("name", why[node]))
+
+
+def find_cut_off(told: All, check: str, more: Iterable[tuple[str, str]] = ()) -> None:
+    """Find whom the trouble of one kind between pairs of nodes comes from.
+
+    `more` are pairs that no node has told of; a name that no node has stands for this shell.
+    """
+    known = {node for node, each in told.items() if each.bad}  # these explain themselves
+    lines = [(node, t) for node, each in told.items() for t in each.pairs if t["check"] == check]
+    lines = [(node, t) for node, t in lines if not known & {node, t["pair"]}]
+    first = min((t.get("turn", 0) for _, t in lines), default=0)  # the rest follows from these
+    lines = [(node, t) for node, t in lines if t.get("turn", 0) == first]
+    more = [pair for pair in more if not known & set(pair)]
+    guilty = blame([*((node, t["pair"]) for node, t in lines), *more])
+    for node in guilty & set(told):
+        own = [t["why"] for who, t in lines if who == node]
+        others = [f"{who}: {t['why']}" for who, t in lines if t["pair"] == node]
+        why = (own or others or ["what it writes does not come to the first node"])[0]
+        told[node].bad.append((check, why))
+
+
+def find_slow(told: All) -> dict[str, str]:
+    """Return nodes that are far slower than most others are at their best, and the reasons.
+
+    With two nodes it is the way between them: slow in one direction, and not in the other. Where
+    processors have n times as much to do as they can, anybody may be n times slower at times.
+    """
+    slack = SLOW * max([1.0, *(each.values.get("load", 0.0) for each in told.values())])
+    best = {
+        node: max([*told[node].speeds.values(), *_into(told, node).values()], default=0.0)
+        for node in told
+    }
+    usual = median([speed for speed in best.values() if speed] or [0.0])
+    ways = [(a, b, speed) for a, each in told.items() for b, speed in each.speeds.items()]
+    slow = [(a, b) for a, b, speed in ways if speed < usual / slack]
+    found = {}
+    for node in blame(slow):
+        a, b = next(pair for pair in slow if node in pair)
+        way = f"to {b}" if a == node else f"from {a}"
+        found[node] = f"{_speed(told[a].speeds[b])} {way}, while others come to {_speed(usual)}"
+    return found
+
+
+def _speed(mb_s: float) -> str:
+    return f"{mb_s / 1000:.1f} GB/s" if mb_s >= 1000 else f"{mb_s:.3g} MB/s"
+
+
+def _into(told: All, node: str) -> dict[str, float]:
+    """Return the speeds of the others' sending to a node."""
+    return {a: each.speeds[node] for a, each in told.items() if node in each.speeds}
+
+
+def find_other_torch(told: All) -> None:
+    """Find nodes whose torch is not that of most others, or of the first one."""
+    versions = [each.values["torch"] for each in told.values() if "torch" in each.values]
+    usual = Counter(versions).most_common(1)[0][0] if versions else None  # ties: the first
+    for each in told.values():
+        version = each.values.get("torch", usual)
+        if version != usual:
+            each.bad.append(("torch", f"torch {version}, while others have {usual}"))
+        if each.values.get("cuda") == 0 and each.values.get("gpus_there"):
+            each.bad.append(("torch", "torch sees no GPU here, or is built without NCCL"))
+
+
+def note_odd(told: All) -> None:
+    """Note busy processors, and clocks that differ: logs are hard to read then, for one."""
+    for each in told.values():
+        if each.values.get("load", 0.0) > BUSY:
+            each.notes.append(f"busy already: a load of {each.values['load']} per processor")
+    ahead = {node: each.values.get("clock_s", 0.0) for node, each in told.items()}
+    usual = median(ahead.values())
+    if max(ahead.values()) - min(ahead.values()) > CLOCK_S:
+        node = max(ahead, key=lambda node: abs(ahead[node] - usual))
+        told[node].notes.append(f"its clock is {ahead[node] - usual:+.1f} s off that of the others")
+
+
+def outcome(told: All) -> dict[str, Any]:
+    """Return what is journalled, from all that the nodes have told and that was found.
+
+    What all nodes have in common is not theirs: then `bad_nodes` is empty. `hopeless` says that it
+    would be the same with other nodes.
+    """
+    bad = [node for node, each in told.items() if each.bad]
+    checks = [{check for check, _ in each.bad} for each in told.values()]
+    # Who says nothing may have the same to say.
+    shared = set.intersection(*([each for each in checks if each != {"silent"}] or checks))
+    if len(told) == 1:  # it can't be compared with another one
+        shared &= {"torch", "ended", "scratch"}
+    if len(told) == 2:  # what is between them is not in common
+        shared -= {"link", "bandwidth"}
+    reasons = [f"{node}: {told[node].bad[0][1]}" for node in bad]
+    if shared:
+        reasons = [next(why for check, why in told[bad[0]].bad if check in shared)]
+        reasons[0] += " (the same on all nodes)" if len(told) > 1 else ""
+    more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+    return {
+        "ok": not bad,
+        "bad_nodes": [] if shared else bad,
+        "hopeless": bool(shared - {"silent"}),
+        "why": "; ".join(reasons[:3]) + more,
+        "report": {node: _report(told, node) for node in told},
+    }
+
+
+def _report(told: All, node: str) -> dict[str, Any]:
+    """Return what the journal has of one node."""
+    each = told[node]
+    speeds = {"send_mb_s": each.speeds, "receive_mb_s": _into(told, node)}
+    return {
+        **each.values,
+        **{name: max(values.values()) for name, values in speeds.items() if values},
+        "bad": [{"check": check, "why": why} for check, why in each.bad],
+        "notes": each.notes,
+    }
+
+
+# --- talking with the nodes ----------------------------------------------------------------
+
+
+class NoticedError(Exception):
+    """Somebody wants the attempt to end."""
+
+
+class LaunchError(Exception):
+    """Slurm could not start a node's task, and ends those of the others for it."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What starts `checks`: on all nodes, or on the one named `node`."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    node: str | None = None
+
+
+class Talk:
+    """Asks all nodes, and listens to them.
+
+    Parameters
+    ----------
+    notice
+        returns a word once somebody wants the attempt to end, '' before
+    log
+        where to put what is not meant for us
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        commands: Sequence[Command],
+        notice: Callable[[], str],
+        log: Path,
+    ) -> None:
+        self.told: All = {node: Told() for node in nodes}
+        self._nodes, self._notice = nodes, notice
+        self._lines: queue.Queue[tuple[Command, str | None]] = queue.Queue()
+        self._log = log if log.parent.is_dir() else None
+        self._last = ""
+        self._processes = []
+        self._readers = []
+        for command in commands:
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(
+                command.argv, env=command.env, stdin=pipe, stdout=pipe, stderr=pipe
+            )
+            self._processes.append(process)
+            args = (command, process)
+            self._readers.append(threading.Thread(target=self._read, args=args, daemon=True))
+            self._readers[-1].start()
+
+    def _read(self, command: Command, process: subprocess.Popen[bytes]) -> None:
+        """Put all lines of a process into the queue, and None at its end."""
+
+        def put(stream: IO[bytes] | None) -> None:
+            for line in stream or ():
+                self._lines.put((command, line.decode(errors="replace").rstrip()))
+
+        errors = threading.Thread(target=put, args=(process.stderr,), daemon=True)
+        errors.start()
+        put(process.stdout)
+        errors.join()
+        self._lines.put((command, None))
+
+    def ask(self, **question: Any) -> None:
+        """Send a line to all nodes."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.write(json.dumps(question).encode() + b"\n")
+                process.stdin.flush()
+
+    def until(self, stage: str, nodes: Sequence[str]) -> list[str]:
+        """Wait until nodes have come to a stage, are bad, or time is over; return the ones there.
+
+        Those that are not there without having told why are bad from now on.
+
+        Raises
+        ------
+        NoticedError
+            somebody wants the attempt to end
+        LaunchError
+            Slurm could not start a node's task
+        """
+        limit_s = STAGE_S.get(stage, EXCHANGE_S)
+        end = time.monotonic() + limit_s
+        waiting = set(nodes)
+        while waiting and time.monotonic() < end:
+            with contextlib.suppress(queue.Empty):
+                self._take(*self._lines.get(timeout=0.2))
+            if word := self._notice():
+                raise NoticedError(word)
+            waiting = {n for n in waiting if stage not in self.told[n].stages and not self._over(n)}
+        for node in nodes:
+            each = self.told[node]
+            if stage in each.stages or each.bad:
+                continue
+            if each.ended:
+                each.bad.append(("ended", f"ended early: {each.last or 'without a word'}"))
+            else:
+                said = f" ({self._last})" if self._last else ""
+                each.bad.append(
+                    ("silent", _LATE.get(stage, _LATE["done"]).format(s=limit_s) + said)
+                )
+        return [node for node in nodes if not self.told[node].bad]
+
+    def _over(self, node: str) -> bool:
+        """Tell whether no more is to be expected of a node."""
+        each = self.told[node]
+        running = any(thread.is_alive() for thread in self._readers) or not self._lines.empty()
+        return each.ended or not running or "torch" in dict(each.bad)
+
+    def _take(self, command: Command, line: str | None) -> None:
+        if line is None:
+            if command.node:
+                self.told[command.node].ended = True
+            return
+        label = None if command.node else _LABEL.match(line)
+        node = self._nodes[int(label[1])] if label and int(label[1]) < len(self._nodes) else None
+        text = line[label.end() :] if label and node else line
+        if text.startswith(MARK):
+            self._hear(text[len(MARK) :])
+            return
+        if self._log:
+            with open(self._log, "a") as log:
+                print(line, file=log)
+        if failed := _LAUNCH.match(text):
+            if failed[1] in self.told:
+                self.told[failed[1]].bad.append(
+                    ("silent", f"Slurm can't start a task: {failed[2]}")
+                )
+            raise LaunchError
+        if task := _TASK.match(text):
+            for index in _numbers(task[1]):
+                self.told[self._nodes[index]].ended = True
+                self.told[self._nodes[index]].last = self.told[self._nodes[index]].last or task[2]
+        elif node or command.node:
+            self.told[node or command.node or ""].last = text
+        elif text:
+            self._last = text
+
+    def _hear(self, text: str) -> None:
+        try:
+            line = json.loads(text)
+            if "notice" in line:
+                raise NoticedError(line["notice"])
+            self.told[line["node"]].take(line)
+        except (ValueError, KeyError):  # torn: its node will be missed
+            return
+
+    def close(self, patience_s: float) -> None:
+        """Let the nodes end, then end them."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                assert process.stdin is not None
+                process.stdin.close()
+        for end_it in (lambda p: None, subprocess.Popen.terminate, subprocess.Popen.kill):
+            for process in self._processes:
+                end_it(process)
+            end = time.monotonic() + patience_s
+            while any(p.poll() is None for p in self._processes) and time.monotonic() < end:
+                time.sleep(0.02)
+        for thread in self._readers:
+            thread.join(1)
+        for process in self._processes:
+            for stream in (process.stdout, process.stderr):
+                if stream:
+                    stream.close()
+
+
+_LATE = {
+    "hello": "no word within {s:.0f} s",
+    "checked": "its checks do not end within {s:.0f} s: a disk or a name server gives no answer",
+    "imported": "import torch does not end within {s:.0f} s",
+    "done": "the exchange with other nodes does not end within {s:.0f} s",
+}
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers of a list such as ``1-3,5``."""
+    found: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        found += range(int(low), int(high or low) + 1)
+    return found
+
+
+# --- the order of things -------------------------------------------------------------------
+
+
+def examine(
+    run: RunFolder, nodes: Sequence[str], commands: Sequence[Command], notice: Callable[[], str]
+) -> dict[str, Any]:
+    """Have all nodes looked at; return the fields of the event `preflight`."""
+    spec = JobSpec.from_json(run.job_json.read_text())
+    attempt = run.attempt(int(commands[0].env["HPC_DDP_ATTEMPT"]))
+    folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=run.path))
+    begin = time.monotonic()
+    talk = Talk(nodes, commands, notice, attempt.path / "preflight.log")
+    patience_s = CLOSE_S
+    try:
+        _converse(talk, spec, run, folder)
+        found = outcome(talk.told)
+    except LaunchError:
+        found = outcome(talk.told)
+    except NoticedError as error:
+        patience_s = 0.5
+        why = f"ended early: {error}"
+        found = {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
+        found["notice"] = str(error)
+    finally:
+        talk.close(patience_s)
+        shutil.rmtree(folder, ignore_errors=True)
+    return {**found, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def _converse(talk: Talk, spec: JobSpec, run: RunFolder, folder: Path) -> None:
+    told, secret = talk.told, secrets.token_hex(16)
+    (folder / ".shell").write_text(secret)
+    talk.ask(folder=str(folder), secret=secret, gpus=spec.gpu_count, needed=_needed(run))
+    heard = talk.until("hello", list(told))
+    talk.ask(ports={node: told[node].hello["port"] for node in heard})
+    checked = talk.until("checked", heard)
+    unseen = [(".shell", node) for node in checked if not holds(folder / node, secret)]
+    find_misnamed(told)
+    find_cut_off(told, "scratch", unseen)
+    find_cut_off(told, "link")
+    note_odd(told)
+    imported = talk.until("imported", [node for node in checked if not told[node].bad])
+    find_other_torch(told)
+    members = [node for node in imported if not told[node].bad]
+    if len(members) < 2:
+        return
+    first = told[members[0]]
+    cuda = all(told[node].values["cuda"] for node in members)
+    host = first.hello["host"]
+    backend = "nccl" if cuda and spec.gpu_count else "gloo"
+    talk.ask(members=members, host=host, port=first.hello["store_port"], backend=backend)
+    for stage in EXCHANGES:
+        talk.until(stage, members)
+        find_cut_off(told, "bandwidth")
+        broken = [node for node in members if told[node].broken]
+        if broken and not any(each.bad for each in told.values()):
+            for node in broken:
+                told[node].bad.append(("bandwidth", told[node].broken))
+        slow = find_slow(told)
+        if not slow or broken:
+            break
+        talk.ask(again=True)  # a busy processor may have made it seem so
+    else:
+        for node, why in slow.items():
+            # That all are slower than each other is nobody's fault.
+            too_many = len(slow) == len(members) > 2
+            told[node].notes.append(why) if too_many else told[node].bad.append(("bandwidth", why))
+
+
+def _needed(run: RunFolder) -> int:
+    """Return the bytes that the run's folder needs: the newest checkpoint, and a new one."""
+    for path in published(run.checkpoints)[:1]:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            sizes = [each["size"] for each in read_manifest(path)["files"].values()]
+            return max(NEEDED_BYTES, 2 * int(sum(sizes)))
+    return NEEDED_BYTES
+
+
+def conclude(run: RunFolder, attempt: int, found: dict[str, Any]) -> bool:
+    """Journal the outcome, say it, and return whether the training can start."""
+    run.journal("batch", attempt).write("preflight", **found)
+    for node, each in found["report"].items():
+        for bad in each["bad"]:
+            say(f"{node}: {bad['why']}")
+        for note in each["notes"]:
+            say(f"{node}: note: {note}")
+    if found["ok"]:
+        count = len(found["report"])
+        say(f"{count} node{'s are' if count > 1 else ' is'} fit, after {found['seconds']} s")
+    return bool(found["ok"])
+
+
+def main(argv: list[str]) -> int:
+    environ = dict(os.environ)
+    seen: list[str] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: seen.append(signal.Signals(number).name))
+    run = RunFolder(Path(environ["HPC_DDP_RUN"]))
+    environ.setdefault("HPC_DDP_ATTEMPT", "0")  # by hand in an allocation there is no attempt
+    attempt = run.attempt(int(environ["HPC_DDP_ATTEMPT"]))
+    try:
+        if "HPC_DDP_NODES" not in environ:
+            environ["HPC_DDP_NODES"] = " ".join(slurm.expand_hosts(environ["SLURM_JOB_NODELIST"]))
+        found = examine(
+            run,
+            environ["HPC_DDP_NODES"].split(),
+            [Command(argv, environ)],
+            lambda: seen[0] if seen else read_word(attempt.notice),
+        )
+    except (HpcDdpError, OSError) as error:  # no answer, no srun, no space for a word
+        why = f"the preflight could not be made: {error}"
+        found = {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
+        say(why)
+    return 0 if conclude(run, attempt.number, found) else 1

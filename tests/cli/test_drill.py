@@ -1,0 +1,116 @@
+"""`drill` on scripts that resume right, and on some that do not: real launches, real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+BROKEN = REPO / "tests" / "cli" / "broken"
+JOBS = REPO / "jobs"
+Done = subprocess.CompletedProcess[str]
+
+
+def drill(root: Path, *words: str) -> Done:
+    env = dict(os.environ, HPC_DDP_RUNS=str(root / "runs"), PYTHONPATH=str(REPO))
+    argv = [sys.executable, "-m", "hpc_ddp", "drill", *words]
+    root.mkdir(exist_ok=True)
+    return subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True)
+
+
+CASES = {
+    "right": (str(JOBS / "linear_regression.py"), "--epochs", "2"),
+    "plain": (str(REPO / "tests" / "slurm" / "scripts" / "plain.py"),),
+    **{path.stem: ("--json", str(path)) for path in sorted(BROKEN.glob("*.py"))},
+}
+
+
+@pytest.fixture(scope="module")
+def drilled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Done, Path]]:
+    """Drill all cases, two at a time, since a launch mostly waits for imports on one core."""
+    base = tmp_path_factory.mktemp("drills")
+    with ThreadPoolExecutor(2) as pool:
+        futures: dict[str, Future[Done]] = {
+            name: pool.submit(drill, base / name, *words) for name, words in CASES.items()
+        }
+    return lambda name: (futures[name].result(), base / name / "runs")
+
+
+def test_a_script_that_resumes_right(drilled: Callable[[str], tuple[Done, Path]]) -> None:
+    done, runs = drilled("right")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("equal, bit for bit, and so are the final weights\n"), done.stdout
+    assert "and a byte flipped in step-" in done.stdout
+    assert "past step-" in done.stdout
+    assert "DIFFERS" not in done.stdout
+    assert not list(runs.glob(".drills/*"))  # nothing to look at
+
+
+def test_a_script_without_anything_of_ours(drilled: Callable[[str], tuple[Done, Path]]) -> None:
+    done, _ = drilled("plain")
+    assert done.returncode == 0, done.stderr
+    assert "only survival and the end could be compared" in done.stdout
+    assert "it starts from its beginning each time" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "words"),
+    [
+        ("no_optimizer", "wrong", "the optimizer optimizer differs first, when the run goes on"),
+        ("no_scheduler", "wrong", "the scheduler scheduler differs first, when the run goes on"),
+        ("late_scheduler", "wrong", "a step of it was lost or made twice"),
+        ("own_generator", "wrong", "the data differ first"),
+        ("own_average", "wrong", "the loss differs first"),
+        ("unseeded", "unsteady", "first in the inputs of the model at step 1"),
+    ],
+)
+def test_a_broken_script_fails_for_the_right_reason(
+    drilled: Callable[[str], tuple[Done, Path]], name: str, verdict: str, words: str
+) -> None:
+    done, runs = drilled(name)
+    assert done.returncode == 1, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert told["verdict"] == verdict, told
+    assert words in told["why"]
+    assert told["hint"]
+    assert Path(told["folder"]).parent == runs / ".drills"
+    assert Path(told["folder"], "undisturbed").is_dir()
+    if name == "no_scheduler":
+        assert "run.track does not name it" in told["why"]
+    if name == "own_average":
+        assert "mean (1.0, was " in told["why"]
+    if name == "own_generator":
+        assert "points.chance" in told["why"]
+
+
+def test_what_can_not_be_drilled_is_said(tmp_path: Path) -> None:
+    done = drill(tmp_path, "--steps", "3", str(JOBS / "digits.py"))
+    assert done.returncode == 2
+    assert "steps is 3; accepted: a whole number from 8" in done.stderr
+    done = drill(tmp_path, str(JOBS / "linear_regression.py"), "--batch-size", "1000")
+    assert done.returncode == 2
+    assert "the script takes 5 steps, and a drill needs 8" in done.stderr
+    assert not list((tmp_path / "runs").glob(".drills/*"))
+    (tmp_path / "bad.py").write_text("raise ValueError('no data here')\n")
+    done = drill(tmp_path, "bad.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        "error: the script fails undisturbed: rank 0 on local-0: ValueError: no data" in done.stderr
+    )
+    assert "| ValueError: no data here" in done.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("job", sorted(path.name for path in JOBS.glob("*.py")))
+def test_every_job_resumes_right(job: str, tmp_path: Path) -> None:
+    done = drill(tmp_path, "--nodes", "2", "--nproc-per-node", "2", str(JOBS / job))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumes right: every step is equal" in done.stdout

@@ -1,0 +1,182 @@
+"""The preflight on a real cluster: what it measures, and that it names the node that is bad."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster
+from harness import REPO, SCRIPTS, Hpc, Job
+
+PLAIN = str(SCRIPTS / "plain.py")
+
+
+def test_good_nodes_are_measured(hpc: Hpc, cluster: Cluster) -> None:
+    """In a job on two nodes, and by hand in an allocation on the other two at the same time."""
+    job = hpc.submit("--preflight", "--nodes", "2", "--gpus-per-node", "2", PLAIN)
+    env = cluster.env() | {"HPC_DDP_RUNS": str(hpc.runs), "PYTHONPATH": str(REPO)}
+    argv = ["salloc", "--nodes=2", "--gpus-per-node=2", sys.executable, "-m", "hpc_ddp"]
+    done = subprocess.run([*argv, "preflight", "--json"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert job.end() == "COMPLETED", job.output()
+    (event,) = job.events("preflight")
+    nodes = job.events("started")[0]["nodes"]
+    for found in (event, json.loads(done.stdout)):
+        assert found["ok"]
+        assert found["bad_nodes"] == []
+        assert len(found["report"]) == 2
+        for told in found["report"].values():
+            assert told["interface"] == "eth0"
+            assert told["gpus"] == 2
+            assert abs(told["clock_s"]) < 1
+            assert told["scratch_free"] > 0
+            assert told["tmpdir_free"] > 0
+            assert min(told[f"{way}_mb_s"] for way in ("send", "receive", "all_reduce")) > 0
+    assert sorted(event["report"]) == sorted(nodes)
+    assert job.verdicts() == [("finished", "none")]
+    assert not list(hpc.runs.glob("preflight*"))
+    assert not list(job.run.path.glob(".preflight-*"))
+
+
+# --- bad nodes -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _mounted(cluster: Cluster, node: str, *mount: str) -> Iterator[None]:
+    """Have something mounted on one node only; the last word says where."""
+    cluster.exec_on(node, "mount", *mount)
+    try:
+        yield
+    finally:
+        cluster.exec_on(node, "umount", "--lazy", mount[-1], check=False)
+
+
+def _no_disk(cluster: Cluster, node: str, job: Job, tmp: Path) -> AbstractContextManager[None]:
+    """The run's folder is another one, without anything in it."""
+    return _mounted(cluster, node, "-t", "tmpfs", "tmpfs", str(job.run.path))
+
+
+@contextmanager
+def _other_disk(cluster: Cluster, node: str, job: Job, tmp: Path) -> Iterator[None]:
+    """The run's folder is a copy: all is there, but nothing that comes later."""
+    kept = str(tmp / "kept")
+    cluster.exec_on(node, "cp", "-a", str(job.run.path), kept)
+    with _mounted(cluster, node, "-t", "tmpfs", "tmpfs", str(job.run.path)):
+        cluster.exec_on(node, "cp", "-a", f"{kept}/.", str(job.run.path))
+        yield
+
+
+def _full_tmpdir(cluster: Cluster, node: str, job: Job, tmp: Path) -> AbstractContextManager[None]:
+    return _mounted(cluster, node, "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp / "t"))
+
+
+@contextmanager
+def _wrong_name(cluster: Cluster, node: str, job: Job, tmp: Path) -> Iterator[None]:
+    """The node takes the first one for one that is not there."""
+    names, first = (cluster.folder / "hosts").read_text(), cluster.nodes[0]
+    base = cluster.address.rpartition(".")[0]
+    (tmp / "hosts").write_text(names.replace(f"{base}.1 {first}\n", f"{base}.99 {first}\n"))
+    with _mounted(cluster, node, "--bind", str(tmp / "hosts"), "/etc/hosts"):
+        yield
+
+
+@contextmanager
+def _slow_link(cluster: Cluster, node: str, job: Job, tmp: Path) -> Iterator[None]:
+    shape = ["root", "tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms"]
+    cluster.exec_on(node, "tc", "qdisc", "add", "dev", "eth0", *shape)
+    try:
+        yield
+    finally:
+        cluster.exec_on(node, "tc", "qdisc", "del", "dev", "eth0", "root")
+
+
+FAULTS: dict[str, tuple[Callable[..., AbstractContextManager[None]], str]] = {
+    "no-disk": (_no_disk, "No such file or directory"),
+    "other-disk": (_other_disk, "can't write in the run folder"),
+    "tmpdir": (_full_tmpdir, "No space left on device"),
+    "name": (_wrong_name, "itself has"),
+    "slow": (_slow_link, "while others come to"),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_node_is_named_and_left_out(
+    hpc: Hpc, cluster: Cluster, fault: str, tmp_path: Path
+) -> None:
+    arrange, reason = FAULTS[fault]
+    (tmp_path / "t").mkdir()
+    words = ("--preflight", "--sbatch=--hold", "--nodes", "3", "--env", f"TMPDIR={tmp_path}/t")
+    job = hpc.submit(*words, PLAIN)
+    bad = cluster.nodes[1]
+    with arrange(cluster, bad, job, tmp_path):
+        cluster.run("scontrol", "release", job.id)
+        _is_left_out(job, bad, reason)
+
+
+def _is_left_out(job: Job, bad: str, reason: str) -> dict[str, Any]:
+    """Wait for the end of a job, and see that it ended well without the bad node."""
+    assert job.end(600) == "COMPLETED", job.output()
+    first, second = job.events("preflight")
+    assert bad in job.events("started", 0)[0]["nodes"]
+    assert first["bad_nodes"] == [bad], first
+    assert reason in first["why"]
+    assert second["ok"]
+    assert bad not in second["report"]
+    assert job.verdicts() == [("bad node", "requeue"), ("finished", "none")]
+    return first
+
+
+@pytest.mark.soak
+def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
+    hpc: Hpc, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Slurm itself does not reach the one; the other one's tasks hang before their first word."""
+    bad, mark = cluster.nodes[1], tmp_path / "mark"
+    job = hpc.submit("--preflight", "--nodes", "2", "--setup", f"touch {mark}; sleep 5", PLAIN)
+    job.until(mark.exists, 60, "set-up")
+    cluster.cut(bad)
+    first = job.event("preflight", timeout=120)
+    cluster.heal(bad)
+    assert first["bad_nodes"] == [bad]
+    assert "Slurm can't start a task" in first["why"]
+    assert job.end(600) == "COMPLETED", job.output()
+    cluster.reset()
+    hang = tmp_path / "hang.sh"
+    hang.write_text(f'[ "$SLURMD_NODENAME" != {bad} ] || sleep 600\nexec "$@"\n')
+    words = ("--container", f"bash {hang}", "--python", sys.executable)
+    job = hpc.submit("--preflight", "--nodes", "2", *words, PLAIN)
+    begin = time.time()
+    first = _is_left_out(job, bad, "no word within")
+    assert first["time"] - begin < 60 + 30
+    assert first["seconds"] < 60
+
+
+@pytest.mark.soak
+def test_what_is_wrong_everywhere_is_no_nodes_fault(hpc: Hpc, cluster: Cluster) -> None:
+    job = hpc.submit("--preflight", "--nodes", "2", "--interface", "ib7", PLAIN)
+    assert job.end() == "FAILED", job.output()
+    assert job.verdicts() == [("failed", "give up")]
+    assert "there is no interface 'ib7'" in job.output().splitlines()[-1]
+    assert "the same on all nodes" in job.output().splitlines()[-1]
+    assert len(job.events("preflight")) == 1
+
+
+@pytest.mark.soak
+def test_in_a_job_of_submitit_and_while_it_is_cancelled(hpc: Hpc, cluster: Cluster) -> None:
+    words = ("--backend", "submitit", "--preflight", "--nodes", "2")
+    job = hpc.submit(*words, PLAIN)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.events("preflight")[0]["ok"]
+    job = hpc.submit(*words, PLAIN)
+    job.until(lambda: bool(list(job.run.path.glob(".preflight-*"))), 60, "preflight")
+    cluster.run("scancel", job.id)
+    assert job.end() == "CANCELLED", job.output()
+    assert "requeue" not in {action for _, action in job.verdicts()}

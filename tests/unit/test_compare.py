@@ -1,0 +1,207 @@
+"""What two runs' records say: where they part, whose fault it is, and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.launch import compare
+from hpc_ddp.launch.compare import Curve, Difference, explain, first_difference
+from hpc_ddp.launch.drill import LEAST_STEPS, Report, Row, choose
+from hpc_ddp.run.errors import UsageError
+
+Record = dict[str, Any]
+STATE = {
+    "model model": "m",
+    "optimizer optimizer": "o",
+    "scheduler scheduler": "s",
+    "random torch": "r",
+}
+
+
+def record(step: int, at: str = "step", attempt: int = 0, rank: int = 0, **more: Any) -> Record:
+    """Return a record whose digests are those of the undisturbed run at this step."""
+    used = {"data": "d", "inputs": "i", "gradients": "g"} if at == "step" else {}
+    return {
+        **{"event": "record", "at": at, "step": step, "attempt": attempt, "rank": rank},
+        **{"epoch": 0, "samples": 8 * step, "untracked": [], "variables": {}},
+        "used": {name: f"{digest}{step}" for name, digest in used.items()},
+        "state": {name: f"{digest}{step}" for name, digest in STATE.items()},
+        "values": {"loss": 1 / (step + 1)} if at == "step" else {},
+        "sizes": {"gradients": 2.0 + step, "weights": 3.0 + step},
+        **more,
+    }
+
+
+def run(*steps: int, attempt: int = 0) -> list[Record]:
+    return [record(steps[0], "start", attempt), *(record(s, attempt=attempt) for s in steps[1:])]
+
+
+def but(record: Record, group: str, **changes: Any) -> Record:
+    """Return a record with other values in one of its groups; `_` in a name is a space."""
+    told = {name.replace("_", " "): value for name, value in changes.items()}
+    return {**record, group: {**record[group], **told}}
+
+
+BASE = run(*range(20))
+
+
+def test_equal_runs_have_no_difference_wherever_they_begin() -> None:
+    assert first_difference(BASE, run(*range(20))) is None
+    assert first_difference(BASE, run(*range(7, 20), attempt=1)) is None
+    assert compare.curve(BASE, run(*range(7, 20), attempt=1)) == Curve(12, 12)
+
+
+def test_state_that_is_lost_shows_when_the_loop_begins() -> None:
+    again = run(*range(7, 12), attempt=1)
+    again[0] = but(again[0], "state", optimizer_optimizer="new", scheduler_scheduler="new")
+    again[0]["untracked"] = ["optimizer optimizer"]
+    again[1:] = [but(each, "state", model_model="other") for each in again[1:]]
+    found = first_difference(BASE, again)
+    assert found is not None
+    assert (found.step, found.at_start, found.kind, found.tracked) == (7, True, "optimizer", False)
+    assert found.others == ("scheduler scheduler",)
+    assert not found.is_rounding
+    why, hint = explain(found, True, "stopped")
+    assert "After it was stopped, the optimizer optimizer differs first" in why
+    assert "run.track does not name it" in why
+    assert hint == "run.track(…, optimizer=optimizer)"
+
+
+@pytest.mark.parametrize(
+    ("group", "changes", "kind", "words"),
+    [
+        ("used", {"data": "x", "inputs": "x"}, "data", "the data differ first, at step 9"),
+        ("used", {"inputs": "x"}, "inputs", "the inputs of the model differ first"),
+        ("state", {"random_torch": "x"}, "random", "torch's generator"),
+        ("state", {"scheduler_scheduler": "x"}, "scheduler", "lost or made twice"),
+        ("values", {"loss": 5.0}, "loss", "no checkpoint holds"),
+        ("used", {"gradients": "x"}, "gradients", "no checkpoint holds"),
+    ],
+)
+def test_the_first_cause_in_a_step_is_named(
+    group: str, changes: dict[str, Any], kind: str, words: str
+) -> None:
+    again = run(*range(7, 12), attempt=1)
+    for number in (2, 3, 4):  # and whatever comes of it
+        again[number] = but(again[number], "state", model_model="x", optimizer_optimizer="x")
+        again[number] = but(again[number], "sizes", gradients=99.0)
+        again[number] = but(again[number], group, **changes)
+    found = first_difference(BASE, again)
+    assert found is not None
+    assert (found.step, found.at_start, found.kind) == (9, False, kind)
+    assert not found.is_rounding
+    assert words in explain(found, True, "killed")[0]
+
+
+def test_data_of_another_step_are_recognised() -> None:
+    again = run(*range(7, 12), attempt=1)
+    again[1] = but(again[1], "used", data="d1", inputs="i1")
+    found = first_difference(BASE, again)
+    assert found is not None
+    assert found.like == 1
+    assert "at step 8, which are those of step 1" in explain(found, True, "killed")[0]
+
+
+def test_without_a_loader_of_ours_the_inputs_are_the_data() -> None:
+    def without(records: list[Record]) -> list[Record]:
+        return [{**r, "used": {k: v for k, v in r["used"].items() if k != "data"}} for r in records]
+
+    again = without(run(*range(7, 12), attempt=1))
+    again[1] = but(but(again[1], "used", inputs="i1"), "state", random_torch="x")
+    found = first_difference(without(BASE), again)
+    assert found is not None
+    assert (found.kind, found.others) == ("inputs", ("random torch",))
+
+
+def test_any_rank_can_be_the_first() -> None:
+    base = [*BASE, *(record(s, rank=1) for s in range(1, 20))]
+    again = [*run(7, 8, 9, attempt=1), *(record(s, attempt=1, rank=1) for s in (8, 9))]
+    again[-1] = but(again[-1], "state", random_torch="x")
+    found = first_difference(base, again)
+    assert found is not None
+    assert (found.step, found.ranks, found.kind) == (9, (1,), "random")
+
+
+@pytest.mark.parametrize(("later", "is_rounding"), [(1e-6, True), (0.3, False)])
+def test_another_order_of_sums_is_no_failure_unless_it_grows(
+    later: float, is_rounding: bool
+) -> None:
+    again = run(*range(7, 20), attempt=1)
+    for number in range(2, len(again)):
+        by = later if number > 5 else 1e-7
+        again[number] = but(again[number], "used", gradients="x")
+        again[number] = but(again[number], "state", model_model="x")
+        sizes = {name: size * (1 + by) for name, size in again[number]["sizes"].items()}
+        again[number]["sizes"] = sizes
+    found = first_difference(BASE, again)
+    assert found is not None
+    assert found.kind == "gradients"
+    assert found.by == pytest.approx(1e-7, rel=0.01)
+    assert found.is_rounding == is_rounding
+    assert "added up in another order" in compare.rounding(found)
+
+
+def test_a_tiny_change_of_the_data_is_no_rounding() -> None:
+    again = run(7, 8, attempt=1)
+    again[1] = but(again[1], "used", data="x", inputs="x", gradients="x")
+    found = first_difference(BASE, again)
+    assert found is not None
+    assert not found.is_rounding
+
+
+def test_variables_that_were_not_taken_up_are_named_but_no_clocks() -> None:
+    base = [
+        {**r, "variables": {"n": [f"{r['step']}", f"{r['step']}"], "t": ["a", "0.1"]}} for r in BASE
+    ]
+    plain = [{**r, "variables": {"n": r["variables"]["n"], "t": ["b", "0.2"]}} for r in base]
+    unsteady = compare.unsteady_variables(base, plain)
+    assert unsteady == {"t"}
+    again = run(7, 8, attempt=1)
+    again = [{**r, "variables": {"n": ["0", "0"], "t": ["c", "0.3"]}} for r in again]
+    again[1] = but(again[1], "values", loss=9.0)
+    found = first_difference(base, again, unsteady)
+    assert found is not None
+    assert found.variables == {"n": ("7", "0")}
+    assert "n (0, was 7)" in explain(found, True, "killed")[0]
+
+
+def test_a_script_that_is_not_reproducible_is_not_blamed_for_its_resume() -> None:
+    found = Difference(step=1, at_start=False, kind="inputs", name="", attempt=0)
+    why, hint = explain(found, False, "")
+    assert "two undisturbed runs differ already" in why
+    assert "seed" in hint
+
+
+@pytest.mark.parametrize(
+    ("total", "ends"),
+    [(8, []), (9, [3, 6, 9]), (24, [6, 12, 18, 24]), (40, []), (250, [50, 100, 150, 200, 250])],
+)
+def test_the_disturbances_leave_room_for_each_other(total: int, ends: list[int]) -> None:
+    points = choose(total, ends)
+    assert 2 <= points.stop < points.save < points.kill < total
+    assert points.stop not in ends
+    if ends:
+        assert points.stop > ends[0]
+        assert points.save in ends
+
+
+def test_a_run_that_is_too_short_is_refused() -> None:
+    with pytest.raises(UsageError, match="takes 5 steps, and a drill needs 8"):
+        choose(LEAST_STEPS - 3, [])
+
+
+def test_the_report_is_a_table_and_a_verdict() -> None:
+    rows = [
+        Row("undisturbed, 24 steps", True),
+        Row("stopped", True, 7, (), Curve(9, 9)),
+        Row("killed", True, 3, ("step-7: damaged",), Curve(9, 9)),
+    ]
+    text = Report("/a/train.py", Path("/runs"), rows=rows).text()
+    assert "killed                 yes       step 3, past step-7  9 of 9 steps equal  equal" in text
+    assert text.endswith("equal, bit for bit, and so are the final weights")
+    wrong = Report("/a/train.py", Path("/runs"), verdict="wrong", why="Why.", hint="do")
+    assert wrong.text().endswith("train.py does NOT resume right. Why.\nhint: do")
+    assert wrong.to_dict()["folder"] == "/runs"
