@@ -44,13 +44,10 @@ def bare() -> Iterator[Cluster]:
 
 @pytest.mark.soak
 @pytest.mark.row("no scontrol where the workers are", "everything works")
-def test_no_scontrol_in_the_container(
-    hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Path
-) -> None:
+def test_no_scontrol_in_the_container(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
     """A container without Slurm in it, which `env` stands in for (not with submitit)."""
     use(cluster)
-    (tmp_path / "python3").symlink_to(Path(sys.base_prefix, "bin", "python3"))
-    _preempted(hpc, walked, "--container", f"env PATH={tmp_path}")
+    _preempted(hpc, walked, "--container", "env PATH=/nowhere", "--python", sys.executable)
 
 
 @pytest.mark.soak
