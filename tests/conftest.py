@@ -13,12 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 REPO = Path(__file__).parents[1]
 LOGIN_PACKAGES = (
     *("click", "jinja2", "markupsafe", "rich", "pygments", "markdown_it", "mdurl"),
     *("submitit", "cloudpickle", "typing_extensions"),
 )
+
+
+# No test depends on how fast a machine is: those that run these are noisy.
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("here")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

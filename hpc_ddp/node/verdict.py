@@ -168,7 +168,8 @@ def _cause(facts: Facts) -> str:
         return "time limit"
     if facts.notices:
         # With a node silent and no stop: srun ends the rest of a step of which a task has died.
-        return "notice" if complete or facts.here("stopped") else "node lost"
+        asked = complete or facts.here("stopped") or facts.unfit
+        return "notice" if asked else "node lost"
     if facts.unfit:
         return "bad node"
     if facts.failure:
