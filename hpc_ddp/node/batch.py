@@ -58,7 +58,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     if "SLURM_ARRAY_TASK_ID" not in environ:  # an array's own id was linked at the submit
         link_job(job_id, run)
     if spec.continue_by == "resubmit":
-        continuation.queue_next_link(run, attempt, job_id, environ)
+        continuation.queue_next_link(run, attempt, environ)
     return {
         "HPC_DDP_RUN": str(run.path),
         "HPC_DDP_RESTARTS": str(restarts),
