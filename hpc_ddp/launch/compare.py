@@ -17,11 +17,21 @@ GROWN = 1e-2  # … and what may become of that in the steps of a drill
 
 # What follows from what within one step, first causes first.
 _STEP_ORDER = (
-    *("data", "random", "inputs", "loss", "gradients", "scheduler", "scaler", "optimizer"),
+    *(
+        "position",
+        "data",
+        "random",
+        "inputs",
+        "loss",
+        "gradients",
+        "scheduler",
+        "scaler",
+        "optimizer",
+    ),
     *("model", "object"),
 )
 _TIMES = ("start", "step", "epoch", "end")  # of records of the same step
-_STATE_ORDER = ("model", "optimizer", "scheduler", "scaler", "object", "random")
+_STATE_ORDER = ("position", "model", "optimizer", "scheduler", "scaler", "object", "random")
 _COMPUTED = ("loss", "gradients", "model", "optimizer")  # what the order of sums can change
 
 
@@ -36,14 +46,16 @@ class Difference:
     at_start
         the state was another one as soon as the checkpoint had been loaded
     kind, name
-        ``data``, ``random``, ``inputs``, ``loss``, ``gradients``, ``model``, ``optimizer``,
+        ``position`` (a step, or the end, at another place in the epochs), ``data``, ``random``,
+        ``inputs``, ``loss``, ``gradients``, ``model``, ``optimizer``,
         ``scheduler``, ``scaler`` or ``object``, and the script's name for it
     others
         what else differs at that moment, as kind and name
     tracked
         the script named it in `run.track`
     by
-        largest relative difference of loss and gradients in that step, None where unknown
+        largest relative difference of loss and gradients in that step; None where unknown, or
+        where something differs behind gradients that are equal: no sum is in between
     grown
         the same at the last step that both runs have, of loss and weights
     like
@@ -107,6 +119,7 @@ def first_difference(
     """
     known = _by_moment(base)
     pairs = [(known[_key(record)], record) for record in other if _key(record) in known]
+    pairs += [(at, record) for record in other if (at := _misplaced(base, known, record))]
     # By the moment first, then by rank: what comes later in time differs as a consequence.
     parted = sorted(
         (pair for pair in pairs if any(_parts_that_differ(*pair))),
@@ -125,6 +138,8 @@ def first_difference(
     b = next(b for a, b in here if first in _parts_that_differ(a, b))
     kind, _, name = first.partition(" ")
     last = max(pairs, key=lambda pair: pair[1]["step"])
+    grown = _distance([pair for pair in pairs if pair[1]["step"] == last[1]["step"]], "weights")
+    behind = kind in ("optimizer", "model") and any("gradients" in b["used"] for _, b in here)
     return Difference(
         step=b["step"],
         at_start=b["at"] == "start",
@@ -134,8 +149,8 @@ def first_difference(
         ranks=tuple(sorted(b["rank"] for a, b in here if first in _parts_that_differ(a, b))),
         others=tuple(differing[1:]),
         tracked=first not in b["untracked"],
-        by=_distance(here, "gradients"),
-        grown=_distance([pair for pair in pairs if pair[1]["step"] == last[1]["step"]], "weights"),
+        by=None if behind else _distance(here, "gradients"),
+        grown=1.0 if any(_key(a) != _key(b) for a, b in pairs) else grown,
         like=_same_data(base, b, kind),
         variables=_variables(known, pairs, b, unsteady),
     )
@@ -168,6 +183,16 @@ def _by_moment(base: Sequence[Record]) -> dict[tuple[Any, ...], Record]:
     return known
 
 
+def _misplaced(
+    base: Sequence[Record], known: Mapping[Any, Record], record: Record
+) -> Record | None:
+    """Return what to hold a step against that the undisturbed run did not do at that place."""
+    if record["at"] not in ("step", "end") or _key(record) in known:
+        return None
+    own = [each for each in base if each["rank"] == record["rank"] and each["at"] == "step"]
+    return next((each for each in own if each["step"] == record["step"]), own[-1] if own else None)
+
+
 def _moment(record: Record) -> tuple[Any, ...]:
     return record["attempt"], record["at"], *_key(record)[1:]
 
@@ -178,6 +203,9 @@ def _values(record: Record) -> dict[str, str]:
 
 def _parts_that_differ(a: Record, b: Record) -> Iterator[str]:
     """Yield kind and name of what both have, and is not the same."""
+    if _key(a) != _key(b):
+        yield "position"
+        return
     for group in ("used", "state") if b["at"] == "step" else ("state",):
         yield from (
             name for name in b[group] if a[group].get(name, b[group][name]) != b[group][name]
@@ -254,6 +282,7 @@ def call(part: str) -> str:
     """Return what a person calls a part, given as kind and name."""
     kind, _, name = part.partition(" ")
     words = {
+        "position": "the place in the epochs",
         "data": "the data",
         "inputs": "the inputs of the model",
         "random": f"the random numbers ({name}'s generator)",
@@ -313,6 +342,10 @@ def _reason(found: Difference, what: str) -> tuple[str, str]:
         )
     like = f", which are those of step {found.like}" if found.like else ""
     return {
+        "position": (
+            f"at step {step}: after a resume an epoch has more or fewer steps, or the run has",
+            "count by run.position and not by the loop: enumerate begins at 0 again in mid-epoch",
+        ),
         "data": (
             f"at step {step}{like}: what the data set yields depends on something that a resume"
             " does not bring back",
