@@ -187,16 +187,20 @@ def _end_link(
 
 
 def _keep_off(run: RunFolder, job_id: str) -> None:
-    """Keep a job that waits off the nodes that lately were to blame, where others are left."""
-    nodes = _kept_off(run)
-    if not nodes:
+    """Keep a job that waits off the nodes that lately were to blame, where others are left.
+
+    It is kept off no more where the day is over: Slurm's list would stay.
+    """
+    if not any(event.get("bad_nodes") for event in run.events()):
         return
+    nodes = _kept_off(run)
     try:
-        slurm.exclude(job_id, nodes)
+        slurm.exclude(job_id, nodes or _spec_exclude(run))
     except HpcDdpError as error:
         say(error.message)
     else:
-        say(f"kept off for a day: {', '.join(nodes)}")
+        if nodes:
+            say(f"kept off for a day: {', '.join(nodes)}")
 
 
 def _kept_off(run: RunFolder) -> list[str]:
