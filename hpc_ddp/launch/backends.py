@@ -201,14 +201,17 @@ def start(prepared: Prepared) -> Started:
     try:
         render(prepared)
         run.cancelled.unlink(missing_ok=True)  # whoever starts it wants it to run
-        attempts = len(run.attempts())
-        journal.write("submitted", backend=spec.backend, script=spec.script, first_attempt=attempts)
+        asked: dict[str, Any] = {"backend": spec.backend, "script": spec.script}
+        asked["first_attempt"] = len(run.attempts())
         started = BACKENDS[spec.backend].start(prepared)
     except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
+        journal.write("submitted", **asked)
         raise
     except HpcDdpError:
         prepared.discard()
         raise
+    # Only now: a refused one changes nothing about how the run has ended.
+    journal.write("submitted", **asked)
     if started.job_id:
         journal.write("queued", job_id=started.job_id)
         link_job(started.job_id, run)
