@@ -245,7 +245,7 @@ def test_what_can_go_on(written: Written, cause: str, kind: str, words: str) -> 
 
 def test_a_preflight_that_would_fail_on_all_nodes(written: Written) -> None:
     why = "preflight: import torch: ModuleNotFoundError: No module named 'torch'"
-    found = written.attempt(0).verdict("failed", "give up", 1, why=why).explain()
+    found = written.attempt(0).verdict("failed", "give up", why=why).explain()
     assert (found.kind, found.hint[:8]) == ("bad environment", "--python")
     assert "its preflight failed: import torch" in found.text
     assert "given up" not in found.text
