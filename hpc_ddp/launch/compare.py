@@ -62,6 +62,8 @@ class Difference:
         the step of the undisturbed run that consumed the same data
     variables
         of the script, by name: value in the undisturbed run, and here
+    drifted
+        an attempt before this one had parted from the undisturbed run already
     """
 
     step: int
@@ -76,6 +78,7 @@ class Difference:
     grown: float | None = None
     like: int | None = None
     variables: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    drifted: bool = False
 
     @property
     def is_rounding(self) -> bool:
@@ -84,7 +87,7 @@ class Difference:
             not self.at_start
             and self.kind in _COMPUTED
             and self.by is not None
-            and self.by <= ROUNDING
+            and self.by <= (GROWN if self.drifted else ROUNDING)
             and (self.grown or 0.0) <= GROWN
         )
 
@@ -106,7 +109,10 @@ def attempt(records: Sequence[Record], number: int) -> list[Record]:
 
 
 def first_difference(
-    base: Sequence[Record], other: Sequence[Record], unsteady: frozenset[str] = frozenset()
+    base: Sequence[Record],
+    other: Sequence[Record],
+    unsteady: frozenset[str] = frozenset(),
+    earlier: Sequence[Record] = (),
 ) -> Difference | None:
     """Return where the records of one attempt leave those of the undisturbed run, if they do.
 
@@ -116,9 +122,16 @@ def first_difference(
         of all ranks; `other` of one attempt
     unsteady
         names of variables that differ between any two runs: clocks, say
+    earlier
+        of the attempts before `other`: one of them has saved what `other` begins with, which is
+        not the undisturbed run's any more where sums were rounded in another way
     """
     known = _by_moment(base)
+    saved = _by_moment(sorted(earlier, key=lambda record: -record["attempt"]))
     pairs = [(known[_key(record)], record) for record in other if _key(record) in known]
+    starts = [(a, saved.get(_key(b), a)) for a, b in pairs if b["at"] == "start"]
+    drifted = any(a["state"] != own["state"] for a, own in starts)
+    pairs = [(saved.get(_key(b), a) if b["at"] == "start" else a, b) for a, b in pairs]
     pairs += [(at, record) for record in other if (at := _misplaced(base, known, record))]
     # By the moment first, then by rank: what comes later in time differs as a consequence.
     parted = sorted(
@@ -153,6 +166,7 @@ def first_difference(
         grown=1.0 if any(_key(a) != _key(b) for a, b in pairs) else grown,
         like=_same_data(base, b, kind),
         variables=_variables(known, pairs, b, unsteady),
+        drifted=drifted,
     )
 
 

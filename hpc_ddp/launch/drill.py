@@ -250,7 +250,8 @@ class _Drill:
             events = [e for e in run.events() if e["attempt"] == number]
             records = compare.attempt(self._records(run), number)
             restored = last_event(events, "restored") or {"step": None, "passed_over": []}
-            found = compare.first_difference(base, records, unsteady)
+            earlier = [r for r in self._records(run) if r["attempt"] < number]
+            found = compare.first_difference(base, records, unsteady, earlier)
             broke = self._broke(run, number, code, disturbance, restored, its_plan)
             least = (None, points.stop, points.save, None)[number]
             if not broke and least and restored["step"] < least:

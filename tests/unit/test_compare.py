@@ -232,3 +232,23 @@ def test_weights_that_differ_behind_equal_gradients_are_not_rounding() -> None:
     found = first_difference(BASE, again)
     assert found is not None
     assert (found.kind, found.is_rounding) == ("optimizer", False)
+
+
+def test_an_attempt_begins_with_what_the_one_before_has_saved() -> None:
+    first = run(*range(7, 20), attempt=1)
+    for k in range(1, len(first)):
+        first[k] = but(first[k], "used", gradients=f"rounded{k}")
+        first[k] = but(first[k], "state", model_model=f"rounded{k}")
+        first[k] = but(first[k], "values", loss=first[k]["values"]["loss"] * (1 + 1e-6))
+    found = first_difference(BASE, first)
+    assert found is not None
+    assert found.is_rounding
+    second = [{**each, "attempt": 2} for each in first[5:]]
+    second[0] = {**second[0], "at": "start", "used": {}, "values": {}}
+    found = first_difference(BASE, second, earlier=first)
+    assert found is not None
+    assert (found.at_start, found.is_rounding) == (False, True)
+    second[0] = but(second[0], "state", optimizer_optimizer="new")
+    found = first_difference(BASE, second, earlier=first)
+    assert found is not None
+    assert (found.at_start, found.kind, found.is_rounding) == (True, "optimizer", False)
