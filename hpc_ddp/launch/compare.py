@@ -259,11 +259,11 @@ def call(part: str) -> str:
         "random": f"the random numbers ({name}'s generator)",
         "loss": "the loss",
         "gradients": "the gradients",
-        "model": f"the weights of {name}",
-        "scaler": f"the gradient scaler {name}",
-        "object": name,
+        "model": f"the weights of `{name}`",
+        "scaler": f"the gradient scaler `{name}`",
+        "object": f"`{name}`",
     }
-    return words.get(kind, f"the {kind} {name}")
+    return words.get(kind, f"the {kind} `{name}`")
 
 
 def rounding(found: Difference) -> str:
