@@ -302,11 +302,11 @@ def call(part: str) -> str:
         "random": f"the random numbers ({name}'s generator)",
         "loss": "the loss",
         "gradients": "the gradients",
-        "model": f"the weights of {name}",
-        "scaler": f"the gradient scaler {name}",
-        "object": name,
+        "model": f"the weights of `{name}`",
+        "scaler": f"the gradient scaler `{name}`",
+        "object": f"`{name}`",
     }
-    return words.get(kind, f"the {kind} {name}")
+    return words.get(kind, f"the {kind} `{name}`")
 
 
 def rounding(found: Difference) -> str:
@@ -334,7 +334,8 @@ def explain(found: Difference, steady: bool, before: str) -> tuple[str, str]:
         )
     why, hint = _reason(found, what)
     also = f" Differing too: {', '.join(map(call, found.others[:3]))}." if found.others else ""
-    own = [f"{n} ({b}, was {a})" for n, (a, b) in list(found.variables.items())[:4]]
+    variables = list(found.variables.items())[:4]
+    own = [n if a == b else f"{n} ({b}, was {a})" for n, (a, b) in variables]  # a generator, say
     if own and found.kind in ("data", "inputs", "loss", "gradients", "random"):
         also = f" Variables of the script that are not what they were: {', '.join(own)}."
     verb = "differ" if found.kind in _PLURAL else "differs"

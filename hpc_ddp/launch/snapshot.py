@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, Pa
     """
     root = _work_tree(script)
     if root:
-        names = _git_files(root)
+        names = _git_files(root, run.root)
     else:
         root = script.parent
         names = _plain_files(root, run.root)
@@ -80,8 +81,12 @@ def _work_tree(script: Path) -> Path | None:
     return root if script.is_relative_to(root) else None  # reached through a link: take the folder
 
 
-def _git_files(root: Path) -> Iterator[str]:
+def _git_files(root: Path, runs: Path) -> Iterator[str]:
+    """Return tracked files, and untracked ones but for ignored ones and the runs."""
     argv = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    if runs.is_relative_to(root) and runs != root:
+        pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
+        argv.append(f"--exclude=/{pattern}/")
     done = subprocess.run(argv, capture_output=True, check=True)
     return (os.fsdecode(name) for name in done.stdout.split(b"\0") if name)
 

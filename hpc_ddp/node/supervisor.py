@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -322,7 +322,7 @@ class Supervisor:
             "torn_down": self.torn_down,
             "failures": failures,
         }
-        patiently(partial(write_json, self.folder.record, record))
+        self._tell(partial(write_json, self.folder.record, record))
         if code == 0 or self.notice:
             return 0
         if not self.place.run.is_newest(self.place.attempt.number):
@@ -330,10 +330,16 @@ class Supervisor:
             # a cut link would end, for our bad exit, the later attempt's step.
             return 0
         if not self.torn_down:
-            patiently(partial(self.place.attempt.failed.write_text, self.place.node))
+            self._tell(partial(self.place.attempt.failed.write_text, self.place.node))
         if not self.place.attempt.port_taken.exists():
             self._wait_for_peers()
         return 1
+
+    def _tell(self, write: Callable[[], object]) -> None:
+        try:
+            patiently(write)
+        except OSError as error:  # the verdict will say that nothing was heard of this node
+            print(f"hpc-ddp: {self.place.node} can't tell how it ended: {error}", file=sys.stderr)
 
     def _failures(self, code: int) -> list[dict[str, Any]]:
         told = read_json(self.folder.path / "failures.json")
@@ -359,7 +365,11 @@ class Supervisor:
 
 
 def main(command: list[str]) -> int:
-    return Supervisor(Place.from_env(dict(os.environ)), command).run()
+    try:
+        return Supervisor(Place.from_env(dict(os.environ)), command).run()
+    except OSError as error:
+        print(f"hpc-ddp: the run's folder can't be used here: {error}", file=sys.stderr)
+        return 1
 
 
 def submitit_main(command: list[str]) -> None:

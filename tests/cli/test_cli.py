@@ -133,7 +133,9 @@ def test_snapshot_of_a_git_tree(run_cli: Cli, project: Path) -> None:
     for name in ("ignored", "kept", "with space é"):
         (project / name).write_text(name)
     (project / "link").symlink_to("kept")
-    told = json.loads(run_cli("render", "--json", "train.py").stdout)
+    (project / "my runs" / "old").mkdir(parents=True)
+    (project / "my runs" / "old" / "checkpoint").write_text("not code, though nobody ignores it")
+    told = json.loads(run_cli("render", "--json", "--runs-dir", "my runs", "train.py").stdout)
     code = Path(told["run"], "code", "0")
     names = {path.name for path in code.iterdir()}
     assert names == {".gitignore", "kept", "link", "train.py", "with space é"}

@@ -64,8 +64,8 @@ def test_a_script_without_anything_of_ours(drilled: Callable[[str], tuple[Done, 
 @pytest.mark.parametrize(
     ("name", "verdict", "words"),
     [
-        ("no_optimizer", "wrong", "the optimizer optimizer differs first, when the run goes on"),
-        ("no_scheduler", "wrong", "the scheduler scheduler differs first, when the run goes on"),
+        ("no_optimizer", "wrong", "the optimizer `optimizer` differs first, when the run goes on"),
+        ("no_scheduler", "wrong", "the scheduler `scheduler` differs first, when the run goes on"),
         ("late_scheduler", "wrong", "a step of it was lost or made twice"),
         ("own_generator", "wrong", "the data differ first"),
         ("own_average", "wrong", "the loss differs first"),

@@ -74,13 +74,14 @@ def test_a_cancel_within_the_grace_time_of_a_partition_that_cancels(
 
 @pytest.mark.soak
 @pytest.mark.row(
-    "preemption, PreemptParameters=send_user_signal", promise="goes on at the next step"
+    "preemption, the site sends the warning signal for it (send_user_signal)",
+    promise="goes on at the next step",
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_site_that_sends_the_warning_signal_at_a_preemption(
     hpc: Hpc, settings: Cluster, undisturbed: Job, backend: str
 ) -> None:
-    settings.reconfigure(extra="PreemptParameters=send_user_signal\n")
+    settings.reconfigure(extra="SlurmctldParameters=preempt_send_user_signal\n")
     job = hpc.submit("--backend", backend, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
     job.at_step(20)
     job.preempt()

@@ -65,7 +65,7 @@ def test_state_that_is_lost_shows_when_the_loop_begins() -> None:
     assert found.others == ("scheduler scheduler",)
     assert not found.is_rounding
     why, hint = explain(found, True, "stopped")
-    assert "After it was stopped, the optimizer optimizer differs first" in why
+    assert "After it was stopped, the optimizer `optimizer` differs first" in why
     assert "run.track does not name it" in why
     assert hint == "run.track(…, optimizer=optimizer)"
 
