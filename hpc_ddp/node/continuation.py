@@ -50,6 +50,12 @@ def own_id(environ: dict[str, str]) -> str:
 # --- at the start of an attempt ------------------------------------------------------------
 
 
+def is_link(run: RunFolder, job_id: str) -> bool:
+    """Tell whether a job was queued by the job before it, and not by a person."""
+    links = (read_json(attempt.path / "next.json").get("job_id") for attempt in run.attempts())
+    return job_id in links
+
+
 def check_wanted(run: RunFolder, restarts: int, is_link: bool) -> None:
     """Refuse to start what was cancelled or given up; a first start is a wish to go on.
 
@@ -85,7 +91,6 @@ def queue_next_link(run: RunFolder, attempt: AttemptFolder, environ: dict[str, s
 
     It is done at the start of each link: at the end nobody may be left to do it.
     """
-    env = dict(environ, HPC_DDP_LINK="1")
     options = [f"--dependency=afterany:{own_id(environ)}"]
     kept_off = _kept_off(run)
     if kept_off:
@@ -95,7 +100,9 @@ def queue_next_link(run: RunFolder, attempt: AttemptFolder, environ: dict[str, s
     if task:
         options.append(f"--array={task}")
     try:
-        link = slurm.sbatch(whole.script, env, *options, known=[*whole.job_ids(), *run.job_ids()])
+        link = slurm.sbatch(
+            whole.script, environ, *options, known=[*whole.job_ids(), *run.job_ids()]
+        )
     except HpcDdpError as error:
         say(f"the next job of the chain could not be queued: {error.message}")
         return None

@@ -194,9 +194,9 @@ def _why_not_again(facts: Facts, cause: str) -> str | None:
             return f"the preflights of {len(row) + 1} attempts in a row have failed"
     if cause == "node lost" and facts.step is None:
         # Maybe no node was lost, and nothing can start here: a wrong --python, a full disk.
-        silent = sum(v["cause"] == cause and v.get("step") is None for v in again)
-        if silent >= spec.max_failures:
-            return f"nothing was heard of the workers in {silent + 1} attempts"
+        row = list(takewhile(_never_began, reversed(facts.verdicts)))
+        if len(row) >= spec.max_failures and not facts.lost_nodes:
+            return f"nothing was heard of the workers in {len(row) + 1} attempts"
     if cause == "node lost" and not (facts.progress or facts.lost_nodes):
         # Or it was killed for want of memory, at the same place each time.
         row = list(takewhile(_ended_silently, reversed(facts.verdicts)))
@@ -210,6 +210,12 @@ def _why_not_again(facts: Facts, cause: str) -> str | None:
     if sum(v["cause"] == cause for v in again) >= limit:
         return f"the script starts from its beginning each time, and did so {limit + 1} times"
     return None
+
+
+def _never_began(verdict: Event) -> bool:
+    """Tell whether an attempt ended without a step, and not for a node that Slurm has lost."""
+    blamed = verdict.get("bad_nodes") or verdict.get("step") is not None
+    return verdict["cause"] == "node lost" and not blamed
 
 
 def _ended_silently(verdict: Event) -> bool:
