@@ -20,6 +20,12 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
 
 PICKLE = "supervisor.pkl"
+# For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
+SRUN = """srun() {
+    command srun "$@" &
+    step=$!
+    while kill -0 $step 2>/dev/null; do wait $step || :; done
+}"""
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,7 @@ class SubmititBackend(SlurmBackend):
                 'job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"',
                 f'ln -sfn {PICKLE} {folder}/"${{job}}_submitted.pkl"',
                 'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',
+                SRUN,
             ],
             teardown=[prepared.rendering.block("verdict")],
             srun_args=[
