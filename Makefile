@@ -31,7 +31,8 @@ cluster: .venv/ready
 # Every row of docs/bad-days.md, with the date's results; an hour or two. 200 kills at random
 # moments, of which `make test` does a dozen. Another HPC_DDP_SOAK_SEED, other moments.
 soak: .venv/ready
-	HPC_DDP_SOAK=200 $(BIN)/python -m pytest -m "soak or row" --results docs/bad-days/$$(date +%F).md; \
+	HPC_DDP_SOAK=200 HPC_DDP_FAULT_REPORT=docs/bad-days/faults-$$(date +%F).md \
+		$(BIN)/python -m pytest -m "soak or row" --results docs/bad-days/$$(date +%F).md; \
 		status=$$?; $(BIN)/python tests/unit/bad_days.py; exit $$status
 
 bench: .venv/ready
