@@ -272,10 +272,14 @@ class Queued:
 
 
 def queue() -> dict[str, Queued]:
-    """Return my jobs that Slurm still has, by job id, with one call."""
-    printed = _run(["squeue", "--me", "--noheader", "--format=%F|%T|%r|%N|%L", "--states=all"])
-    rows = (line.split("|") for line in printed.splitlines())
-    return {row[0]: Queued(*row[1:]) for row in rows if len(row) == 5}
+    """Return my jobs that Slurm still has, by job id, with one call.
+
+    A task of an array has an id of its own (all but the last have another than the array's).
+    """
+    printed = _run(["squeue", "--me", "--noheader", "--format=%F|%A|%T|%r|%N|%L", "--states=all"])
+    rows = [row for row in (line.split("|") for line in printed.splitlines()) if len(row) == 6]
+    found = {row[0]: Queued(*row[2:]) for row in rows}
+    return found | {row[1]: Queued(*row[2:]) for row in rows if row[1] != row[0]}
 
 
 @dataclass(frozen=True)
