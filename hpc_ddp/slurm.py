@@ -118,20 +118,27 @@ def sbatch(script: Path, env: Mapping[str, str], *options: str, known: Collectio
             return _run(argv, env=clean_env(env)).strip().split(";")[0]
         except NoAnswerError as error:
             _say_again(error)
-            found = _find_submitted(script, known)
+            found = _find_submitted(script, known, options)
             if found:
                 return found
             if time.monotonic() > give_up:
                 raise
 
 
-def _find_submitted(script: Path, known: Collection[str]) -> str | None:
-    """Return the id of a job of a script that is not among the `known` ones, if there is one."""
+def _find_submitted(
+    script: Path, known: Collection[str], options: Sequence[str] = ()
+) -> str | None:
+    """Return the id of a job of a script that is not among the `known` ones, if there is one.
+
+    Tasks of an array share the script, and each may queue a job of its own just now.
+    """
+    task = next((o.removeprefix("--array=") for o in options if o.startswith("--array=")), None)
     for _ in range(LOOKS):
         time.sleep(2)
-        printed = _patiently(["squeue", "--me", "--noheader", "--format=%F|%o", "--states=all"])
-        rows = (line.partition("|") for line in printed.splitlines())
-        found = [id for id, _, command in rows if command == str(script) and id not in known]
+        printed = _patiently(["squeue", "--me", "--noheader", "--format=%F|%K|%o", "--states=all"])
+        rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
+        mine = [id for id, of, command in rows if command == str(script) and task in (None, of)]
+        found = [id for id in mine if id not in known]
         if found:
             return max(found, key=int)
     return None

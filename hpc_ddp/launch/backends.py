@@ -20,6 +20,12 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
 
 PICKLE = "supervisor.pkl"
+# For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
+SRUN = """srun() {
+    command srun "$@" &
+    step=$!
+    while kill -0 $step 2>/dev/null; do wait $step || :; done
+}"""
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,7 @@ class SubmititBackend(SlurmBackend):
                 'job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"',
                 f'ln -sfn {PICKLE} {folder}/"${{job}}_submitted.pkl"',
                 'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',
+                SRUN,
             ],
             teardown=[prepared.rendering.block("verdict")],
             srun_args=[
@@ -201,14 +208,17 @@ def start(prepared: Prepared) -> Started:
     try:
         render(prepared)
         run.cancelled.unlink(missing_ok=True)  # whoever starts it wants it to run
-        attempts = len(run.attempts())
-        journal.write("submitted", backend=spec.backend, script=spec.script, first_attempt=attempts)
+        asked: dict[str, Any] = {"backend": spec.backend, "script": spec.script}
+        asked["first_attempt"] = len(run.attempts())
         started = BACKENDS[spec.backend].start(prepared)
     except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
+        journal.write("submitted", **asked)
         raise
     except HpcDdpError:
         prepared.discard()
         raise
+    # Only now: a refused one changes nothing about how the run has ended.
+    journal.write("submitted", **asked)
     if started.job_id:
         journal.write("queued", job_id=started.job_id)
         link_job(started.job_id, run)

@@ -17,11 +17,21 @@ GROWN = 1e-2  # … and what may become of that in the steps of a drill
 
 # What follows from what within one step, first causes first.
 _STEP_ORDER = (
-    *("data", "random", "inputs", "loss", "gradients", "scheduler", "scaler", "optimizer"),
+    *(
+        "position",
+        "data",
+        "random",
+        "inputs",
+        "loss",
+        "gradients",
+        "scheduler",
+        "scaler",
+        "optimizer",
+    ),
     *("model", "object"),
 )
 _TIMES = ("start", "step", "epoch", "end")  # of records of the same step
-_STATE_ORDER = ("model", "optimizer", "scheduler", "scaler", "object", "random")
+_STATE_ORDER = ("position", "model", "optimizer", "scheduler", "scaler", "object", "random")
 _COMPUTED = ("loss", "gradients", "model", "optimizer")  # what the order of sums can change
 
 
@@ -36,20 +46,24 @@ class Difference:
     at_start
         the state was another one as soon as the checkpoint had been loaded
     kind, name
-        ``data``, ``random``, ``inputs``, ``loss``, ``gradients``, ``model``, ``optimizer``,
+        ``position`` (a step, or the end, at another place in the epochs), ``data``, ``random``,
+        ``inputs``, ``loss``, ``gradients``, ``model``, ``optimizer``,
         ``scheduler``, ``scaler`` or ``object``, and the script's name for it
     others
         what else differs at that moment, as kind and name
     tracked
         the script named it in `run.track`
     by
-        largest relative difference of loss and gradients in that step, None where unknown
+        largest relative difference of loss and gradients in that step; None where unknown, or
+        where something differs behind gradients that are equal: no sum is in between
     grown
         the same at the last step that both runs have, of loss and weights
     like
         the step of the undisturbed run that consumed the same data
     variables
         of the script, by name: value in the undisturbed run, and here
+    drifted
+        an attempt before this one had parted from the undisturbed run already
     """
 
     step: int
@@ -64,6 +78,7 @@ class Difference:
     grown: float | None = None
     like: int | None = None
     variables: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    drifted: bool = False
 
     @property
     def is_rounding(self) -> bool:
@@ -72,7 +87,7 @@ class Difference:
             not self.at_start
             and self.kind in _COMPUTED
             and self.by is not None
-            and self.by <= ROUNDING
+            and self.by <= (GROWN if self.drifted else ROUNDING)
             and (self.grown or 0.0) <= GROWN
         )
 
@@ -94,7 +109,10 @@ def attempt(records: Sequence[Record], number: int) -> list[Record]:
 
 
 def first_difference(
-    base: Sequence[Record], other: Sequence[Record], unsteady: frozenset[str] = frozenset()
+    base: Sequence[Record],
+    other: Sequence[Record],
+    unsteady: frozenset[str] = frozenset(),
+    earlier: Sequence[Record] = (),
 ) -> Difference | None:
     """Return where the records of one attempt leave those of the undisturbed run, if they do.
 
@@ -104,9 +122,17 @@ def first_difference(
         of all ranks; `other` of one attempt
     unsteady
         names of variables that differ between any two runs: clocks, say
+    earlier
+        of the attempts before `other`: one of them has saved what `other` begins with, which is
+        not the undisturbed run's any more where sums were rounded in another way
     """
     known = _by_moment(base)
+    saved = _by_moment(sorted(earlier, key=lambda record: -record["attempt"]))
     pairs = [(known[_key(record)], record) for record in other if _key(record) in known]
+    starts = [(a, saved.get(_key(b), a)) for a, b in pairs if b["at"] == "start"]
+    drifted = any(a["state"] != own["state"] for a, own in starts)
+    pairs = [(saved.get(_key(b), a) if b["at"] == "start" else a, b) for a, b in pairs]
+    pairs += [(at, record) for record in other if (at := _misplaced(base, known, record))]
     # By the moment first, then by rank: what comes later in time differs as a consequence.
     parted = sorted(
         (pair for pair in pairs if any(_parts_that_differ(*pair))),
@@ -125,6 +151,8 @@ def first_difference(
     b = next(b for a, b in here if first in _parts_that_differ(a, b))
     kind, _, name = first.partition(" ")
     last = max(pairs, key=lambda pair: pair[1]["step"])
+    grown = _distance([pair for pair in pairs if pair[1]["step"] == last[1]["step"]], "weights")
+    behind = kind in ("optimizer", "model") and any("gradients" in b["used"] for _, b in here)
     return Difference(
         step=b["step"],
         at_start=b["at"] == "start",
@@ -134,10 +162,11 @@ def first_difference(
         ranks=tuple(sorted(b["rank"] for a, b in here if first in _parts_that_differ(a, b))),
         others=tuple(differing[1:]),
         tracked=first not in b["untracked"],
-        by=_distance(here, "gradients"),
-        grown=_distance([pair for pair in pairs if pair[1]["step"] == last[1]["step"]], "weights"),
+        by=None if behind else _distance(here, "gradients"),
+        grown=1.0 if any(_key(a) != _key(b) for a, b in pairs) else grown,
         like=_same_data(base, b, kind),
         variables=_variables(known, pairs, b, unsteady),
+        drifted=drifted,
     )
 
 
@@ -168,6 +197,16 @@ def _by_moment(base: Sequence[Record]) -> dict[tuple[Any, ...], Record]:
     return known
 
 
+def _misplaced(
+    base: Sequence[Record], known: Mapping[Any, Record], record: Record
+) -> Record | None:
+    """Return what to hold a step against that the undisturbed run did not do at that place."""
+    if record["at"] not in ("step", "end") or _key(record) in known:
+        return None
+    own = [each for each in base if each["rank"] == record["rank"] and each["at"] == "step"]
+    return next((each for each in own if each["step"] == record["step"]), own[-1] if own else None)
+
+
 def _moment(record: Record) -> tuple[Any, ...]:
     return record["attempt"], record["at"], *_key(record)[1:]
 
@@ -178,6 +217,9 @@ def _values(record: Record) -> dict[str, str]:
 
 def _parts_that_differ(a: Record, b: Record) -> Iterator[str]:
     """Yield kind and name of what both have, and is not the same."""
+    if _key(a) != _key(b):
+        yield "position"
+        return
     for group in ("used", "state") if b["at"] == "step" else ("state",):
         yield from (
             name for name in b[group] if a[group].get(name, b[group][name]) != b[group][name]
@@ -254,6 +296,7 @@ def call(part: str) -> str:
     """Return what a person calls a part, given as kind and name."""
     kind, _, name = part.partition(" ")
     words = {
+        "position": "the place in the epochs",
         "data": "the data",
         "inputs": "the inputs of the model",
         "random": f"the random numbers ({name}'s generator)",
@@ -314,6 +357,10 @@ def _reason(found: Difference, what: str) -> tuple[str, str]:
         )
     like = f", which are those of step {found.like}" if found.like else ""
     return {
+        "position": (
+            f"at step {step}: after a resume an epoch has more or fewer steps, or the run has",
+            "count by run.position and not by the loop: enumerate begins at 0 again in mid-epoch",
+        ),
         "data": (
             f"at step {step}{like}: what the data set yields depends on something that a resume"
             " does not bring back",

@@ -250,7 +250,8 @@ class _Drill:
             events = [e for e in run.events() if e["attempt"] == number]
             records = compare.attempt(self._records(run), number)
             restored = last_event(events, "restored") or {"step": None, "passed_over": []}
-            found = compare.first_difference(base, records, unsteady)
+            earlier = [r for r in self._records(run) if r["attempt"] < number]
+            found = compare.first_difference(base, records, unsteady, earlier)
             broke = self._broke(run, number, code, disturbance, restored, its_plan)
             least = (None, points.stop, points.save, None)[number]
             if not broke and least and restored["step"] < least:
@@ -352,6 +353,13 @@ class _Drill:
         for doing, disturbance in doings:
             self._say(f"disturbed: to be {doing} half-way" if doing else "now to the end")
             code = self._launch(prepared, {}, disturbance, after_s=took_s / 2)
+            if disturbance and run.finished():
+                raise UsageError(
+                    f"the script was through before it could be {doing}: this run took less than"
+                    f" half of the first one's {took_s:.0f} s",
+                    hint="the same again: torch and data are in the machine's memory now; or"
+                    " arguments with which it takes longer",
+                )
             if before:
                 report.rows.append(Row(before, survived=disturbance is not None or code == 0))
             before = doing

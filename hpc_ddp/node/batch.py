@@ -43,7 +43,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    is_link = "HPC_DDP_LINK" in environ
+    is_link = continuation.is_link(run, environ.get("SLURM_ARRAY_JOB_ID") or job_id)
     if run.finished():
         if restarts or is_link:  # Slurm may restart a job that was just through
             return None
@@ -58,7 +58,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
         link_job(job_id, run)
     if spec.continue_by == "resubmit":
-        continuation.queue_next_link(run, attempt, job_id, environ)
+        continuation.queue_next_link(run, attempt, environ)
     return {
         "HPC_DDP_RUN": str(run.path),
         "HPC_DDP_RESTARTS": str(restarts),

@@ -37,7 +37,23 @@ def ask(job_id: str) -> slurm.Job | None:
         return None
 
 
+def own_id(environ: dict[str, str]) -> str:
+    """Return what names this job and no other one, to a command that changes it.
+
+    The number of an array's last task is that of the whole array, too: a requeue by it restarts
+    all of its tasks, those that run and those that have finished.
+    """
+    task = environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else environ["SLURM_JOB_ID"]
+
+
 # --- at the start of an attempt ------------------------------------------------------------
+
+
+def is_link(run: RunFolder, job_id: str) -> bool:
+    """Tell whether a job was queued by the job before it, and not by a person."""
+    links = (read_json(attempt.path / "next.json").get("job_id") for attempt in run.attempts())
+    return job_id in links
 
 
 def check_wanted(run: RunFolder, restarts: int, is_link: bool) -> None:
@@ -49,7 +65,7 @@ def check_wanted(run: RunFolder, restarts: int, is_link: bool) -> None:
         nobody wants this attempt
     """
     if not restarts and not is_link:
-        run.cancelled.unlink(missing_ok=True)
+        run.cancelled.resolve().unlink(missing_ok=True)  # a task has a link to its array's mark
     elif run.cancelled.exists() or (is_link and _chain_has_ended(run)):
         raise HpcDdpError(f"run {run.path} was cancelled, or given up")
 
@@ -70,24 +86,23 @@ def _chain_has_ended(run: RunFolder) -> bool:
     return job is not None and job.state == "CANCELLED"
 
 
-def queue_next_link(
-    run: RunFolder, attempt: AttemptFolder, job_id: str, environ: dict[str, str]
-) -> str | None:
+def queue_next_link(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> str | None:
     """Queue the chain's next job and return its id, None where that was refused.
 
     It is done at the start of each link: at the end nobody may be left to do it.
     """
-    env = dict(environ, HPC_DDP_LINK="1")
-    options = [f"--dependency=afterany:{job_id}"]
+    options = [f"--dependency=afterany:{own_id(environ)}"]
     kept_off = _kept_off(run)
     if kept_off:
         options.append(f"--exclude={','.join(kept_off)}")
     task = environ.get("SLURM_ARRAY_TASK_ID")
-    whole = RunFolder(run.path.parent) if task else run  # an array's script is that of all tasks
+    whole = _whole(run)
     if task:
         options.append(f"--array={task}")
     try:
-        link = slurm.sbatch(whole.script, env, *options, known=[*whole.job_ids(), *run.job_ids()])
+        link = slurm.sbatch(
+            whole.script, environ, *options, known=[*whole.job_ids(), *run.job_ids()]
+        )
     except HpcDdpError as error:
         say(f"the next job of the chain could not be queued: {error.message}")
         return None
@@ -103,7 +118,6 @@ def go_on(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts, decided: Verdict
 ) -> int:
     """Do what was decided, and return the exit code for the batch script."""
-    job_id = environ["SLURM_JOB_ID"]
     if facts.spec.continue_by == "resubmit":
         return _end_link(run, attempt, environ, facts, decided)
     if decided.action == "requeue":
@@ -112,17 +126,19 @@ def go_on(
             return CAN_GO_ON
         return _requeue(run, attempt, environ, facts)
     if decided.cause == "superseded" and facts.bad_nodes and run.is_newest(facts.attempt):
-        _keep_off(run, job_id)  # Slurm itself has requeued it, for the node that it has lost
+        # Slurm itself has requeued it, for the node that it has lost.
+        _keep_off(run, own_id(environ))
     return decided.exit_code
 
 
 def _requeue(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts) -> int:
     """Requeue the job, if it still is ours to requeue; Slurm then ends the batch shell, too."""
-    job_id = environ["SLURM_JOB_ID"]
+    job_id = own_id(environ)
     give_up = time.monotonic() + REQUEUE_PATIENCE_S
     while time.monotonic() < give_up:
         job = ask(job_id)
         if job is None:
+            time.sleep(PAUSE_S)
             continue
         if job.restarts != facts.restarts or not run.is_newest(facts.attempt):
             say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
@@ -147,7 +163,7 @@ def _requeue(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], fa
 
 def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> int:
     """Go on as a new job, where the site does not permit the requeue of this one."""
-    link = queue_next_link(run, attempt, environ["SLURM_JOB_ID"], environ)
+    link = queue_next_link(run, attempt, environ)
     if link is None:
         return _left_to_the_user(run)
     say(f"it goes on as job {link}")
@@ -167,7 +183,7 @@ def _end_link(
     if decided.action == "requeue":
         if link and facts.bad_nodes:
             _keep_off(run, link)
-        link = link or queue_next_link(run, attempt, environ["SLURM_JOB_ID"], environ)
+        link = link or queue_next_link(run, attempt, environ)
         return 0 if link else _left_to_the_user(run)
     if link and decided.cause != "superseded":
         try:
@@ -178,16 +194,20 @@ def _end_link(
 
 
 def _keep_off(run: RunFolder, job_id: str) -> None:
-    """Keep a job that waits off the nodes that lately were to blame, where others are left."""
-    nodes = _kept_off(run)
-    if not nodes:
+    """Keep a job that waits off the nodes that lately were to blame, where others are left.
+
+    It is kept off no more where the day is over: Slurm's list would stay.
+    """
+    if not any(event.get("bad_nodes") for event in run.events()):
         return
+    nodes = _kept_off(run)
     try:
-        slurm.exclude(job_id, nodes)
+        slurm.exclude(job_id, nodes or _spec_exclude(run))
     except HpcDdpError as error:
         say(error.message)
     else:
-        say(f"kept off for a day: {', '.join(nodes)}")
+        if nodes:
+            say(f"kept off for a day: {', '.join(nodes)}")
 
 
 def _kept_off(run: RunFolder) -> list[str]:
@@ -197,10 +217,15 @@ def _kept_off(run: RunFolder) -> list[str]:
     nodes = [*theirs, *bad]
     if not bad:
         return []
-    if not slurm.could_run(run.script, f"--exclude={','.join(nodes)}"):
+    if not slurm.could_run(_whole(run).script, f"--exclude={','.join(nodes)}"):
         say(f"not kept off, since too few other nodes are left: {', '.join(bad)}")
         return []
     return nodes
+
+
+def _whole(run: RunFolder) -> RunFolder:
+    """Return the run whose script it is: of an array's task, that of all tasks."""
+    return RunFolder(run.path.parent) if run.path.name.startswith("task-") else run
 
 
 def _bad_nodes(events: list[Event], now: float) -> list[str]:

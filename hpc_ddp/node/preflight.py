@@ -220,10 +220,12 @@ def outcome(told: All) -> dict[str, Any]:
     """
     bad = [node for node, each in told.items() if each.bad]
     checks = [{check for check, _ in each.bad} for each in told.values()]
-    # Who says nothing may have the same to say.
-    shared = set.intersection(*([each for each in checks if each != {"silent"}] or checks))
+    # Who says nothing may have the same to say, but one alone speaks for itself.
+    telling = [each for each in checks if not each or each - {"silent", "step"}]
+    alone = len(telling) < 2 <= len(told)
+    shared = set.intersection(*(checks if alone or not telling else telling))
     if len(told) == 1:  # it can't be compared with another one
-        shared &= {"torch", "ended", "scratch"}
+        shared &= {"torch", "ended", "scratch", "step"}
     if len(told) == 2:  # what is between them is not in common
         shared -= {"link", "bandwidth"}
     reasons = [f"{node}: {told[node].bad[0][1]}" for node in bad]
@@ -234,7 +236,7 @@ def outcome(told: All) -> dict[str, Any]:
     return {
         "ok": not bad,
         "bad_nodes": [] if shared else bad,
-        "hopeless": bool(shared - {"silent"}),
+        "hopeless": bool(shared - {"silent", "step"}),
         "why": "; ".join(reasons[:3]) + more,
         "report": {node: _report(told, node) for node in told},
     }
@@ -355,6 +357,8 @@ class Talk:
                 continue
             if each.ended:
                 each.bad.append(("ended", f"ended early: {each.last or 'without a word'}"))
+            elif not self._running():  # for the controller's sake, say: no fault of a node
+                each.bad.append(("step", f"srun has ended without it: {self._last or 'no word'}"))
             else:
                 said = f" ({self._last})" if self._last else ""
                 each.bad.append(
@@ -365,8 +369,10 @@ class Talk:
     def _over(self, node: str) -> bool:
         """Tell whether no more is to be expected of a node."""
         each = self.told[node]
-        running = any(thread.is_alive() for thread in self._readers) or not self._lines.empty()
-        return each.ended or not running or "torch" in dict(each.bad)
+        return each.ended or not self._running() or "torch" in dict(each.bad)
+
+    def _running(self) -> bool:
+        return any(thread.is_alive() for thread in self._readers) or not self._lines.empty()
 
     def _take(self, command: Command, line: str | None) -> None:
         if line is None:

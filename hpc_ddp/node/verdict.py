@@ -10,7 +10,8 @@ preempted      requeue, without bound unless ``max_requeues`` is given
 time limit     the same, while attempts make progress
 notice         the same (somebody asked the job to stop, and it can go on)
 bad node       the same, at most ``max_failures`` times in a row (a preflight has failed)
-node lost      the same (a node ended without a word), while workers come to life
+node lost      the same (a node ended without a word), while workers come to life and,
+               where Slurm knows of no lost node, save something new
 unfinished     give up, as failed: the script left its loop and did not call run.finish()
 failed         requeue up to ``max_failures`` times where it may help, else give up
 =============  ==========================================================================
@@ -193,9 +194,14 @@ def _why_not_again(facts: Facts, cause: str) -> str | None:
             return f"the preflights of {len(row) + 1} attempts in a row have failed"
     if cause == "node lost" and facts.step is None:
         # Maybe no node was lost, and nothing can start here: a wrong --python, a full disk.
-        silent = sum(v["cause"] == cause and v.get("step") is None for v in again)
-        if silent >= spec.max_failures:
-            return f"nothing was heard of the workers in {silent + 1} attempts"
+        row = list(takewhile(_never_began, reversed(facts.verdicts)))
+        if len(row) >= spec.max_failures and not facts.lost_nodes:
+            return f"nothing was heard of the workers in {len(row) + 1} attempts"
+    if cause == "node lost" and not (facts.progress or facts.lost_nodes):
+        # Or it was killed for want of memory, at the same place each time.
+        row = list(takewhile(_ended_silently, reversed(facts.verdicts)))
+        if facts.is_ours and len(row) >= spec.max_failures:
+            return f"{len(row) + 1} attempts in a row ended so, without a newer checkpoint"
     if cause != "time limit":
         return None
     if facts.is_ours:
@@ -204,6 +210,18 @@ def _why_not_again(facts: Facts, cause: str) -> str | None:
     if sum(v["cause"] == cause for v in again) >= limit:
         return f"the script starts from its beginning each time, and did so {limit + 1} times"
     return None
+
+
+def _never_began(verdict: Event) -> bool:
+    """Tell whether an attempt ended without a step, and not for a node that Slurm has lost."""
+    blamed = verdict.get("bad_nodes") or verdict.get("step") is not None
+    return verdict["cause"] == "node lost" and not blamed
+
+
+def _ended_silently(verdict: Event) -> bool:
+    """Tell whether an attempt took steps, saved nothing, and lost a node that Slurm has not."""
+    excused = verdict.get("progress") or verdict.get("bad_nodes") or verdict.get("step") is None
+    return verdict["cause"] == "node lost" and not excused
 
 
 def _why_no_retry(facts: Facts) -> str | None:

@@ -20,7 +20,7 @@ from hpc_ddp.report.reasons import in_words
 from hpc_ddp.report.status import age
 from hpc_ddp.run import goodput
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import is_finished, last_event
+from hpc_ddp.run.journal import Event, is_finished, last_event
 
 WIDTH = 100  # of the paragraph, in characters
 QUIET_S = 600.0  # a running job that has said nothing for so long may hang
@@ -249,7 +249,8 @@ def _ended(facts: Facts) -> Explanation:
         text = f"{found.text} It can go on, but nobody has requeued it."
         return replace(found, text=text, hint=facts.again)
     why = text_of(verdict or {}, "why")
-    if verdict and text_of(verdict, "action") == "give up" and found.kind not in _GIVEN_UP:
+    told = found.kind in _GIVEN_UP or _is_hopeless(verdict or {})
+    if verdict and text_of(verdict, "action") == "give up" and not told:
         found = replace(found, text=f"{found.text} It was given up: {why.rpartition('; ')[2]}.")
     return found
 
@@ -263,6 +264,12 @@ def _had_ended(facts: Facts) -> bool:
 _GIVEN_UP = ("no progress", "unfinished")  # they say so themselves
 
 
+def _is_hopeless(verdict: Event) -> bool:
+    """Tell whether a preflight has found what would be the same on other nodes."""
+    why = text_of(verdict, "why")
+    return text_of(verdict, "cause") == "failed" and why.startswith("preflight: ")
+
+
 def _end(facts: Facts) -> Explanation:
     """Explain the end of the newest attempt; the text is what a sentence on it goes on with."""
     verdict = facts.verdict or {}
@@ -270,6 +277,8 @@ def _end(facts: Facts) -> Explanation:
     cause = text_of(verdict, "cause") or _BY_STATE.get(state, "")
     if "without a newer checkpoint" in text_of(verdict, "why"):
         return _no_progress(facts, cause)
+    if cause == "bad node" or _is_hopeless(verdict):
+        return _unfit(facts, verdict)
     if cause == "failed" and "node" not in verdict:
         text = "left its training loop, but the script ended without run.finish()."
         return Explanation("unfinished", text, f"call run.finish() at its end; then {facts.again}")
@@ -277,12 +286,6 @@ def _end(facts: Facts) -> Explanation:
         return _failed(facts, facts.failure)
     if cause == "time limit":
         return _time_limit(facts)
-    if cause == "bad node":
-        found = text_of(verdict, "why").removeprefix("preflight: ")
-        if text_of(verdict, "action") == "give up":  # what follows is told by the caller
-            found = found.rpartition("; ")[0]
-        text = f"began no training, since its preflight failed: {found}."
-        return Explanation("bad node", text, facts.again)
     if cause in _PLAIN:
         kind, words = _PLAIN[cause]
         return Explanation(kind, words.format(at=_at(facts)), facts.again)
@@ -294,6 +297,18 @@ _PLAIN = {
     "notice": ("stopped", "was asked to stop{at}, and did."),
     "cancelled": ("cancelled", "was cancelled{at}."),
 }
+
+
+def _unfit(facts: Facts, verdict: Event) -> Explanation:
+    found, kind, hint = text_of(verdict, "why").removeprefix("preflight: "), "bad node", facts.again
+    if _is_hopeless(verdict):
+        known = recognise(found.removesuffix(" (the same on all nodes)"))
+        if known:
+            kind, hint = known[0].kind, _hint(facts, known[0].hint, known[1])
+    elif text_of(verdict, "action") == "give up":  # what follows is told by the caller
+        found = found.rpartition("; ")[0]
+    text = f"began no training, since its preflight failed: {found}."
+    return Explanation(kind, text, hint)
 
 
 def _time_limit(facts: Facts) -> Explanation:

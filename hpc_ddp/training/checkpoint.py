@@ -240,7 +240,7 @@ class Checkpoints:
         for rank, answer in enumerate(answers):
             if isinstance(answer, str):
                 storage.remove(made)
-                if any(word in answer for word in NO_ROOM):
+                if any(word in answer for word in NO_ROOM) and self._run.is_newest(self._attempt):
                     self._prune(content, Keep(storage.LEAST))  # room for the next try
                 return _FAILED, f"rank {rank}: {answer}"
             files |= answer.files

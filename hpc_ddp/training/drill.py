@@ -32,6 +32,7 @@ from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training import randomness
 from hpc_ddp.training.loader import Loader
+from hpc_ddp.training.metrics import check_values
 from hpc_ddp.training.notice import CANCELLED, NONE
 from hpc_ddp.training.parts import Parts
 from hpc_ddp.training.run import Run
@@ -93,6 +94,7 @@ class DrilledRun(Run):
         if not self.ends_step:
             return
         step = self.position.step + 1
+        check_values(values)
         self._record("step", step, values)
         here = step == self._plan.get("at")
         if here and self._plan["hold"] == "stop":

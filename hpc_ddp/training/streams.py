@@ -21,9 +21,14 @@ class _Patient(io.FileIO):
 
 
 def make_patient() -> None:
-    """Have this process's prints pass over what the disk refuses."""
+    """Have this process's prints pass over what the disk refuses.
+
+    A stream of the script's own in their place is left alone.
+    """
     for name, number in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name)
+        if old is not getattr(sys, f"__{name}__"):
+            continue
         raw: Any = _Patient(
             number, "wb", closefd=False
         )  # TextIOWrapper takes it, as `python -u` does

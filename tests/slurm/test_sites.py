@@ -62,15 +62,16 @@ def test_one_of_an_array_is_preempted(
     tasks = [Job(cluster, "", RunFolder(array.run.path / f"task-{n}")) for n in range(4)]
     for task in tasks:
         task.id = task.event("started")["job_id"]
-    tasks[2].at_step(10)
-    tasks[2].preempt()
+    # The last one: its number is that of the array, too.
+    tasks[3].at_step(10)
+    tasks[3].preempt()
     for task in tasks:
         assert task.end(600) == "COMPLETED", task.output()
         assert same_weights(task, walked)
     preempted = [("preempted", "requeue"), ("finished", "none")]
     fates = [task.verdicts() for task in tasks]
-    assert fates == [preempted if n == 2 else preempted[1:] for n in range(4)]
-    assert in_one_go(tasks[2])
+    assert fates == [preempted if n == 3 else preempted[1:] for n in range(4)]
+    assert in_one_go(tasks[3])
 
 
 @pytest.mark.soak

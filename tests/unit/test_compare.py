@@ -205,3 +205,50 @@ def test_the_report_is_a_table_and_a_verdict() -> None:
     wrong = Report("/a/train.py", Path("/runs"), verdict="wrong", why="Why.", hint="do")
     assert wrong.text().endswith("train.py does NOT resume right. Why.\nhint: do")
     assert wrong.to_dict()["folder"] == "/runs"
+
+
+def test_steps_at_another_place_in_the_epochs_are_a_difference() -> None:
+    again = run(*range(7, 20), attempt=1)
+    again[8:] = [{**each, "epoch": 1, "samples": 0} for each in again[8:]]
+    found = first_difference(BASE, again)
+    assert found is not None
+    assert (found.kind, found.step, found.is_rounding) == ("position", 15, False)
+    assert "the place in the epochs differs first, at step 15" in explain(found, True, "killed")[0]
+
+
+def test_more_steps_than_in_the_undisturbed_run_are_a_difference() -> None:
+    found = first_difference(BASE, [*run(*range(7, 20), attempt=1), record(20, attempt=1)])
+    assert found is not None
+    assert (found.kind, found.step) == ("position", 20)
+    ended = [*run(*range(7, 12), attempt=1), record(11, "end", attempt=1, epoch=1, samples=0)]
+    early = first_difference(BASE, ended)
+    assert early is not None
+    assert early.kind == "position"
+
+
+def test_weights_that_differ_behind_equal_gradients_are_not_rounding() -> None:
+    again = run(*range(7, 20), attempt=1)
+    again[3] = but(again[3], "state", optimizer_optimizer="other rate", model_model="so")
+    found = first_difference(BASE, again)
+    assert found is not None
+    assert (found.kind, found.is_rounding) == ("optimizer", False)
+
+
+def test_an_attempt_begins_with_what_the_one_before_has_saved() -> None:
+    first = run(*range(7, 20), attempt=1)
+    for k in range(1, len(first)):
+        first[k] = but(first[k], "used", gradients=f"rounded{k}")
+        first[k] = but(first[k], "state", model_model=f"rounded{k}")
+        first[k] = but(first[k], "values", loss=first[k]["values"]["loss"] * (1 + 1e-6))
+    found = first_difference(BASE, first)
+    assert found is not None
+    assert found.is_rounding
+    second = [{**each, "attempt": 2} for each in first[5:]]
+    second[0] = {**second[0], "at": "start", "used": {}, "values": {}}
+    found = first_difference(BASE, second, earlier=first)
+    assert found is not None
+    assert (found.at_start, found.is_rounding) == (False, True)
+    second[0] = but(second[0], "state", optimizer_optimizer="new")
+    found = first_difference(BASE, second, earlier=first)
+    assert found is not None
+    assert (found.at_start, found.kind, found.is_rounding) == (True, "optimizer", False)

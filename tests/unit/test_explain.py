@@ -243,6 +243,16 @@ def test_what_can_go_on(written: Written, cause: str, kind: str, words: str) -> 
     assert found.hint == f"hpc-ddp submit --run {written.run.path}"
 
 
+def test_a_preflight_that_would_fail_on_all_nodes(written: Written) -> None:
+    why = "preflight: import torch: ModuleNotFoundError: No module named 'torch'"
+    found = written.attempt(0).verdict("failed", "give up", why=why).explain()
+    assert (found.kind, found.hint[:8]) == ("bad environment", "--python")
+    assert "its preflight failed: import torch" in found.text
+    assert "given up" not in found.text
+    why = "preflight: 2 GPUs in place of 4 (by nvidia-smi and device files) (the same on all nodes)"
+    assert written.attempt(1).verdict("failed", "give up", 1, why=why).explain().kind == "bad node"
+
+
 def test_a_node_that_failed_its_preflight(written: Written) -> None:
     why = "preflight: n2 has 3 of 4 GPUs"
     written.attempt(0).verdict("bad node", "requeue", why=why, bad_nodes=["n2"])

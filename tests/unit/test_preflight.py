@@ -157,6 +157,23 @@ def test_what_all_have_in_common_is_no_nodes_fault() -> None:
     assert (found["bad_nodes"], found["hopeless"]) == ([], False)
 
 
+def test_one_bad_node_and_a_silent_one_have_nothing_in_common() -> None:
+    told = _told(2)
+    told["a"].bad.append(("gpus", "nvidia-smi: broken"))
+    told["b"].bad.append(("silent", "no word"))
+    found = outcome(told)
+    assert (found["bad_nodes"], found["hopeless"]) == (["a", "b"], False)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_step_that_does_not_start_is_no_nodes_fault(count: int) -> None:
+    told = _told(count)
+    for each in told.values():
+        each.bad.append(("step", "srun has ended without it: Socket timed out"))
+    found = outcome(told)
+    assert (found["bad_nodes"], found["hopeless"]) == ([], False)
+
+
 def test_one_node_alone_is_bad_where_another_may_be_better() -> None:
     told = _told(1)
     told["a"].bad.append(("tmpdir", "full"))

@@ -222,6 +222,21 @@ def test_what_never_starts_is_not_a_lost_node_for_ever() -> None:
     assert _decide(records=(), attempt=3, events=stepped).action == "requeue"
 
 
+def test_what_is_killed_again_and_again_with_nothing_saved_is_given_up() -> None:
+    lost = {"cause": "node lost", "action": "requeue", "step": 50, "progress": False}
+    before = [_event("verdict", k, **lost, bad_nodes=[]) for k in range(3)]
+    stepped = [*before, _event("first_step", 3, step=1)]
+    verdict = _decide(records=(), attempt=3, events=stepped)
+    assert verdict.action == "give up"
+    assert "without a newer checkpoint" in verdict.why
+    saved = [*stepped, _event("checkpoint", 3, step=40)]
+    assert _decide(records=(), attempt=3, events=saved).action == "requeue"
+    assert _decide(records=(), attempt=3, events=stepped, lost_nodes=("n1",)).action == "requeue"
+    known = [_event("verdict", k, **lost, bad_nodes=["n1"]) for k in range(3)]
+    again = [*known, _event("first_step", 3, step=1)]
+    assert _decide(records=(), attempt=3, events=again).action == "requeue"
+
+
 def test_what_we_killed_ourselves_is_not_the_cause() -> None:
     torn_down = {**_record("n2", code=-9), "torn_down": "n1"}
     verdict = _decide(records=(_record("n1", code=3), torn_down), events=())
