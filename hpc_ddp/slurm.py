@@ -71,8 +71,19 @@ def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
         said = re.sub(rf"^{argv[0]}: (error: )?", "", said, flags=re.M).replace("\n", "; ")
         if _NO_ANSWER.search(said):
             raise NoAnswerError(f"{argv[0]} got no answer: {said}", hint="scontrol ping")
-        raise HpcDdpError(f"{argv[0]} refused: {said}", hint=f"see `man {argv[0]}`")
+        hint = next((hint for word, hint in _HINTS.items() if word in said), f"man {argv[0]}")
+        raise HpcDdpError(f"{argv[0]} refused: {said}", hint=hint)
     return done.stdout
+
+
+_HINTS = {  # what to look at, by what Slurm says of a job that it refuses
+    "nvalid partition": "sinfo -s shows the partitions",
+    "node configuration": "sinfo -o '%P %D %c %m %G' shows nodes, CPUs, MB and GPUs by partition",
+    "nvalid account": "sacctmgr show associations user=$USER shows your accounts and partitions",
+    "nvalid qos": "sacctmgr show associations user=$USER format=account,partition,qos shows yours",
+    "nvalid feature": "sinfo -o '%P %f' shows the features that --constraint takes",
+    "nvalid node name": "sinfo -N shows the nodes",
+}
 
 
 def _patiently(argv: Sequence[str]) -> str:
@@ -279,10 +290,14 @@ class Queued:
 
 
 def queue() -> dict[str, Queued]:
-    """Return my jobs that Slurm still has, by job id, with one call."""
-    printed = _run(["squeue", "--me", "--noheader", "--format=%F|%T|%r|%N|%L", "--states=all"])
-    rows = (line.split("|") for line in printed.splitlines())
-    return {row[0]: Queued(*row[1:]) for row in rows if len(row) == 5}
+    """Return my jobs that Slurm still has, by job id, with one call.
+
+    A task of an array has an id of its own (all but the last have another than the array's).
+    """
+    printed = _run(["squeue", "--me", "--noheader", "--format=%F|%A|%T|%r|%N|%L", "--states=all"])
+    rows = [row for row in (line.split("|") for line in printed.splitlines()) if len(row) == 6]
+    found = {row[0]: Queued(*row[2:]) for row in rows}
+    return found | {row[1]: Queued(*row[2:]) for row in rows if row[1] != row[0]}
 
 
 @dataclass(frozen=True)

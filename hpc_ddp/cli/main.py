@@ -48,6 +48,11 @@ class Group(click.Group):
             if error.hint:
                 click.echo(f"hint: {error.hint}", err=True)
             ctx.exit(error.exit_code)
+        except click.NoSuchOption as error:
+            if error.ctx is None or error.ctx.allow_interspersed_args:
+                raise
+            text = f"{error.format_message()} Options of your script go after SCRIPT."
+            raise click.UsageError(text, error.ctx) from None
         except OSError as error:  # a folder that went away, a name that is too long
             if isinstance(error, BrokenPipeError):
                 raise  # click ends quietly

@@ -76,6 +76,8 @@ def continued_run(
         changed["env"] = {**spec.env, **changed["env"]}
     # The back-end is not the run's: what was tried here may go on there, and the other way round.
     changed.setdefault("backend", settings.get("backend", "slurm"))
+    if run.is_task:  # it alone goes on, and keeps its index
+        changed["array"] = run.path.name.removeprefix("task-")
     spec = replace(spec, **{key: value for key, value in changed.items() if key in names})
     if not Path(spec.script).is_file():
         raise UsageError(f"script {spec.script!r} does not exist any more", hint="name SCRIPT")

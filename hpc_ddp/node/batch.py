@@ -55,7 +55,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     is_live = partial(_is_live, job_id=job_id, restarts=restarts)
     attempt = patiently(partial(run.claim_attempt, info, is_live))
     run.journal("batch", attempt.number).write("started", nodes=nodes, **info)
-    if "SLURM_ARRAY_TASK_ID" not in environ:  # an array's own id was linked at the submit
+    if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
         link_job(job_id, run)
     if spec.continue_by == "resubmit":
         continuation.queue_next_link(run, attempt, environ)

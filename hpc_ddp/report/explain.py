@@ -242,7 +242,7 @@ def _ended(facts: Facts) -> Explanation:
     found = _end(facts)
     goes_on = verdict is not None and text_of(verdict, "action") == "requeue"
     in_queue = goes_on and facts.record is not None and facts.record.state == "CANCELLED"
-    if found.kind != "cancelled" and (facts.cancelled or in_queue):
+    if found.kind != "cancelled" and (facts.cancelled or in_queue) and not _had_ended(facts):
         text = f"was cancelled. Its last attempt {found.text}"
         return replace(found, kind="cancelled", text=text, hint=facts.again)
     if goes_on:
@@ -253,6 +253,12 @@ def _ended(facts: Facts) -> Explanation:
     if verdict and text_of(verdict, "action") == "give up" and not told:
         found = replace(found, text=f"{found.text} It was given up: {why.rpartition('; ')[2]}.")
     return found
+
+
+def _had_ended(facts: Facts) -> bool:
+    """Tell whether it had been given up already, and was not submitted again since."""
+    last = last_event(list(facts.events), "submitted", "verdict")
+    return last is not None and text_of(last, "action") == "give up"
 
 
 _GIVEN_UP = ("no progress", "unfinished")  # they say so themselves
@@ -307,9 +313,10 @@ def _unfit(facts: Facts, verdict: Event) -> Explanation:
 
 def _time_limit(facts: Facts) -> Explanation:
     limit = facts.spec.get("time")
+    limit = f"{limit} min" if str(limit).isdigit() else limit
     text = f"ran into its time limit{f' of {limit}' if limit else ''}{_at(facts)}."
     if "starts from its beginning" in text_of(facts.verdict or {}, "why"):
-        text += " It began anew in each attempt."
+        text += " It began anew in each attempt, and told of no step."
         return Explanation("time limit", text, f"a longer --time; or save: {_MODULE}")
     return Explanation("time limit", text, facts.again)
 
@@ -492,7 +499,7 @@ def _loss(facts: Facts, found: Explanation) -> str:
             return ""
         return "Nothing tells how far it had come: it starts over, or from its own snapshot."
     if not found.lost_steps:
-        return f"Nothing is lost: step {found.step} is saved."
+        return f"Nothing is lost: step {found.step} is saved." if found.step else ""
     lost_s = found.lost_s or 0.0
     took = age(lost_s) if lost_s >= 9.95 else f"{lost_s:.1f} s"
     steps = f"{_count(found.lost_steps, 'step')} ({took})"

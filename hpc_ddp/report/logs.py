@@ -36,6 +36,8 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     found = [path for path in files if path.exists()]
     if not found and not (rank is None or run.attempts()):
         return []
+    if not found and not run.attempts():
+        raise UsageError(f"run {run.id} has printed nothing yet", hint=f"hpc-ddp explain {run.id}")
     if not found:
         ranks = {p.stem.removeprefix("rank-") for p in run.logs.glob("attempt-*/*/rank-*.log")}
         raise UsageError(

@@ -87,13 +87,15 @@ def _state(
     if run.cancelled.exists():
         return "cancelled", ""
     live = next((job for job in queued if job.state in _LIVE), None)
-    if live:
+    last = last_event(list(events), "submitted", "started", "verdict")
+    # The last task of an array has the array's own id, and others may still run.
+    over = run.is_task and last is not None and last.get("action", "requeue") != "requeue"
+    if live and not over:
         reason = live.reason if live.state == "PENDING" else live.nodes
         return _LIVE[live.state], reason
     tasks = [RunFolder(path) for path in sorted(run.path.glob("task-*"))]
     if tasks:
         return "array", f"{sum(task.finished() for task in tasks)} of {len(tasks)} tasks finished"
-    last = last_event(list(events), "submitted", "started", "verdict")
     if last is None:
         return "rendered", "never submitted"
     if last["event"] != "verdict":

@@ -22,6 +22,7 @@ import errno
 import glob
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -117,17 +118,27 @@ class RunFolder:
     path: Path
 
     @property
+    def is_task(self) -> bool:
+        """Whether it is one task's of an array, in the array's folder."""
+        return self.path.name.startswith("task-")
+
+    @property
+    def whole(self) -> Path:
+        """The array's folder for a task of it, else the run's own."""
+        return self.path.parent if self.is_task else self.path
+
+    @property
     def id(self) -> str:
-        return self.path.name
+        return str(self.path.relative_to(self.whole.parent))
 
     @property
     def name(self) -> str:
-        return self.path.parent.name
+        return self.whole.parent.name
 
     @property
     def root(self) -> Path:
         """``<runs>``, which this run and its index lie in."""
-        return self.path.parent.parent
+        return self.whole.parent.parent
 
     @property
     def job_json(self) -> Path:
@@ -319,6 +330,8 @@ def find_run(root: Path, text: str) -> RunFolder:
             *root.glob(f"[!.]*/{name}"),
         ]
         candidates += sorted(root.glob(f"{name}/*"), reverse=True)
+    if re.fullmatch(r"[^/\0]+/task-\d+", text):  # an id, as `hpc-ddp status` shows it
+        candidates += root.glob(f"[!.]*/{glob.escape(text)}")
     for path in candidates:
         if "\0" not in text and (path / "job.json").is_file():
             return RunFolder(path.resolve())

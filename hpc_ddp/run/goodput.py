@@ -54,7 +54,9 @@ def account(
     for event in events:
         if event["event"] not in _FROM_LOGIN_NODE:
             attempts.setdefault(event["attempt"], []).append(event)
-    submitted = [e["time"] for e in events if e["event"] == "submitted"]
+    # A task of an array has none of its own, unless it was submitted again alone.
+    begun = [e for e in events if e["event"] == "submitted" and not e.get("first_attempt")]
+    submitted = [event["time"] for event in begun]
     times = [e["time"] for e in events]
     start = min(submitted or [*times, *(_began(attempt) for attempt in attempts.values())])
     clock = _Clock(start, max(times) if now is None else now)

@@ -55,6 +55,18 @@ def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
     assert all_runs(tmp_path) == [new, old]
 
 
+def test_a_task_of_an_array_is_found_by_the_id_that_is_shown(tmp_path: Path) -> None:
+    array = _run(tmp_path)
+    task = RunFolder(array.path / "task-3").make()
+    task.job_json.write_text("{}")
+    link_job("12", array)
+    link_job("15", task)
+    assert (task.name, task.id, task.root) == ("n", f"{array.id}/task-3", tmp_path)
+    for text in (task.id, "15", "12_3", str(task.path)):
+        assert find_run(tmp_path, text) == task
+    assert find_run(tmp_path, "12") == array
+
+
 @pytest.mark.parametrize("text", ["nope", "*", "../..", "", "a/b", "[", "~nobody-here/x", "\0"])
 def test_an_unknown_run_is_an_error_with_a_hint(tmp_path: Path, text: str) -> None:
     _run(tmp_path)
