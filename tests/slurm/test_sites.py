@@ -59,9 +59,11 @@ def test_one_of_an_array_is_preempted(
     use(cluster)
     words = ("--array", "0-3", "--nodes", "1", "--gpus-per-node", "2", "--exclusive")
     array = hpc.submit("--backend", backend, *words, str(WALK), "--step-seconds", "0.3")
-    tasks = [Job(cluster, "", RunFolder(array.run.path / f"task-{n}")) for n in range(4)]
+    tasks = [
+        Job(cluster, f"{array.id}_{n}", RunFolder(array.run.path / f"task-{n}")) for n in range(4)
+    ]
     for task in tasks:
-        task.id = task.event("started")["job_id"]
+        task.event("started")
     # The last one: its number is that of the array, too.
     tasks[3].at_step(10)
     tasks[3].preempt()
