@@ -133,9 +133,9 @@ def test_a_users_template_overrides_a_block(tmp_path: Path) -> None:
         "{% block setup %}echo {{ run | q }}; {{ super() }}{% endblock %}"
     )
     text = _render(template=str(own), setup=("module load x",)).whole()
-    assert "echo /scratch/me/hpc-ddp/job/20260101-000000-abcd; module load x" in " ".join(
-        text.split()
-    )
+    _, echoed, after = text.partition("echo /scratch/me/hpc-ddp/job/20260101-000000-abcd; ")
+    assert echoed
+    assert "\nmodule load x\n" in after
     assert "srun" in text
 
 
