@@ -79,6 +79,9 @@ def _prepare(options: dict[str, Any], **forced: Any) -> Prepared:
     said = given(options) | forced
     cwd = Path.cwd()
     settings = config.load(said, cwd, Path.home())
+    project = config.find_project_file(cwd)
+    if project and project.parent != cwd:
+        _say(f"settings: {project}")
     if run_text is None:
         return prepare.new_run(settings, cwd, _root(settings))
     run = find_run(_root(settings), run_text)
@@ -105,7 +108,7 @@ def render(as_json: bool, **options: Any) -> None:
     prepared = _prepare(options)
     text = backends.render(prepared)
     _say(f"run: {prepared.run.path}")
-    if prepared.spec.backend == "slurm":  # submitit's needs a pickle beside it
+    if prepared.spec.backend in ("slurm", "submitit"):
         _say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")
     told = {"script": text, "run": str(prepared.run.path)}
     click.echo(json.dumps(told) if as_json else text, nl=as_json)

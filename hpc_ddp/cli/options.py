@@ -68,7 +68,7 @@ _OPTIONS = [
         "--sbatch",
         multiple=True,
         metavar="OPTION",
-        help="Any other option of sbatch, as --sbatch '--network=…'; may be repeated.",
+        help="Any other option of sbatch, as --sbatch=--network=…; may be repeated.",
     ),
     click.option(
         "--backend", metavar="|".join(BACKENDS), help="How it is started (default slurm)."
