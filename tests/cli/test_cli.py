@@ -172,7 +172,15 @@ def test_the_options_are_these() -> None:
         *("--cpus-per-task", "--dependency", "--env", "--exclude", "--exclusive", "--fabric"),
         *("--gpus-per-node", "--interface", "--job-name", "--json", "--mail-type", "--mail-user"),
         *("--max-failures", "--max-requeues", "--mem", "--no-snapshot", "--nodelist", "--nodes"),
-        *("--nproc-per-node", "--partition", "--python", "--qos", "--reservation", "--run"),
+        *(
+            "--nproc-per-node",
+            "--partition",
+            "--preflight",
+            "--python",
+            "--qos",
+            "--reservation",
+            "--run",
+        ),
         *("--runs-dir", "--sbatch", "--setup", "--site", "--template", "--time"),
     }
 
