@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hpc_ddp.run.errors import HpcDdpError
@@ -125,9 +126,7 @@ def sbatch(script: Path, env: Mapping[str, str], *options: str, known: Collectio
                 raise
 
 
-def _find_submitted(
-    script: Path, known: Collection[str], options: Sequence[str] = ()
-) -> str | None:
+def _find_submitted(script: Path, known: Collection[str], options: Sequence[str]) -> str | None:
     """Return the id of a job of a script that is not among the `known` ones, if there is one.
 
     Tasks of an array share the script, and each may queue a job of its own just now.
@@ -258,10 +257,7 @@ def parse_job(text: str) -> Job:
     """Read the multi-line format. Fields are anchored at line starts: a job's name, which
     stands on the first line, may hold anything."""
 
-    def value(pattern: str) -> str:
-        match = re.search(pattern, text, re.M)
-        return match[1] if match else ""
-
+    value = partial(_field, text)
     end = value(r"^\s+StartTime=\S+ EndTime=(\S+)")
     return Job(
         state=value(r"^\s+JobState=(\S+)"),
@@ -270,6 +266,12 @@ def parse_job(text: str) -> Job:
         preempted_at=_unix(value(r"^\s+PreemptEligibleTime=\S+ PreemptTime=(\S+)")),
         end_time=_unix(end),
     )
+
+
+def _field(text: str, pattern: str) -> str:
+    """Return the first group of what a pattern finds in ``scontrol show``'s lines, or ''."""
+    match = re.search(pattern, text, re.M)
+    return match[1] if match else ""
 
 
 def _unix(text: str) -> float | None:
@@ -341,10 +343,7 @@ def record(job_id: str) -> Record:
 def parse_record(text: str) -> Record:
     """Read what ``scontrol show job`` prints; of an array, the first job."""
 
-    def value(pattern: str) -> str:
-        match = re.search(pattern, text, re.M)
-        return match[1] if match else ""
-
+    value = partial(_field, text)
     return Record(
         state=value(r"^\s+JobState=(\S+)"),
         reason=value(r"^\s+JobState=\S+ Reason=(\S+)").replace("_", " "),

@@ -62,7 +62,8 @@ class SlurmBackend:
 
     def start(self, prepared: Prepared) -> Started:
         run = prepared.run
-        return Started(job_id=slurm.sbatch(run.script, os.environ, known=run.job_ids()))
+        known = run.job_ids(run.events())
+        return Started(job_id=slurm.sbatch(run.script, os.environ, known=known))
 
 
 class AllocationBackend(SlurmBackend):

@@ -33,7 +33,7 @@ from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import last_event, read_events
+from hpc_ddp.run.journal import Event, last_event, read_events
 
 PLAN = "HPC_DDP_DRILL"
 LEAST_STEPS = 8
@@ -44,6 +44,7 @@ LOG_LINES = 30
 TOO_LONG = 124  # as the code of timeout(1)
 
 NOTHING = Curve()
+NOT_RESTORED: Event = {"step": None, "passed_over": []}
 Say = Callable[[str], None]
 
 
@@ -248,11 +249,12 @@ class _Drill:
             self._say(f"disturbed: to be {doing}" if doing else f"{before}; now to the end")
             code = self._launch(prepared, its_plan, disturbance)
             events = [e for e in run.events() if e["attempt"] == number]
-            records = compare.attempt(self._records(run), number)
-            restored = last_event(events, "restored") or {"step": None, "passed_over": []}
-            earlier = [r for r in self._records(run) if r["attempt"] < number]
+            written = self._records(run)
+            records = compare.attempt(written, number)
+            restored = last_event(events, "restored") or NOT_RESTORED
+            earlier = [r for r in written if r["attempt"] < number]
             found = compare.first_difference(base, records, unsteady, earlier)
-            broke = self._broke(run, number, code, disturbance, restored, its_plan)
+            broke = self._broke(run, number, events, code, disturbance, its_plan)
             least = (None, points.stop, points.save, None)[number]
             if not broke and least and restored["step"] < least:
                 broke = f"it went on from step {restored['step']} and not from step {least}"
@@ -303,13 +305,13 @@ class _Drill:
         self,
         run: RunFolder,
         number: int,
+        events: list[Event],
         code: int,
         disturbance: Callable[..., None] | None,
-        restored: dict[str, Any],
         plan: dict[str, Any],
     ) -> str | None:
         """Return in what an attempt was not what it has to be, None when it was."""
-        events = [e for e in run.events() if e["attempt"] == number]
+        restored = last_event(events, "restored") or NOT_RESTORED
         verdict = last_event(events, "verdict")
         if code == TOO_LONG:
             return f"it did not get through within {self._limit_s:.0f} s"

@@ -92,16 +92,16 @@ def queue_next_link(run: RunFolder, attempt: AttemptFolder, environ: dict[str, s
     It is done at the start of each link: at the end nobody may be left to do it.
     """
     options = [f"--dependency=afterany:{own_id(environ)}"]
-    kept_off = _kept_off(run)
+    kept_off = _kept_off(run, run.events())
     if kept_off:
         options.append(f"--exclude={','.join(kept_off)}")
     task = environ.get("SLURM_ARRAY_TASK_ID")
-    whole = _whole(run)
+    whole = RunFolder(run.whole)  # an array's script is that of all its tasks
     if task:
         options.append(f"--array={task}")
     try:
         link = slurm.sbatch(
-            whole.script, environ, *options, known=[*whole.job_ids(), *run.job_ids()]
+            whole.script, environ, *options, known=[*_jobs_of(whole), *_jobs_of(run)]
         )
     except HpcDdpError as error:
         say(f"the next job of the chain could not be queued: {error.message}")
@@ -198,9 +198,10 @@ def _keep_off(run: RunFolder, job_id: str) -> None:
 
     It is kept off no more where the day is over: Slurm's list would stay.
     """
-    if not any(event.get("bad_nodes") for event in run.events()):
+    events = run.events()
+    if not any(event.get("bad_nodes") for event in events):
         return
-    nodes = _kept_off(run)
+    nodes = _kept_off(run, events)
     try:
         slurm.exclude(job_id, nodes or _spec_exclude(run))
     except HpcDdpError as error:
@@ -210,22 +211,21 @@ def _keep_off(run: RunFolder, job_id: str) -> None:
             say(f"kept off for a day: {', '.join(nodes)}")
 
 
-def _kept_off(run: RunFolder) -> list[str]:
+def _kept_off(run: RunFolder, events: list[Event]) -> list[str]:
     """Return the nodes to exclude: the user's, and bad ones; [] where that is nothing new."""
     theirs = _spec_exclude(run)
-    bad = _bad_nodes(run.events(), time.time())
+    bad = _bad_nodes(events, time.time())
     nodes = [*theirs, *bad]
     if not bad:
         return []
-    if not slurm.could_run(_whole(run).script, f"--exclude={','.join(nodes)}"):
+    if not slurm.could_run(RunFolder(run.whole).script, f"--exclude={','.join(nodes)}"):
         say(f"not kept off, since too few other nodes are left: {', '.join(bad)}")
         return []
     return nodes
 
 
-def _whole(run: RunFolder) -> RunFolder:
-    """Return the run whose script it is: of an array's task, that of all tasks."""
-    return RunFolder(run.path.parent) if run.path.name.startswith("task-") else run
+def _jobs_of(run: RunFolder) -> list[str]:
+    return run.job_ids(run.events())
 
 
 def _bad_nodes(events: list[Event], now: float) -> list[str]:

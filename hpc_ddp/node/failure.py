@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.run.folder import read_tail
+
 TAIL_BYTES = 64 * 1024
 
 # What the others say when one of them has gone.
@@ -16,7 +18,6 @@ _COMMUNICATION = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|NCCL|[Gg]loo|ProcessGroup|c10d"
     r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat",
 )
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.M)  # torch's own, and ours
 _UNREADABLE = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .{1,400}", re.M)
 _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
@@ -87,13 +88,7 @@ def last_exception(log: Path) -> str:
 
     A script that can't be parsed has no traceback, only that line.
     """
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    text = _RANK_PREFIX.sub("", text)
+    text = read_tail(log, TAIL_BYTES)
     _, found, after = text.rpartition("Traceback (most recent call last):\n")
     if not found:
         return next(iter(_UNREADABLE.findall(text)), "")

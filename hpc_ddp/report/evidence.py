@@ -18,7 +18,7 @@ from hpc_ddp import slurm
 from hpc_ddp.report.causes import recognise
 from hpc_ddp.run import checkpoints, process
 from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.folder import AttemptFolder, NodeFolder, RunFolder, read_json
+from hpc_ddp.run.folder import AttemptFolder, NodeFolder, RunFolder, read_json, read_tail
 from hpc_ddp.run.journal import Event, last_event
 
 TAIL_BYTES = 32 * 1024
@@ -156,7 +156,7 @@ def gather(run: RunFolder) -> Facts:
         job_log=_job_log(run),
         tasks=_tasks(run),
     )
-    facts = replace(facts, **_asked(_try(run.job_ids, list[str]())))
+    facts = replace(facts, **_asked(_try(lambda: run.job_ids(events), list[str]())))
     if attempts:
         facts = replace(facts, **_end_of(facts, attempts[-1]))
     return facts
@@ -281,14 +281,7 @@ def _culprit(facts: Facts, found: Sequence[Failure]) -> Failure | None:
 
 
 def _tail(path: Path) -> str:
-    """Return the end of a file, without torch's and our own mark of the rank."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            text = file.read(TAIL_BYTES).decode(errors="replace")
-    except (OSError, ValueError):
-        return ""
-    return re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.M)
+    return read_tail(path, TAIL_BYTES)
 
 
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)

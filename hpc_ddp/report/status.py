@@ -47,7 +47,7 @@ def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
     started = last_event(events, "started")
     metrics = last_event(events, "metrics") or {}
     saved = last_event(events, "checkpoint")
-    jobs = run.job_ids()
+    jobs = run.job_ids(events)
     state, why = _state(run, events, [queue[job] for job in jobs if job in queue])
     now = time.time()
     live = state in _LIVE.values()
@@ -154,7 +154,7 @@ def cancel(run: RunFolder) -> None:
     started = last_event(events, "started")
     if started and process.is_live(started):
         os.kill(started["pid"], signal.SIGTERM)
-    jobs = run.job_ids()
+    jobs = run.job_ids(events)
     if jobs:
         slurm.cancel(jobs)
 

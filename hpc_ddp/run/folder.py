@@ -25,13 +25,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.journal import Event, Journal, is_finished, read_events
+
+_RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
 
 
 @dataclass(frozen=True)
@@ -191,9 +193,12 @@ class RunFolder:
     def events(self) -> list[Event]:
         return read_events(self.journal_folder)
 
-    def job_ids(self) -> list[str]:
-        """Return all job ids of the run, oldest first, a chain's waiting link included."""
-        ids = [event["job_id"] for event in self.events() if event.get("job_id")]
+    def job_ids(self, events: Sequence[Event]) -> list[str]:
+        """Return all job ids of the run, oldest first, a chain's waiting link included.
+
+        `events` is its journal, which whoever asks has read already, or reads for this.
+        """
+        ids = [event["job_id"] for event in events if event.get("job_id")]
         ids += [read_json(a.path / "next.json").get("job_id") for a in self.attempts()]
         return list(dict.fromkeys(id for id in ids if id and isinstance(id, str)))
 
@@ -292,6 +297,18 @@ def read_word(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def read_tail(path: Path, size: int) -> str:
+    """Return the last `size` bytes of a log, without torch's and our own mark of the rank in
+    front of its lines; '' when it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - size))
+            text = file.read(size).decode(errors="replace")
+    except (OSError, ValueError):
+        return ""
+    return _RANK_MARK.sub("", text)
 
 
 def runs_root(runs_dir: str | None, environ: dict[str, str]) -> Path:

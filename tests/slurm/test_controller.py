@@ -172,7 +172,7 @@ def test_a_chain(hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str) -> 
     job.at_step(20)
     job.preempt()
     job.event("first_step", attempt=1, timeout=120)
-    jobs = job.run.job_ids()
+    jobs = job.run.job_ids(job.run.events())
     assert len(jobs) == 3
     second, third = (Job(cluster, id, job.run) for id in jobs[1:])
     assert second.end() == "COMPLETED", job.output()
@@ -189,7 +189,7 @@ def test_a_chain_that_is_cancelled(hpc: Hpc, cluster: Cluster, way: str) -> None
     words = ("--continue-by", "resubmit", "--nodes", "1", str(SCRIPTS / "trouble.py"), "none")
     job = hpc.submit(*words)
     job.event("first_step")
-    jobs = job.run.job_ids()
+    jobs = job.run.job_ids(job.run.events())
     assert len(jobs) == 2
     if way == "scancel":
         cluster.run("scancel", job.id)
@@ -199,7 +199,7 @@ def test_a_chain_that_is_cancelled(hpc: Hpc, cluster: Cluster, way: str) -> None
     link = Job(cluster, jobs[1], job.run)
     assert link.end(60) in ("CANCELLED", "FAILED")
     assert len(job.run.attempts()) == 1
-    assert job.run.job_ids() == jobs
+    assert job.run.job_ids(job.run.events()) == jobs
 
 
 def _is_of(cluster: Cluster, job_id: str, job: Job) -> bool:

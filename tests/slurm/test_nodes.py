@@ -28,6 +28,16 @@ LEFT_S = 10 + 10
 SLOWLY = (*DIGITS_ARGS, "--step-seconds", "0.8")  # Slurm needs a while to miss a node
 
 
+def _running(hpc: Hpc, cluster: Cluster, backend: str, which: str) -> tuple[Job, str]:
+    """Return a job at work, and the name of its first or other node."""
+    use(cluster)
+    words = ("--backend", backend, *TWO_BY_TWO, str(DIGITS), *SLOWLY)
+    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1"})
+    job.at_step(10)
+    lost = job.events("started")[0]["nodes"][which == "other"]
+    return job, lost
+
+
 def _goes_on_elsewhere(
     job: Job, cluster: Cluster, undisturbed: Job, lost: str, record: Any
 ) -> None:
@@ -65,11 +75,7 @@ def _goes_on_elsewhere(
 def test_a_link_cut_for_good(
     hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str, which: str, record_property: Any
 ) -> None:
-    use(cluster)
-    words = ("--backend", backend, *TWO_BY_TWO, str(DIGITS), *SLOWLY)
-    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1"})
-    job.at_step(10)
-    lost = job.events("started")[0]["nodes"][which == "other"]
+    job, lost = _running(hpc, cluster, backend, which)
     cluster.cut(lost)
     _goes_on_elsewhere(job, cluster, undisturbed, lost, record_property)
 
@@ -84,11 +90,7 @@ def test_a_link_cut_for_good(
 def test_a_slurmd_killed(
     hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str, which: str, record_property: Any
 ) -> None:
-    use(cluster)
-    words = ("--backend", backend, *TWO_BY_TWO, str(DIGITS), *SLOWLY)
-    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1"})
-    job.at_step(10)
-    lost = job.events("started")[0]["nodes"][which == "other"]
+    job, lost = _running(hpc, cluster, backend, which)
     cluster.kill_slurmd(lost)
     _goes_on_elsewhere(job, cluster, undisturbed, lost, record_property)
 
