@@ -184,4 +184,7 @@ def same_weights(one: Job, other: Job) -> bool:
 def in_one_go(job: Job) -> bool:
     """Tell whether each attempt went on at the step after the one that the last had stopped at."""
     firsts = [event["step"] for event in job.events("first_step")][1:]
-    return firsts == [event["step"] + 1 for event in job.events("stopped")]
+    stops = [event["step"] for event in job.events("stopped")]
+    if stops and stops[-1] == job.events("finished")[-1]["step"]:
+        stops.pop()  # stopped at the very last step: nothing was left to do
+    return firsts == [step + 1 for step in stops]

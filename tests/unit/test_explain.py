@@ -180,7 +180,7 @@ def test_waiting_after_a_requeue_tells_of_the_last_end(written: Written) -> None
     # the verdict on it, as its retry has it
     path = written.run.journal_folder / "all.jsonl"
     path.write_text(path.read_text().replace('"give up"', '"requeue"'))
-    found = written.explain(_record("PENDING", "BeginTime", start_time=NOW + 100))
+    found = written.explain(_record("PENDING", "BeginTime", start_time=time.time() + 100))
     assert found.kind == "waiting"
     assert "Slurm expects to start it on" in found.text
     assert "Before that it was preempted twice." in found.text
