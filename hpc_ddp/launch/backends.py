@@ -15,14 +15,14 @@ from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
 from hpc_ddp.launch.prepare import Prepared
-from hpc_ddp.launch.render import WAIT_S, header_pairs, job_env, torchrun_options
+from hpc_ddp.launch.render import header_pairs, job_env, srun_end, torchrun_options
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
 
 PICKLE = "supervisor.pkl"
 # For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
 SRUN = """srun() {
-    command srun "$@" &
+    command srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" "$@" &
     step=$!
     while kill -0 $step 2>/dev/null; do wait $step || :; done
 }"""
@@ -171,10 +171,7 @@ class SubmititBackend(SlurmBackend):
                 f"--output={pairs['output']}",
                 "--open-mode=append",
                 "--ntasks-per-node=1",
-                f"--nodes={spec.nodes}",
-                f"--ntasks={spec.nodes}",
-                "--kill-on-bad-exit=1",
-                f"--wait={WAIT_S}",
+                *srun_end(spec),
             ],
             additional_parameters=pairs,
         )

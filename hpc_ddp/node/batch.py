@@ -64,22 +64,24 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
         "HPC_DDP_RESTARTS": str(restarts),
         "HPC_DDP_HEAD": nodes[0] + spec.host_suffix,
         "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
-        **variables(attempt, nodes, job_id, job.end_time if job else None, spec.warn_s),
+        **variables(attempt, nodes, job_id, job.end_time if job else None, spec),
     }
 
 
 def variables(
-    attempt: AttemptFolder, nodes: list[str], id: str, end: float | None, warn_s: int
+    attempt: AttemptFolder, nodes: list[str], id: str, end: float | None, spec: JobSpec
 ) -> dict[str, str]:
     """Return what the supervisors of any attempt are told.
 
     `id` is unique among what runs now; `end` is in unix seconds, None without a limit. The
-    nodes are warned `warn_s` seconds before it, or in the last tenth of a shorter attempt.
+    nodes are warned ``warn_s`` seconds before it, or in the last tenth of a shorter attempt.
     """
+    warn_s = spec.warn_s
     return {
         "HPC_DDP_ATTEMPT": str(attempt.number),
         "HPC_DDP_NODES": " ".join(nodes),
         "HPC_DDP_NNODES": str(len(nodes)),
+        "HPC_DDP_LEAST_NODES": str(min(spec.least_nodes, len(nodes))),
         "HPC_DDP_RDZV_ID": f"{id}.{attempt.number}",
         "HPC_DDP_END_TIME": f"{end:.0f}" if end else "",
         "HPC_DDP_WARN_S": f"{min(warn_s, (end - time.time()) / 10):.0f}" if end else "",
@@ -172,7 +174,7 @@ def judge(
 ) -> tuple[Facts, Verdict]:
     """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
     nodes, records = environ["HPC_DDP_NODES"].split(), attempt.records()
-    silent = set(nodes) - {record["node"] for record in records}
+    silent = set(nodes) - {record["node"] for record in records if not record.get("left")}
     facts = Facts(
         spec=JobSpec.from_json(patiently(run.job_json.read_text)),
         attempt=attempt.number,

@@ -39,7 +39,7 @@ class LocalRun:
         self.run = run
         self.command = command
         self.spec = JobSpec.from_json(run.job_json.read_text())
-        self.nodes = [f"local-{index}" for index in range(self.spec.nodes)]
+        self.nodes = [f"local-{index}" for index in range(self.spec.node_range[1])]
         self.notified = False
         self.parent = os.getppid()
         self.supervisors: list[subprocess.Popen[bytes]] = []
@@ -89,7 +89,7 @@ class LocalRun:
             **os.environ,
             "HPC_DDP_HEAD": "127.0.0.1",
             "HPC_DDP_PORT": str(free_port(20000 + os.getpid())),
-            **variables(attempt, self.nodes, self.run.id, end, self.spec.warn_s),
+            **variables(attempt, self.nodes, self.run.id, end, self.spec),
         }
 
     def _supervise(self, environ: dict[str, str]) -> None:

@@ -293,11 +293,12 @@ class Supervisor:
 
     def _signal_workers(self, number: int) -> int:
         """Signal every worker that has started; return how many there were."""
-        pids = list(self.folder.path.glob("rank-*.pid"))
-        for path in pids:
+        count = 0
+        for path in self.folder.path.glob("rank-*.pid"):
             with contextlib.suppress(OSError, ValueError):  # gone, unreadable, or not yet written
                 os.kill(int(path.read_text()), number)
-        return len(pids)
+                count += 1
+        return count
 
     def _show_rank_0(self) -> None:
         """Copy what rank 0 prints to the job's own output, which is where people look first."""
@@ -312,14 +313,22 @@ class Supervisor:
             sys.stdout.buffer.write(new)
             sys.stdout.buffer.flush()
 
+    @property
+    def _elastic(self) -> bool:
+        """Whether torchrun goes on without a node that is lost."""
+        return any(w.startswith("--nnodes=") and ":" in w for w in self.command)
+
     def _end(self, code: int) -> int:
         """Record how it ended, for the peers and for the verdict."""
         failures = [] if code == 0 else self._failures(code)
+        # Its workers did not end by themselves, but for want of the rendezvous on the first node.
+        left = self._elastic and self.place.index > 0 and any(f["rank"] is None for f in failures)
         record: dict[str, Any] = {
             "node": self.place.node,
             "code": code,
             "notice": self.notice,
             "torn_down": self.torn_down,
+            "left": left,
             "failures": failures,
         }
         self._tell(partial(write_json, self.folder.record, record))
@@ -329,6 +338,8 @@ class Supervisor:
             # A requeued job has the same id, and so has its step: an old srun that is left behind
             # a cut link would end, for our bad exit, the later attempt's step.
             return 0
+        if left:
+            return 1
         if not self.torn_down:
             self._tell(partial(self.place.attempt.failed.write_text, self.place.node))
         if not self.place.attempt.port_taken.exists():

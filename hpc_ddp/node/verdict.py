@@ -49,7 +49,8 @@ class Facts:
     restarts
         the job's restart count when this attempt started
     nodes, records
-        the attempt's node names, and what the nodes recorded of their ends
+        the attempt's node names, and what the nodes recorded of their ends; a node that was lost
+        and went on in vain, while an elastic job did without it, has `left`
     lost_nodes
         nodes without a record that Slurm says are down or do not answer
     events
@@ -88,6 +89,18 @@ class Facts:
         return any(e["event"] in ("first_step", "restored") for e in self.events)
 
     @property
+    def ends(self) -> Sequence[dict[str, Any]]:
+        """The records of nodes that were with the others to the end."""
+        return [record for record in self.records if not record.get("left")]
+
+    @property
+    def complete(self) -> bool:
+        """Nobody is missing: of an elastic job, where anybody but the first may be lost."""
+        if self.spec.elastic:
+            return any(record["node"] == self.nodes[0] for record in self.ends)
+        return len(self.ends) == len(self.nodes)
+
+    @property
     def progress(self) -> bool:
         """A newer durable checkpoint exists than at this attempt's start."""
         return self.here("checkpoint") is not None
@@ -100,7 +113,7 @@ class Facts:
 
     @property
     def failure(self) -> Failure | None:
-        return first_cause(failure for record in self.records for failure in from_record(record))
+        return first_cause(failure for record in self.ends for failure in from_record(record))
 
     @property
     def unfit(self) -> Event | None:
@@ -112,7 +125,7 @@ class Facts:
     def notices(self) -> list[str]:
         """What the nodes, or the ranks at their agreed stop, gave as the reason to end."""
         stopped = self.here("stopped")
-        told = [record["notice"] for record in self.records if record.get("notice")]
+        told = [record["notice"] for record in self.ends if record.get("notice")]
         early = [self.unfit["notice"]] if self.unfit and "notice" in self.unfit else []
         return ([stopped["reason"]] if stopped else []) + told + early
 
@@ -153,8 +166,8 @@ def _cause(facts: Facts) -> str:
         return "superseded"
     if facts.cancelled or "cancelled" in facts.notices:
         return "cancelled"
-    codes = [record["code"] for record in facts.records]
-    complete = len(codes) == len(facts.nodes)
+    codes = [record["code"] for record in facts.ends]
+    complete = facts.complete
     if facts.here("finished") and (facts.notices or (complete and not any(codes))):
         return "finished"
     if job and job.preempted:
@@ -260,6 +273,6 @@ def _describe(facts: Facts, cause: str) -> str:
     if facts.unfit and cause == "bad node":
         return f"preflight: {facts.unfit['why']}"
     if cause == "node lost":
-        silent = set(facts.nodes) - {record["node"] for record in facts.records}
+        silent = set(facts.nodes) - {record["node"] for record in facts.ends}
         return f"no word from {', '.join(sorted(silent)) or 'a node'}"
     return cause if facts.step is None else f"{cause}, at step {facts.step}"

@@ -20,10 +20,30 @@ SBATCH_FIELDS = (
     *("mail_type", "mail_user"),
 )
 
+# torchrun's own options that are settled by ours, or by what the job finds out itself.
+_SETTLED = {
+    **dict.fromkeys(
+        ("rdzv-", "node-rank", "master-addr", "master-port", "local-addr", "role"),
+        "nothing: the job finds its nodes and a free port itself",
+    ),
+    **dict.fromkeys(("nnodes", "standalone"), "--nodes"),
+    "nproc-per-node": "--nproc-per-node, or --gpus-per-node",
+    "max-restarts": "--max-restarts",
+    "start-method": "nothing: workers are processes of their own",
+    **dict.fromkeys(
+        ("log-dir", "redirects", "tee", "logs-specs", "local-ranks-filter"),
+        "nothing: each rank has a log, see `hpc-ddp logs --rank`",
+    ),
+    **dict.fromkeys(("module", "m", "no-python", "run-path"), "SCRIPT"),
+    "signals-to-handle": "nothing: signals are looked after",
+}
+ELASTIC_RESTARTS = 3  # what is left of a group fails too when a peer is gone: that takes one
+
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 _NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)", re.I)
+_TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
 _GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
 
 
@@ -39,7 +59,7 @@ class JobSpec:
     args: tuple[str, ...] = ()
     name: str = "job"
     backend: str = "slurm"
-    nodes: int = 1
+    nodes: int | str = 1
     gpus_per_node: str | None = None
     nproc_per_node: int | None = None
     cpus_per_task: int | None = None
@@ -72,12 +92,38 @@ class JobSpec:
     continue_by: str = "requeue"
     max_requeues: int | None = None
     max_failures: int = 3
+    max_restarts: int | None = None
+    elastic: bool = False
+    torchrun: tuple[str, ...] = ()
     preflight: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("args", "sbatch", "setup", "env_names"):  # JSON and TOML have lists
+        for name in ("args", "sbatch", "setup", "env_names", "torchrun"):  # JSON, TOML have lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.nodes, str) and self.nodes.isdecimal():
+            object.__setattr__(self, "nodes", int(self.nodes))
         validate(self)
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The least and the most nodes that an attempt may start with."""
+        if isinstance(self.nodes, int):
+            return self.nodes, self.nodes
+        least, _, most = self.nodes.partition("-")
+        return int(least), int(most)
+
+    @property
+    def least_nodes(self) -> int:
+        """How many nodes must be left for an attempt to go on; below its own number if elastic."""
+        least, most = self.node_range
+        return 1 if self.elastic and least == most else least
+
+    @property
+    def restarts(self) -> int:
+        """torchrun's ``--max-restarts``: as said, else none, or some where nodes may be lost."""
+        if self.max_restarts is not None:
+            return self.max_restarts
+        return ELASTIC_RESTARTS if self.elastic else 0
 
     @property
     def workers_per_node(self) -> int:
@@ -157,6 +203,7 @@ def validate(spec: JobSpec) -> None:
         raise UsageError(f"time {spec.time!r} is no time at all", hint="--time 1:00:00")
     _check_env(spec)
     _check_container(spec)
+    _check_torchrun(spec)
     if spec.array and spec.continue_by == "resubmit":
         raise UsageError("a chain of jobs can't be an array", hint="leave out --array")
 
@@ -169,6 +216,28 @@ def _check_container(spec: JobSpec) -> None:
             f"container {spec.container!r} can't be split into words: {error}",
             hint="--container 'apptainer exec --nv image.sif'",
         ) from None
+
+
+def _check_torchrun(spec: JobSpec) -> None:
+    if spec.elastic and spec.restarts < 1:
+        raise UsageError(
+            "an elastic job restarts its workers when a node is lost, and max-restarts is 0",
+            hint="--elastic, without --max-restarts",
+        )
+    for word in spec.torchrun:
+        match = _TORCHRUN.fullmatch(word)
+        if not match:
+            raise UsageError(
+                f"torchrun option {word!r} is not of the form --name or --name=value",
+                hint="--torchrun=--numa-binding=node",
+            )
+        name = match["name"].replace("_", "-")
+        for settled, ours in _SETTLED.items():
+            if settled.startswith(name) or name.startswith("rdzv-"):  # torchrun takes beginnings
+                raise UsageError(
+                    f"torchrun option --{name} is set by hpc-ddp; accepted: others of torchrun's",
+                    hint=f"in its place: {ours}",
+                )
 
 
 def _check_texts(spec: JobSpec) -> None:
@@ -217,9 +286,21 @@ def _split_raw(raw: str) -> tuple[str, str]:
     return name, value
 
 
+def _check_nodes(nodes: int | str) -> None:
+    match = re.fullmatch(r"(\d+)-(\d+)", nodes) if isinstance(nodes, str) else None
+    if match and 1 <= int(match[1]) <= int(match[2]):
+        return
+    if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1:
+        raise UsageError(
+            f"nodes is {nodes}; accepted: a whole number from 1, or a range of them, as 1-4",
+            hint="--nodes 1, or --nodes 1-4",
+        )
+
+
 def _check_numbers(spec: JobSpec) -> None:
-    least = {"nodes": 1, "nproc_per_node": 1, "cpus_per_task": 1, "warn_s": 0}
-    least |= {"max_requeues": 0, "max_failures": 0}
+    _check_nodes(spec.nodes)
+    least = {"nproc_per_node": 1, "cpus_per_task": 1, "warn_s": 0}
+    least |= {"max_requeues": 0, "max_failures": 0, "max_restarts": 0}
     for name, low in least.items():
         value = getattr(spec, name)
         if value is None:
