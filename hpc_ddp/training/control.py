@@ -39,18 +39,47 @@ def choose_device(info: DistInfo) -> torch.device:
     return torch.device("cuda", info.local_rank)
 
 
-def join(info: DistInfo, device: torch.device, hang_after_s: float | None) -> Control:
+def choose_backend(asked: str | None, device: torch.device) -> str:
+    """Return what carries gradients: as asked, else NCCL between GPUs and Gloo between CPUs.
+
+    Raises
+    ------
+    HpcDdpError
+        this torch was built without it, or NCCL is asked for and there is no GPU
+    """
+    backend = asked or ("nccl" if device.type == "cuda" else "gloo")
+    missing = {
+        "nccl": "there is no GPU here" if device.type == "cpu" else "",
+        "mpi": "" if dist.is_mpi_available() else "this torch was built without MPI",
+    }
+    if missing.get(backend):
+        raise HpcDdpError(
+            f"the backend {backend!r} can't be used: {missing[backend]}",
+            hint="leave it out, or HPC_DDP_BACKEND=gloo",
+        )
+    return backend
+
+
+def join(
+    info: DistInfo, device: torch.device, hang_after_s: float | None, asked: str | None = None
+) -> Control:
     """Create the default process group and return the control group beside it.
 
     Collectives wait longer than `hang_after_s`: the watchdog comes first, which says more.
+    `asked` names the backend, None for the device's own.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    bind: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    backend = choose_backend(asked, device)
+    bind: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
     timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else None
     if info.launched:
         dist.init_process_group(backend, timeout=timeout, **bind)
     else:  # a store in memory: a process alone needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)
+    if dist.get_world_size() != info.world_size:  # MPI asks its own launcher
+        raise HpcDdpError(
+            f"MPI knows of {dist.get_world_size()} processes, and {info.world_size} were started",
+            hint="leave out the backend: torchrun's workers are none of MPI's",
+        )
     return Control(info, timeout)
 
 

@@ -74,7 +74,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
     if options.deterministic:
         make_deterministic()
     device = groups.choose_device(info)
-    control = groups.join(info, device, options.hang_after)
+    control = groups.join(info, device, options.hang_after, options.backend)
     hook.install()
     folder, attempt = place.find(said, info, control)
     hook.journal = journal = folder.journal(f"rank-{info.rank}", attempt)
@@ -98,7 +98,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
         folder.attempt(attempt).node(said.node),
         info.rank,
         position,
-        partial(flight_recorder, device.type),
+        partial(flight_recorder, groups.choose_backend(options.backend, device)),
         hook.tell,
     )
     first = info.rank == 0
