@@ -18,7 +18,7 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.node import continuation
 from hpc_ddp.node.continuation import ask, say
-from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port
+from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.verdict import Facts, Verdict, decide
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
@@ -62,7 +62,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     return {
         "HPC_DDP_RUN": str(run.path),
         "HPC_DDP_RESTARTS": str(restarts),
-        "HPC_DDP_HEAD": nodes[0] + spec.host_suffix,
+        "HPC_DDP_HEAD": reach(nodes, 0, spec.host_suffix),
         "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
         **variables(attempt, nodes, job_id, job.end_time if job else None, spec),
     }

@@ -21,7 +21,7 @@ from typing import Any
 from hpc_ddp.node import preflight
 from hpc_ddp.node.batch import judge, variables
 from hpc_ddp.node.continuation import say
-from hpc_ddp.node.network import free_port
+from hpc_ddp.node.network import LOOPBACK, free_port
 from hpc_ddp.node.supervisor import expand
 from hpc_ddp.node.verdict import Verdict
 from hpc_ddp.run import process
@@ -87,7 +87,7 @@ class LocalRun:
         end = time.time() + self.spec.time_s if self.spec.time_s else None
         return {
             **os.environ,
-            "HPC_DDP_HEAD": "127.0.0.1",
+            "HPC_DDP_HEAD": LOOPBACK,
             "HPC_DDP_PORT": str(free_port(20000 + os.getpid())),
             **variables(attempt, self.nodes, self.run.id, end, self.spec),
         }

@@ -26,8 +26,8 @@ from string import Template
 from types import FrameType
 from typing import Any
 
-from hpc_ddp.node import failure, oom
-from hpc_ddp.node.network import interface_to
+from hpc_ddp.node import failure, leaderless, oom
+from hpc_ddp.node.network import LOOPBACK, interface_to, reach
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json, read_word, write_json
 from hpc_ddp.run.patience import patiently
 
@@ -82,7 +82,7 @@ class Place:
     def host_of(self, index: int) -> str:
         """Return the name or address that the nodes reach one of them by."""
         local = f"127.0.0.{index + 1}"  # nodes that are only processes of one machine
-        return local if self.is_local else self.nodes[index] + self.suffix
+        return local if self.is_local else reach(self.nodes, index, self.suffix)
 
     @property
     def is_local(self) -> bool:
@@ -96,7 +96,8 @@ class Place:
     @property
     def chosen_interface(self) -> str | None:
         """The interface to the other nodes: as the user says, else the one that leads there."""
-        return self.interface or interface_to("localhost" if self.is_local else self.peer)
+        inside = self.is_local or len(self.nodes) == 1
+        return self.interface or interface_to(LOOPBACK if inside else self.peer)
 
     def interface_env(self) -> dict[str, str]:
         """Return what tells Gloo and NCCL their interface, where nothing else has."""
@@ -339,6 +340,7 @@ class Supervisor:
             # a cut link would end, for our bad exit, the later attempt's step.
             return 0
         if left:
+            leaderless.decide(self.place, dict(os.environ), lambda: bool(self.signals.seen))
             return 1
         if not self.torn_down:
             self._tell(partial(self.place.attempt.failed.write_text, self.place.node))
