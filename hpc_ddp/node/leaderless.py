@@ -6,6 +6,7 @@ had the batch shell: nobody would decide how it goes on, and the job would stay 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,10 +20,33 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 900.0  # SlurmdTimeout is 300 s by default, and noticed a third later
 PAUSE_S = 5.0
+ASK_EVERY_S = 30.0
+DEPUTIES = (1, 2)  # by index: few, since all would ask the controller
+
+
+def watch(place: Place, environ: dict[str, str]) -> threading.Event:
+    """Return what is set once Slurm has taken the first node from the job.
+
+    The node's own torchrun does not tell: it waits for an answer of the rendezvous for as long as
+    TCP does, a quarter of an hour where the link is cut.
+    """
+    gone = threading.Event()
+
+    def look() -> None:
+        while not gone.wait(ASK_EVERY_S):
+            left = _nodes_left(environ)
+            if left and place.nodes[0] not in left:
+                gone.set()
+
+    if place.index in DEPUTIES and "SLURM_JOB_ID" in environ:
+        threading.Thread(target=look, daemon=True).start()
+    return gone
 
 
 def decide(place: Place, environ: dict[str, str], told: Callable[[], bool]) -> None:
     """Give the verdict in place of the batch shell, if Slurm has lost that and this node is next.
+
+    For a node whose torchrun has ended.
 
     Waits until Slurm knows; unless the first node has said how it ended, and Slurm has it still,
     or somebody has `told` this node to end.

@@ -184,9 +184,12 @@ class Supervisor:
         except OSError as error:
             write_json(self.folder.path / "failures.json", {"agent": str(error)})
             return self._end(127)
+        leader_lost = leaderless.watch(self.place, dict(os.environ)) if self._elastic else None
         while agent.poll() is None:
             self.signals.wait(0.1)
             self._look(agent)
+            if leader_lost and leader_lost.is_set() and not self._kill_at:
+                self._kill_at = time.time()
         self._show_rank_0()
         return self._end(agent.returncode)
 

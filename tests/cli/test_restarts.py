@@ -47,7 +47,7 @@ def test_a_notice_while_the_workers_start_again_ends_it(tmp_path: Path) -> None:
 def test_restarts_are_counted(tmp_path: Path) -> None:
     words = ("--max-restarts", "1", "--max-failures", "0", *TWO_BY_TWO)
     job = DryRun(tmp_path / "runs", *words, str(SCRIPTS / "trouble.py"), "raise-at-30")
-    assert job.end() == 1, job.printed()
+    assert job.process.wait(timeout=400) == 1, job.printed()
     assert _starts(job) == [(1, 4), (21, 4)]
     assert "rank 3 on local-1: ValueError: at step 30" in job.printed()
     assert job.explain()["node"] == "local-1"
@@ -58,7 +58,7 @@ def test_the_others_go_on_without_a_node(tmp_path: Path) -> None:
     job = DryRun(tmp_path / "runs", *words, "--step-seconds", "0.1")
     job.until("checkpoint")
     os.kill(_parent(_parent(_pid(job, 1))), signal.SIGKILL)  # a supervisor: all of its node goes
-    assert job.end() == 0, job.printed()
+    assert job.process.wait(timeout=400) == 0, job.printed()
     (_, three), (first, two) = _starts(job)
     assert (three, two) == (3, 2)
     (done,) = (event["step"] for event in job.events("finished"))

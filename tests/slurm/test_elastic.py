@@ -35,12 +35,12 @@ def _restarted(hpc: Hpc, backend: str, folder: Path) -> Job:
     (folder / ".config" / "hpc-ddp").mkdir(parents=True)
     (folder / ".config" / "hpc-ddp" / "site.toml").write_text('host-suffix = ".no.invalid"\n')
     words = ("--backend", backend, "--nodes", "1", "--gpus-per-node", "2", "--max-restarts", "1")
-    debug = ("--env", "TORCH_DISTRIBUTED_DEBUG=DETAIL")
+    debug = ("--env", "TORCH_DISTRIBUTED_DEBUG=INFO")
     job = hpc.submit(*words, *debug, str(WALK), env={"HOME": str(folder)})
     job.event("checkpoint")
     other = job.worker(0)
     environ = Path(f"/proc/{other}/environ").read_bytes().split(b"\0")
-    assert b"TORCH_DISTRIBUTED_DEBUG=DETAIL" in environ
+    assert b"TORCH_DISTRIBUTED_DEBUG=INFO" in environ
     os.kill(job.worker(1), signal.SIGKILL)
     job.until(lambda: not runs(other), LEAVE_S, "end of rank 0")
     assert job.end() == "COMPLETED", job.output()
