@@ -14,7 +14,7 @@ from cluster import Cluster
 from harness import BACKENDS, WALK, Hpc, Job, runs, same_weights, use
 
 SAMPLES = 1600  # of walk.py, in its one epoch; 4 per rank and step
-LEAVE_S = 2 + 8  # a worker that is torn down waits 2 s for a word that it is not
+LEAVE_S = 2 + 18  # a worker that is torn down waits 2 s for a word that it is not
 # 15 s until a silent node is taken for lost, 15 s for the last call to the others, and the time
 # that the workers need to start: some 10 s, if the machine has nothing else to do.
 WITHOUT_S = 15 + 15 + 60
