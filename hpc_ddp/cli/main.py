@@ -1,4 +1,5 @@
-"""``hpc-ddp``: submit, sweep, render, dry-run, drill, preflight, status, explain, logs, verify, cancel.
+"""``hpc-ddp``: submit, sweep, render, dry-run, drill, preflight, status, explain, logs, verify,
+cancel.
 
 stdout is data, everything else goes to stderr. Exit codes: 2 for usage, 1 for failure, 75 when
 a dry run was stopped and can go on.
@@ -30,6 +31,7 @@ from hpc_ddp.report import health as report_health
 from hpc_ddp.report import logs as report_logs
 from hpc_ddp.report import preflight as report_preflight
 from hpc_ddp.report import status as report_status
+from hpc_ddp.report import sweep as report_sweep
 from hpc_ddp.report.progress import watch
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
@@ -212,16 +214,22 @@ def _foreground(run: RunFolder, started: backends.Started) -> int:
 @click.option("--runs-dir", metavar="DIR", help="Where run folders are.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(runs: Sequence[str], runs_dir: str | None, as_json: bool) -> None:
-    """Show the state of runs (default: all), newest first."""
+    """Show the state of runs (default: all), newest first; of one array or sweep, its tasks."""
     root = _runs_dir(runs_dir)
     found = [find_run(root, text) for text in runs] if runs else all_runs(root)
     rows = report_status.overview(found)
+    tasks = report_sweep.tasks(found[0]) if len(runs) == 1 else []
     if as_json:
-        click.echo(json.dumps([row.to_dict() for row in rows]))
+        told = [row.to_dict() for row in rows]
+        click.echo(
+            json.dumps([told[0] | {"tasks": [t.to_dict() for t in tasks]}] if tasks else told)
+        )
     elif not rows:
         _say(f"no runs in {root}")
     else:
         click.echo(report_status.table(rows))
+    if tasks and not as_json:
+        click.echo(f"\n{report_sweep.table(tasks)}\n\n{report_sweep.summary(found[0], tasks)}")
 
 
 @main.command()

@@ -20,7 +20,8 @@ from hpc_ddp.run.journal import Event, is_finished, last_event
 class Status:
     """One run. `state` is in plain words; `last_checkpoint_s` is the age in seconds.
 
-    `goodput` is from 0 to 1, `seconds` what it comes from (see `hpc_ddp.run.goodput`).
+    `goodput` is from 0 to 1, `seconds` what it comes from (see `hpc_ddp.run.goodput`), `results`
+    what the script gave to ``run.finish``.
     """
 
     run: str
@@ -36,6 +37,7 @@ class Status:
     goodput: float | None
     seconds: dict[str, float]
     why: str
+    results: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,6 +69,7 @@ def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
         goodput=goodput.share(seconds),
         seconds={part: round(value, 3) for part, value in seconds.items()},
         why=why,
+        results=(last_event(events, "finished") or {}).get("results", {}),
     )
 
 
@@ -93,7 +96,7 @@ def _state(
     if live and not over:
         reason = live.reason if live.state == "PENDING" else live.nodes
         return _LIVE[live.state], reason
-    tasks = [RunFolder(path) for path in sorted(run.path.glob("task-*"))]
+    tasks = run.tasks()
     if tasks:
         return "array", f"{sum(task.finished() for task in tasks)} of {len(tasks)} tasks finished"
     if last is None:
@@ -119,11 +122,16 @@ def _without_verdict(last: Event, queued: Sequence[slurm.Queued]) -> tuple[str, 
 
 def overview(runs: Sequence[RunFolder]) -> list[Status]:
     """Return the states of runs, with one call to Slurm; without a Slurm, from journals alone."""
+    jobs = queue()
+    return [status_of(run, jobs) for run in runs]
+
+
+def queue() -> Mapping[str, slurm.Queued]:
+    """Return what Slurm still has, by job id; nothing without a Slurm, or an answer."""
     try:
-        queue = slurm.queue()
+        return slurm.queue()
     except HpcDdpError:
-        queue = {}
-    return [status_of(run, queue) for run in runs]
+        return {}
 
 
 def has_ended(run: RunFolder) -> bool:
