@@ -14,6 +14,7 @@ from hpc_ddp.run import goodput, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, is_finished, last_event
+from hpc_ddp.run.spec import JobSpec
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _state(
         return _LIVE[live.state], reason
     tasks = run.tasks()
     if tasks:
-        return "array", f"{sum(task.finished() for task in tasks)} of {len(tasks)} tasks finished"
+        return _of_tasks(run, tasks)
     if last is None:
         return "rendered", "never submitted"
     if last["event"] != "verdict":
@@ -106,6 +107,13 @@ def _state(
     if last["action"] == "requeue":
         return "stopped", f"{last['why']}; can go on with --run"
     return ("failed" if last["action"] == "give up" else last["cause"]), last["why"]
+
+
+def _of_tasks(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[str, str]:
+    """Tell what became of an array that is gone from the queue."""
+    points = JobSpec.from_json(run.job_json.read_text()).points
+    done, total = sum(task.finished() for task in tasks), len(points) or len(tasks)
+    return "finished" if done == total else "array", f"{done} of {total} tasks finished"
 
 
 def _without_verdict(last: Event, queued: Sequence[slurm.Queued]) -> tuple[str, str]:
@@ -140,10 +148,10 @@ def has_ended(run: RunFolder) -> bool:
         return True
     local = "pid" in (last_event(run.events(), "started") or {})
     try:
-        queue = {} if local else slurm.queue()
+        jobs = {} if local else slurm.queue()
     except HpcDdpError:
         return False
-    return status_of(run, queue).state not in {*_LIVE.values(), "rendered"}
+    return status_of(run, jobs).state not in {*_LIVE.values(), "rendered"}
 
 
 def cancel(run: RunFolder) -> None:

@@ -60,7 +60,7 @@ def test_one_of_four_points_is_preempted(hpc: Hpc, cluster: Cluster, backend: st
 @pytest.mark.soak
 def test_a_budget_ends_it_and_a_larger_one_goes_on(hpc: Hpc, cluster: Cluster) -> None:
     words = ("--max-parallel", "1", "--budget-gpu-hours", "0.0001", *ONE_NODE, str(WALK))
-    sweep = hpc.submit(*words, "--step-seconds", "0.3", sets=("seed=0,1",))
+    sweep = hpc.submit(*words, sets=("step-seconds=0.3,0.31",))
     tasks = _tasks(cluster, sweep, 2)
     tasks[0].at_step(5)
     tasks[0].preempt()
