@@ -85,12 +85,13 @@ class LocalRun:
 
     def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
         end = time.time() + self.spec.time_s if self.spec.time_s else None
+        id = self.run.id.replace("/", "-")  # torchrun names a folder by it
         return {
             **os.environ,
             "HPC_DDP_RUN": str(self.run.path),
             "HPC_DDP_HEAD": "127.0.0.1",
             "HPC_DDP_PORT": str(free_port(20000 + os.getpid())),
-            **variables(attempt, self.nodes, self.run.id, end, self.spec.warn_s),
+            **variables(attempt, self.nodes, id, end, self.spec.warn_s),
         }
 
     def _supervise(self, environ: dict[str, str]) -> None:
