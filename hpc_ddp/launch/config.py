@@ -23,12 +23,14 @@ _NUMBERS = (
     *("nproc-per-node", "cpus-per-task", "warn-s", "max-requeues", "max-failures"),
     "max-restarts",
 )
+_BOUNDS = ("budget-gpu-hours",)
 _FLAGS = ("exclusive", "snapshot", "preflight", "elastic")
 
 
 def known_keys() -> list[str]:
     """Return the keys that a project or site file may have: the options' own names."""
-    names = [field.name.replace("_", "-") for field in fields(JobSpec) if field.name != "name"]
+    no_keys = ("name", "sweep")
+    names = [f.name.replace("_", "-") for f in fields(JobSpec) if f.name not in no_keys]
     return sorted([*names, *OURS])
 
 
@@ -117,6 +119,8 @@ def _kind(key: str) -> tuple[str, tuple[type, ...]]:
         return "a list of strings", (list,)
     if key in _NUMBERS:
         return "a whole number", (int,)
+    if key in _BOUNDS:
+        return "a number", (int, float)
     if key in _FLAGS:
         return "true or false", (bool,)
     if key == "nodes":

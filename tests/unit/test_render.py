@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "preflight": {"preflight": True, "nodes": 2, "container": "apptainer exec 'my image.sif'"},
     "array": {"array": "0-3"},
     "elastic": {"nodes": "2-4", "elastic": True, "torchrun": ("--numa-binding=node",)},
+    "sweep": {"array": "0-1%1", "sweep": {"lr": ("1e-3",), "name": ("a b", "$HOME")}},
 }
 
 
