@@ -118,7 +118,7 @@ def test_project_file_and_site_file_and_flag(run_cli: Cli, project: Path) -> Non
     ("text", "message"),
     [
         ("nodse = 2", "unknown key 'nodse', did you mean 'nodes'?"),
-        ('nodes = "2"', "nodes is '2', but must be a whole number"),
+        ("nodes = [2]", "nodes is [2], but must be a whole number, or a range"),
         ("nodes = true", "must be a whole number"),
         ("setup = [1]", "must be a list of strings"),
         ("nodes = ", "can't be read as TOML"),
