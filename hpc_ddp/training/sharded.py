@@ -20,6 +20,18 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Let FSDP2 have its shards for parameters again.
+
+    After a forward without a backward, an evaluation's, the outermost module has the gathered
+    ones, which no optimizer knows.
+    """
+    module: Any = sys.modules.get("torch.distributed.fsdp")
+    for each in model.modules() if module is not None else ():
+        if isinstance(each, module.FSDPModule):
+            each.reshard()
+
+
 def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return start and size of this rank's part of a DTensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.pieces import OWN, Part, Reader, rows, shard, whole
-from hpc_ddp.training.sharded import holds_first_copy, is_sharded
+from hpc_ddp.training.sharded import holds_first_copy, is_sharded, reshard
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
 KIND = "class"  # an optimizer's, beside its state
@@ -76,6 +76,9 @@ def collect(objects: Mapping[str, Any]) -> State:
     HpcDdpError
         names an entry that ``weights_only`` would refuse to load again
     """
+    for each in map(unwrap, objects.values()):
+        if isinstance(each, torch.nn.Module):
+            reshard(each)
     labels = _labels(objects)
     state = State()
     for name, wrapped in objects.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def assert_equal(one: Any, other: Any, exactly: bool = False) -> None:
 
 
 @pytest.fixture
-def trial(make_crew: Callable[[str], Any], tmp_path: Path) -> Iterator[Trial]:
+def trial(make_crew: Callable[[str], Any], tmp_path: Path) -> Trial:
     return Trial(make_crew, tmp_path)
 
 
