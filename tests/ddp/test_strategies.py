@@ -39,18 +39,18 @@ class Trial:
     """Runs of the same training, each in a folder of its own."""
 
     def __init__(self, make_crew: Callable[[str], Any], base: Path) -> None:
-        self._make_crew = make_crew
-        self._text = base / "text"
-        self._text.write_text(TEXT)
+        self.crew = make_crew
+        (base / "text").write_text(TEXT)
+        self.argv = ("--text", str(base / "text"), "--batch-size", "16", "--epochs", "2")
 
     def run(self, name: str, *ways: str, at: int = 0, extra: tuple[str, ...] = ()) -> Any:
         """Go one way until the step `at`, if it is given, and another from there."""
-        crew = self._make_crew(name)
-        argv = ("--text", str(self._text), "--batch-size", "16", "--epochs", "2", *extra)
+        crew = self.crew(name)
         for i, way in enumerate(ways):
             ranks, spread = WAYS[way]
             stop = at if i < len(ways) - 1 else 0
-            launch = crew.launch(ranks, *argv, *spread, script="strategy.py", AT=str(stop))
+            argv = (*self.argv, *spread, *extra)
+            launch = crew.launch(ranks, *argv, script="strategy.py", AT=str(stop))
             assert launch.wait(120) == [0] * ranks, launch.output()
         return crew
 
@@ -102,6 +102,17 @@ def test_interrupted_it_ends_with_the_same_bits(trial: Trial, way: str) -> None:
     whole, stopped = trial.run("w", way, extra=noisy), trial.run("s", way, way, at=2, extra=noisy)
     assert [event["step"] for event in stopped.events("stopped")] != []
     assert_equal(whole, stopped, exactly=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", SPREAD)
+def test_infinite_weights_end_it(trial: Trial, way: str) -> None:
+    ranks, spread = WAYS[way]
+    crew = trial.crew("poisoned")
+    launch = crew.launch(ranks, *trial.argv, *spread, "--lr", "1e38", script="strategy.py")
+    assert launch.wait(120) == [1] * ranks, launch.output()
+    assert "the weights have NaN or infinity in them" in launch.output()
+    assert not checkpoints.published(crew.run.checkpoints)
 
 
 @pytest.mark.soak
