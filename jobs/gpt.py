@@ -39,9 +39,6 @@ from hpc_ddp.training import Run, start
 TEXT = Path(__file__).parent / "data" / "devils-dictionary.txt.gz"
 
 
-# -- the text --------------------------------------------------------------------------------
-
-
 def read(path: Path) -> str:
     """Return a text, from a file that may be compressed."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
@@ -58,9 +55,6 @@ def windows(numbers: torch.Tensor, length: int) -> TensorDataset:
     return TensorDataset(inputs.view(count, length), targets.view(count, length))
 
 
-# -- the model -------------------------------------------------------------------------------
-
-
 class Attention(nn.Module):
     """Causal self-attention. Under tensor parallel a rank has some of the heads."""
 
@@ -72,9 +66,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = (*x.shape[:2], -1, self.head_width)
-        q, k, v = (
-            each(x).view(shape).transpose(1, 2) for each in (self.query, self.key, self.value)
-        )
+        q, k, v = (f(x).view(shape).transpose(1, 2) for f in (self.query, self.key, self.value))
         p = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
         y = self.out(y.transpose(1, 2).flatten(2))
@@ -157,9 +149,6 @@ def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten())
 
 
-# -- the ways to spread it -------------------------------------------------------------------
-
-
 def share_layers(run: Run, model: GPT) -> None:
     """Tensor parallel: of each pair of linear layers, the first by its rows, the second by columns.
 
@@ -190,14 +179,13 @@ def use_devices(model: GPT, devices: list[torch.device]) -> None:
     for i, (name, block) in enumerate(model.blocks.items()):
         model.devices[name] = devices[i * len(devices) // count]
         block.to(model.devices[name])
-    assert model.embedding
-    assert model.head
-    model.embedding.to(devices[0])
-    model.head.to(devices[-1])
+    for part, device in ((model.embedding, devices[0]), (model.head, devices[-1])):
+        assert part
+        part.to(device)
 
 
 def spread(run: Run, model: GPT, args: argparse.Namespace) -> Any:
-    """Return what the training calls: the model, or a pipeline; and what is tracked."""
+    """Return what is tracked, a model, and what the training calls: the same, or a pipeline."""
     if args.compile:  # block by block, in place: names stay, and it goes with every strategy
         for block in model.blocks.values():
             block.compile(dynamic=False)
@@ -205,21 +193,17 @@ def spread(run: Run, model: GPT, args: argparse.Namespace) -> Any:
         share_layers(run, model)
     if args.parallel == "fsdp":
         run.fully_shard(model, model.blocks.values(), offload=args.offload)
+    if args.parallel in ("fsdp", "tp"):
+        return model, model
+    if args.parallel == "mp":
+        use_devices(model, run.devices)
     if args.parallel == "pp":
         cut_stage(model, run.mesh.get_local_rank("pp"), args.pp)
-        stage = run.wrap(model)
-        return stage, run.pipeline(
-            stage, loss_fn, schedule=args.schedule, n_microbatches=args.microbatches
-        )
-    if args.parallel in ("ddp", "mp"):
-        if args.parallel == "mp":
-            use_devices(model, run.devices)
-        wrapped = run.wrap(model)
+    wrapped = run.wrap(model)
+    if args.parallel != "pp":
         return wrapped, wrapped
-    return model, model
-
-
-# -- the training ----------------------------------------------------------------------------
+    order = {"schedule": args.schedule, "n_microbatches": args.microbatches}
+    return wrapped, run.pipeline(wrapped, loss_fn, **order)
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
