@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,12 @@ def curve(crew: Any) -> torch.Tensor:
     return torch.tensor([[float(word) for word in line.split()] for line in lines])
 
 
+def scores(crew: Any) -> list[float]:
+    """Return the test loss of each epoch. Of four workers one has no window to test."""
+    logs = [path.read_text() for path in sorted(crew.base.glob("*-0.log"))]
+    return [float(score) for log in logs for score in re.findall(r"test (\d\S+)", log)]
+
+
 def content(crew: Any) -> dict[str, torch.Tensor]:
     newest = checkpoints.published(crew.run.checkpoints)[0]
     reader = open_checkpoint(newest)[2]
@@ -72,6 +79,8 @@ def content(crew: Any) -> dict[str, torch.Tensor]:
 
 def assert_equal(one: Any, other: Any, exactly: bool = False) -> None:
     torch.testing.assert_close(curve(one), curve(other), rtol=0, atol=0 if exactly else 2e-5)
+    assert len(scores(one)) == 2
+    assert scores(one) == pytest.approx(scores(other), rel=0, abs=1.1e-4)
     left, right = content(one), content(other)
     assert left.keys() == right.keys()
     # Adam divides by what may be next to nothing: there rounding shows in single weights.
