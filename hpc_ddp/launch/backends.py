@@ -131,7 +131,7 @@ class SubmititBackend(SlurmBackend):
 
         node = str(prepared.run.lib / "node.py")
         command = [prepared.spec.python, node, "agent", *torchrun_options(prepared.spec)]
-        command += [str(prepared.script), *prepared.spec.args]
+        command += [str(prepared.script)]
         folder = prepared.run.path / "submitit"
         folder.mkdir(exist_ok=True)
         DelayedSubmission(submitit_main, command).dump(folder / PICKLE)
@@ -220,6 +220,8 @@ def start(prepared: Prepared) -> Started:
         raise
     # Only now: a refused one changes nothing about how the run has ended.
     journal.write("submitted", **asked)
+    for task in run.tasks():
+        task.journal("submit").write("submitted", first_attempt=len(task.attempts()))
     if started.job_id:
         journal.write("queued", job_id=started.job_id)
         link_job(started.job_id, run)

@@ -17,7 +17,7 @@ from hpc_ddp.launch.fabric import fabric_env
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec, directives
+from hpc_ddp.run.spec import JobSpec, directives, point_args
 
 T = TypeVar("T")
 
@@ -114,6 +114,7 @@ class Rendering:
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
             "args": spec.args,
+            "points": [point_args(point) for point in spec.points],
             "preflight": spec.preflight,
             "container": shlex.split(spec.container or ""),
         }

@@ -373,6 +373,10 @@ def main(command: list[str]) -> int:
 
 
 def submitit_main(command: list[str]) -> None:
-    """The same as submitit's task, which would end with code 0 whatever a function returned."""
+    """The same as submitit's task, which would end with code 0 whatever a function returned.
+
+    One file with `command` serves all tasks of an array; the script's arguments are the run's own.
+    """
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
-    sys.exit(main(expand(command, os.environ)))
+    args = read_json(Place.from_env(dict(os.environ)).run.job_json)["args"]
+    sys.exit(main([*expand(command, os.environ), *args]))
