@@ -406,8 +406,7 @@ class Run:
         UsageError
             it was made with another seed or training set, or an object can't be saved
         """
-        for each in objects.values():
-            self._check_copies(each)
+        self._check_copies(objects.values())
         data = {} if self._loader is None else self._loader.facts
         self._parts.keeper.track({**objects, "_precision": self._parts.precision}, data)
         for each in objects.values():
@@ -656,17 +655,21 @@ class Run:
         self._parts.precision.watch(model)
         return model.to(self.device) if len(self.devices) == 1 else model
 
-    def _check_copies(self, model: Any) -> None:
-        """Refuse a tensor parallel model of which the copies would go different ways."""
+    def _check_copies(self, objects: Iterable[Any]) -> None:
+        """Refuse to train copies of a model that would go different ways; DDP alone is as it is."""
         grid = self._parts.grid
-        if grid.tp == 1 or grid.dp == 1 or not isinstance(model, torch.nn.Module):
+        if grid.dp == 1 or grid.dp == self.world_size:
             return
-        if not any(each is model for each in self._wrapped):
-            raise UsageError(
-                f"tp={grid.tp} leaves {grid.dp} copies of the model whose gradients nobody"
-                " averages; accepted: a model that went through run.fully_shard",
-                hint="run.fully_shard(model, units) after run.parallelize",
-            )
+        averaged = {id(each) for model in self._wrapped for each in model.parameters()}
+        for each in objects:
+            groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
+            if any(id(weight) not in averaged for group in groups for weight in group["params"]):
+                raise UsageError(
+                    f"tp={grid.tp} and pp={grid.pp} leave {grid.dp} copies of the model, whose"
+                    " gradients nobody averages; accepted: an optimizer of what has gone through"
+                    " run.fully_shard or run.wrap",
+                    hint="run.fully_shard(model, units) after run.parallelize, or run.wrap(stage)",
+                )
 
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.ends_step:

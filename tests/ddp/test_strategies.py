@@ -117,6 +117,20 @@ def test_interrupted_it_ends_with_the_same_bits(trial: Trial, way: str) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("way", ["fsdp", "fsdp x tp", "pp"])
+def test_bf16_is_near(trial: Trial, way: str) -> None:
+    one, spread = (trial.run(each, each, extra=("--precision", "bf16")) for each in ("one", way))
+    torch.testing.assert_close(curve(one)[:, 1], curve(spread)[:, 1], rtol=0, atol=0.02)
+
+
+@pytest.mark.soak
+def test_copies_that_nobody_averages_are_refused(trial: Trial) -> None:
+    launch = trial.crew("crew").launch(4, *trial.argv, "--parallel", "tp", script="strategy.py")
+    assert launch.wait(240) == [2] * 4, launch.output()
+    assert "tp=2 and pp=1 leave 2 copies of the model" in launch.output()
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("way", SPREAD)
 def test_infinite_weights_end_it(trial: Trial, way: str) -> None:
     ranks, spread = WAYS[way]
