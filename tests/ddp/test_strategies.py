@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,13 +142,11 @@ def test_infinite_weights_end_it(trial: Trial, way: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("way", SPREAD)
-def test_its_checkpoint_goes_to_all_others(trial: Trial, way: str) -> None:
-    one, stopped = trial.run("one", "one"), trial.crew("stopped")
-    trial.go(stopped, way, at=2)
-    assert len(curve(stopped)) < 8
-    for other in SPREAD:
-        crew = trial.crew(other)
-        shutil.copytree(stopped.base, crew.base, dirs_exist_ok=True)
-        crew.attempt = stopped.attempt
-        trial.go(crew, other)
-        assert_equal(crew, one)
+def test_its_checkpoint_goes_to_ddp(trial: Trial, way: str) -> None:
+    assert_equal(trial.run("spread", way, "ddp on 2", at=2), trial.run("one", "one"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", SPREAD)
+def test_it_takes_up_a_checkpoint_of_ddp(trial: Trial, way: str) -> None:
+    assert_equal(trial.run("spread", "ddp on 4", way, at=2), trial.run("one", "one"))
