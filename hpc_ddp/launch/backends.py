@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
 from hpc_ddp.launch.prepare import Prepared
-from hpc_ddp.launch.render import WAIT_S, header_pairs, job_env, torchrun_options
+from hpc_ddp.launch.render import WAIT_S, header_pairs, job_env, node_command
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
 
@@ -96,8 +96,8 @@ class LocalBackend(SlurmBackend):
         env |= {"CUDA_VISIBLE_DEVICES": ""}
         env.setdefault("OMP_NUM_THREADS", "1")
         node = str(run.lib / "node.py")
-        command = [sys.executable, node, "local", spec.python, node, "agent"]
-        command += [*torchrun_options(spec), str(prepared.script), *spec.args]
+        _, told = node_command(spec, node, str(prepared.script))
+        command = [sys.executable, node, "local", *told]
         return subprocess.Popen(
             command,
             env=env,
@@ -127,14 +127,13 @@ class SubmititBackend(SlurmBackend):
     def _pickle(self, prepared: Prepared) -> None:
         from submitit.core.utils import DelayedSubmission
 
-        from hpc_ddp.node.supervisor import submitit_main
+        from hpc_ddp.node.task import submitit_main
 
         node = str(prepared.run.lib / "node.py")
-        command = [prepared.spec.python, node, "agent", *torchrun_options(prepared.spec)]
-        command += [str(prepared.script), *prepared.spec.args]
+        part, command = node_command(prepared.spec, node, str(prepared.script))
         folder = prepared.run.path / "submitit"
         folder.mkdir(exist_ok=True)
-        DelayedSubmission(submitit_main, command).dump(folder / PICKLE)
+        DelayedSubmission(submitit_main, part, command).dump(folder / PICKLE)
 
     def _executor(self, prepared: Prepared) -> Any:
         import submitit
@@ -170,11 +169,13 @@ class SubmititBackend(SlurmBackend):
             srun_args=[
                 f"--output={pairs['output']}",
                 "--open-mode=append",
-                "--ntasks-per-node=1",
+                f"--ntasks-per-node={spec.tasks_per_node}",
                 f"--nodes={spec.nodes}",
-                f"--ntasks={spec.nodes}",
+                f"--ntasks={spec.nodes * spec.tasks_per_node}",
+                *(["--distribution=block"] if spec.launcher == "srun" else []),
                 "--kill-on-bad-exit=1",
                 f"--wait={WAIT_S}",
+                *spec.srun,
             ],
             additional_parameters=pairs,
         )

@@ -44,6 +44,13 @@ def torchrun_options(spec: JobSpec) -> list[str]:
     return [word.format(workers=spec.workers_per_node) for word in TORCHRUN_OPTIONS]
 
 
+def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]:
+    """Return the part of the node's code that is each task of the step, and what it is told."""
+    if spec.launcher == "srun":
+        return "task", [spec.python, script, *spec.args]
+    return "supervisor", [spec.python, node, "agent", *torchrun_options(spec), script, *spec.args]
+
+
 def sbatch_line(name: str, value: str) -> str:
     """Return one ``#SBATCH`` line. sbatch splits it at blanks and knows both quotes and backslash.
 
@@ -67,7 +74,7 @@ def header_pairs(spec: JobSpec, run: RunFolder) -> list[tuple[str, str]]:
         output = f"{output.removesuffix('.out')}-%a.out"
     return [
         *directives(spec),
-        ("ntasks-per-node", "1"),
+        ("ntasks-per-node", str(spec.tasks_per_node)),
         ("output", output),
         ("open-mode", "append"),
         ("requeue" if spec.continue_by == "requeue" else "no-requeue", ""),
@@ -110,6 +117,8 @@ class Rendering:
             "host_python": sys.executable,
             "python": spec.python,
             "workers": spec.workers_per_node,
+            "launcher": spec.launcher,
+            "srun": spec.srun,
             "wait_s": WAIT_S,
             "torchrun_options": torchrun_options(spec),
             "script": str(script),

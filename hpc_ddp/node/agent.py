@@ -23,10 +23,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hpc_ddp.node.supervisor import split
-from hpc_ddp.node.worker import die_with_parent
+from hpc_ddp.node.worker import die_with_parent, started_by
 from hpc_ddp.run.folder import AttemptFolder, write_json
-
-WORKER = Path(__file__).with_name("worker.py")
 
 
 def escape(words: list[str]) -> list[str]:
@@ -59,8 +57,8 @@ def launch(argv: list[str]) -> dict[str, Any] | None:
     options, script = split(argv)
     parse: Any = run.parse_args  # without types in torch
     args = parse([*options, "--no-python", "script"])
-    args.training_script = sys.executable
-    args.training_script_args = escape(["-ISs", str(WORKER), sys.executable, "-u", *script])
+    args.training_script, *rest = started_by(sys.executable, script)
+    args.training_script_args = escape(rest)
     config, command, command_args = run.config_from_args(args)
     ignore_sigterm()
     try:

@@ -19,6 +19,7 @@ failed         requeue up to ``max_failures`` times where it may help, else give
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -51,7 +52,7 @@ class Facts:
     nodes, records
         the attempt's node names, and what the nodes recorded of their ends
     lost_nodes
-        nodes without a record that Slurm says are down or do not answer
+        silent nodes that Slurm says are down or do not answer
     events
         the run's journal since the last submit, by attempt and time
     """
@@ -127,6 +128,14 @@ class Verdict:
     exit_code: int = 0
 
 
+def silent_nodes(
+    spec: JobSpec, nodes: Sequence[str], records: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Return the nodes of which not every task has recorded its end."""
+    heard = Counter(record["node"] for record in records)
+    return sorted(node for node in nodes if heard[node] < spec.tasks_per_node)
+
+
 def decide(facts: Facts) -> Verdict:
     """Return what follows from the facts. The order of the questions matters:
     who else has already decided, then what the user wanted, then what went wrong."""
@@ -154,7 +163,7 @@ def _cause(facts: Facts) -> str:
     if facts.cancelled or "cancelled" in facts.notices:
         return "cancelled"
     codes = [record["code"] for record in facts.records]
-    complete = len(codes) == len(facts.nodes)
+    complete = not silent_nodes(facts.spec, facts.nodes, facts.records)
     if facts.here("finished") and (facts.notices or (complete and not any(codes))):
         return "finished"
     if job and job.preempted:
@@ -260,6 +269,6 @@ def _describe(facts: Facts, cause: str) -> str:
     if facts.unfit and cause == "bad node":
         return f"preflight: {facts.unfit['why']}"
     if cause == "node lost":
-        silent = set(facts.nodes) - {record["node"] for record in facts.records}
-        return f"no word from {', '.join(sorted(silent)) or 'a node'}"
+        silent = silent_nodes(facts.spec, facts.nodes, facts.records)
+        return f"no word from {', '.join(silent) or 'a node'}"
     return cause if facts.step is None else f"{cause}, at step {facts.step}"
