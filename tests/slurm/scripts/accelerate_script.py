@@ -32,9 +32,9 @@ for epoch in range(step // len(loader), EPOCHS):
     loader.set_epoch(epoch)
     done = step % len(loader)
     batches = accelerator.skip_first_batches(loader, done) if done else loader
-    for (batch,) in batches:
+    for (x,) in batches:
         time.sleep(PAUSE_S)
-        loss = (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean()
+        loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
         optimizer.zero_grad()
         accelerator.backward(loss)
         optimizer.step()

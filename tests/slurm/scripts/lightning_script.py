@@ -21,18 +21,19 @@ class Line(L.LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
 
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        (x,) = batch
         time.sleep(PAUSE_S)
         if self.global_step % 20 == 0 and self.trainer.is_global_zero:
             print(f"step {self.global_step} of {STEPS}", flush=True)
-        return (self.layer(batch) - batch.sum(1, keepdim=True)).pow(2).mean()
+        return torch.nn.functional.mse_loss(self.layer(x), x.sum(1, keepdim=True))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 L.seed_everything(1)
-data = torch.randn(2560, 4)  # 80 batches of 8 on each of 4 ranks
+data = torch.utils.data.TensorDataset(torch.randn(2560, 4))  # 80 batches of 8 on each of 4 ranks
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 keep = ModelCheckpoint(FOLDER, every_n_train_steps=10, save_last=True, save_on_exception=True)
 trainer = L.Trainer(
