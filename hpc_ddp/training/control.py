@@ -25,18 +25,21 @@ def choose_device(info: DistInfo) -> torch.device:
     Raises
     ------
     HpcDdpError
-        there are GPUs, but fewer than workers on this node
+        there are GPUs, but fewer than workers of a torchrun on this node
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if info.local_rank >= count:
+    # Where each worker is a Slurm task, srun may have given each a GPU of its own to see.
+    own = count == 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    index = 0 if own else info.local_rank
+    if index >= count:
         raise HpcDdpError(
             f"{info.local_world_size} workers on this node, but {count} visible GPU(s)",
             hint=f"start {count} workers per node, or hide the GPUs with CUDA_VISIBLE_DEVICES=''",
         )
-    torch.cuda.set_device(info.local_rank)
-    return torch.device("cuda", info.local_rank)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def join(info: DistInfo, device: torch.device, hang_after_s: float | None) -> Control:

@@ -170,7 +170,8 @@ def test_the_options_are_these() -> None:
     assert options == {
         *("--account", "--array", "--backend", "--constraint", "--container", "--continue-by"),
         *("--cpus-per-task", "--dependency", "--env", "--exclude", "--exclusive", "--fabric"),
-        *("--gpus-per-node", "--interface", "--job-name", "--json", "--mail-type", "--mail-user"),
+        *("--gpus-per-node", "--interface", "--job-name", "--json", "--launcher"),
+        *("--mail-type", "--mail-user"),
         *("--max-failures", "--max-requeues", "--mem", "--no-snapshot", "--nodelist", "--nodes"),
         *(
             "--nproc-per-node",
@@ -181,7 +182,7 @@ def test_the_options_are_these() -> None:
             "--reservation",
             "--run",
         ),
-        *("--runs-dir", "--sbatch", "--setup", "--site", "--template", "--time"),
+        *("--runs-dir", "--sbatch", "--setup", "--site", "--srun", "--template", "--time"),
     }
 
 

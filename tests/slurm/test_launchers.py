@@ -165,19 +165,13 @@ def test_lightning_goes_on_where_slurm_signals_every_process(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("way", ["hpc-ddp cancel", "scancel", "scancel --signal=USR1"])
 def test_a_cancelled_lightning_stays_cancelled(
-    hpc: Hpc, cluster: Cluster, tmp_path: Path, way: str, launcher: str
+    hpc: Hpc, cluster: Cluster, tmp_path: Path, launcher: str
 ) -> None:
     """Its own requeue, which it makes on a signal, would bring it back."""
     use(cluster, "linuxproc")
     job = _begin(hpc, "lightning_script.py", launcher, tmp_path, pause_s=1.0)
-    if way == "scancel --signal=USR1":
-        cluster.run("scancel", "--signal=USR1", job.id)
-    if way == "hpc-ddp cancel":
-        hpc("cancel", job.id)
-    else:
-        cluster.run("scancel", job.id)
+    cluster.run("scancel", job.id)
     assert job.end(60) == "CANCELLED", job.output()
     time.sleep(8)  # longer than it takes to be requeued
     assert job.state() == "CANCELLED"
