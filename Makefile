@@ -15,7 +15,7 @@ demo: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/demo.sh
 
 test: .venv/ready lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=25
 
 lint: .venv/ready
 	$(BIN)/python -m ruff check

@@ -93,6 +93,12 @@ _OPTIONS = [
     click.option("--max-requeues", type=int, help="Bound on requeues (default: none)."),
     click.option("--max-failures", type=int, help="Retries after failures (default 3)."),
     click.option(
+        "--budget-gpu-hours",
+        type=float,
+        metavar="HOURS",
+        help="Start and requeue no more once this is spent.",
+    ),
+    click.option(
         "--continue-by",
         metavar="|".join(CONTINUE_BY),
         help="How a job goes on: requeue, or a chain of jobs where that is refused.",

@@ -97,7 +97,7 @@ class LocalBackend(SlurmBackend):
         env.setdefault("OMP_NUM_THREADS", "1")
         node = str(run.lib / "node.py")
         _, told = node_command(spec, node, str(prepared.script))
-        command = [sys.executable, node, "local", *told]
+        command = [sys.executable, node, "local", *told, *spec.args]
         return subprocess.Popen(
             command,
             env=env,
@@ -221,6 +221,8 @@ def start(prepared: Prepared) -> Started:
         raise
     # Only now: a refused one changes nothing about how the run has ended.
     journal.write("submitted", **asked)
+    for task in run.tasks():
+        task.journal("submit").write("submitted", first_attempt=len(task.attempts()))
     if started.job_id:
         journal.write("queued", job_id=started.job_id)
         link_job(started.job_id, run)

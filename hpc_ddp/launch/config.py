@@ -20,12 +20,14 @@ PROJECT_FILE = "hpc-ddp.toml"
 OURS = ("site", "runs-dir", "snapshot", "snapshot-exclude", "job-name")
 _LISTS = ("args", "sbatch", "srun", "setup", "env-names", "snapshot-exclude")
 _NUMBERS = ("nodes", "nproc-per-node", "cpus-per-task", "warn-s", "max-requeues", "max-failures")
+_BOUNDS = ("budget-gpu-hours",)
 _FLAGS = ("exclusive", "snapshot", "preflight")
 
 
 def known_keys() -> list[str]:
     """Return the keys that a project or site file may have: the options' own names."""
-    names = [field.name.replace("_", "-") for field in fields(JobSpec) if field.name != "name"]
+    no_keys = ("name", "sweep")
+    names = [f.name.replace("_", "-") for f in fields(JobSpec) if f.name not in no_keys]
     return sorted([*names, *OURS])
 
 
@@ -114,6 +116,8 @@ def _kind(key: str) -> tuple[str, tuple[type, ...]]:
         return "a list of strings", (list,)
     if key in _NUMBERS:
         return "a whole number", (int,)
+    if key in _BOUNDS:
+        return "a number", (int, float)
     if key in _FLAGS:
         return "true or false", (bool,)
     if key == "gpus-per-node":

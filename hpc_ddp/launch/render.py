@@ -17,7 +17,7 @@ from hpc_ddp.launch.fabric import fabric_env
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec, directives
+from hpc_ddp.run.spec import JobSpec, directives, point_args
 
 T = TypeVar("T")
 
@@ -45,10 +45,11 @@ def torchrun_options(spec: JobSpec) -> list[str]:
 
 
 def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]:
-    """Return the part of the node's code that is each task of the step, and what it is told."""
+    """Return the part of the node's code that is each task of the step, and what it is told before
+    the script's arguments."""
     if spec.launcher == "srun":
-        return "task", [spec.python, script, *spec.args]
-    return "supervisor", [spec.python, node, "agent", *torchrun_options(spec), script, *spec.args]
+        return "task", [spec.python, script]
+    return "supervisor", [spec.python, node, "agent", *torchrun_options(spec), script]
 
 
 def sbatch_line(name: str, value: str) -> str:
@@ -123,6 +124,7 @@ class Rendering:
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
             "args": spec.args,
+            "points": [point_args(point) for point in spec.points],
             "preflight": spec.preflight,
             "container": shlex.split(spec.container or ""),
         }

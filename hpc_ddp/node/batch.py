@@ -19,7 +19,7 @@ from hpc_ddp import slurm
 from hpc_ddp.node import continuation
 from hpc_ddp.node.continuation import ask, say
 from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port
-from hpc_ddp.node.verdict import Facts, Verdict, decide, silent_nodes
+from hpc_ddp.node.verdict import Facts, Verdict, decide, over_budget, silent_nodes
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job
@@ -49,6 +49,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
     continuation.check_wanted(run, restarts, is_link)
+    _check_budget(run, spec)
     job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
@@ -66,6 +67,15 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
         "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
         **variables(attempt, nodes, job_id, job.end_time if job else None, spec.warn_s),
     }
+
+
+def _check_budget(run: RunFolder, spec: JobSpec) -> None:
+    """Refuse to start what its array's other tasks have left no GPU hours for."""
+    over = over_budget(spec, _gpu_hours(run, spec))
+    if over:
+        journal = run.journal("batch", len(run.attempts()))
+        journal.write("verdict", cause="budget", action="give up", why=over, exit_code=1)
+        raise HpcDdpError(over, hint=f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS")
 
 
 def variables(
@@ -92,8 +102,14 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if not task or run.path.name == f"task-{task}":
         return run
-    own = RunFolder(run.path / f"task-{task}").make()
-    own.job_json.write_text(run.job_json.read_text())
+    return task_of(run, int(task))
+
+
+def task_of(run: RunFolder, index: int) -> RunFolder:
+    """Make the folder of one task of an array, with what it shares with the others."""
+    own = run.task(index).make()
+    whole = JobSpec.from_json(patiently(run.job_json.read_text))
+    own.job_json.write_text(whole.task(index).to_json())
     for shared in ("lib", "cancelled"):  # one cancel ends all tasks
         link = own.path / shared
         if not link.is_symlink():
@@ -185,10 +201,16 @@ def judge(
         records=records,
         lost_nodes=slurm.unusable(silent) if job else [],
         events=_since_submit(run.events()),
+        gpu_hours=_gpu_hours(run, spec),
     )
     decided = decide(facts)
     _note(run, attempt, facts, decided)
     return facts, decided
+
+
+def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
+    """Return what a run with a budget has used; nobody asks without one."""
+    return 0.0 if spec.budget_gpu_hours is None else run.gpu_hours(spec.gpus_in_use)
 
 
 def _since_submit(events: list[Event]) -> list[Event]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hpc_ddp.node.supervisor import Supervisor, expand, supervise
 from hpc_ddp.node.worker import started_by
-from hpc_ddp.run.folder import NodeFolder
+from hpc_ddp.run.folder import NodeFolder, RunFolder, read_json
 
 
 @dataclass
@@ -91,8 +91,12 @@ def main(command: list[str]) -> int:
 
 def submitit_main(part: str, command: list[str]) -> None:
     """The same, or a node's supervisor, as submitit's task, which would end with code 0 whatever
-    a function returned."""
+    a function returned.
+
+    One file with `command` serves all tasks of an array; the script's arguments are the run's own.
+    """
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
+    args = read_json(RunFolder(Path(os.environ["HPC_DDP_RUN"])).job_json)["args"]
     if part == "task":
-        sys.exit(main(command))
-    sys.exit(supervise(Supervisor, expand(command, os.environ)))
+        sys.exit(main([*command, *args]))
+    sys.exit(supervise(Supervisor, [*expand(command, os.environ), *args]))

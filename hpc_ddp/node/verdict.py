@@ -53,6 +53,8 @@ class Facts:
         the attempt's node names, and what the nodes recorded of their ends
     lost_nodes
         silent nodes that Slurm says are down or do not answer
+    gpu_hours
+        what the run has used so far, with all tasks of its array; measured for a budget only
     events
         the run's journal since the last submit, by attempt and time
     """
@@ -67,6 +69,7 @@ class Facts:
     records: Sequence[dict[str, Any]]
     events: Sequence[Event]
     lost_nodes: Sequence[str] = ()
+    gpu_hours: float = 0.0
 
     @property
     def bad_nodes(self) -> Sequence[str]:
@@ -192,6 +195,8 @@ def _cause(facts: Facts) -> str:
 def _why_not_again(facts: Facts, cause: str) -> str | None:
     """Return why another attempt is not to be made, None when it is."""
     spec = facts.spec
+    if over := over_budget(spec, facts.gpu_hours):
+        return over
     if cause == "failed":
         return _why_no_retry(facts)
     again = [v for v in facts.verdicts if v["cause"] != "failed"]
@@ -231,6 +236,14 @@ def _ended_silently(verdict: Event) -> bool:
     """Tell whether an attempt took steps, saved nothing, and lost a node that Slurm has not."""
     excused = verdict.get("progress") or verdict.get("bad_nodes") or verdict.get("step") is None
     return verdict["cause"] == "node lost" and not excused
+
+
+def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
+    """Return what to say where a run has used up its GPU hours, None where it has not."""
+    if spec.budget_gpu_hours is None or gpu_hours < spec.budget_gpu_hours:
+        return None
+    budget = f"{spec.budget_gpu_hours:g}"
+    return f"{gpu_hours:.3g} of {budget} GPU hours are spent (--budget-gpu-hours)"
 
 
 def _why_no_retry(facts: Facts) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from hpc_ddp.run.errors import UsageError, closest
 
@@ -25,6 +26,8 @@ _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?"
 _NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)", re.I)
+_INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?")
+_PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 _GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
 
 
@@ -76,10 +79,14 @@ class JobSpec:
     max_requeues: int | None = None
     max_failures: int = 3
     preflight: bool = False
+    sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    budget_gpu_hours: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("args", "sbatch", "srun", "setup", "env_names"):  # JSON and TOML have lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        sweep = {name: tuple(values) for name, values in self.sweep.items()}
+        object.__setattr__(self, "sweep", sweep)
         validate(self)
 
     @property
@@ -97,6 +104,29 @@ class JobSpec:
         """GPUs per node; ``gpus_per_node`` may hold a type as well (``a100:4``)."""
         match = _GPUS.fullmatch(self.gpus_per_node or "")
         return int(match["count"]) if match else 0
+
+    @property
+    def gpus_in_use(self) -> int:
+        """What a node of the job takes of a budget: its GPUs, or its workers without any."""
+        return self.gpu_count or self.workers_per_node
+
+    @property
+    def points(self) -> list[dict[str, str]]:
+        """The sweep's combinations of values by name, in the order of the array's indexes.
+
+        Empty for a job that is no sweep.
+        """
+        if not self.sweep:
+            return []
+        return [
+            dict(zip(self.sweep, each, strict=True))
+            for each in itertools.product(*self.sweep.values())
+        ]
+
+    def task(self, index: int) -> JobSpec:
+        """Return one task of the array as a job of its own: a sweep's has its point in `args`."""
+        args = (*self.args, *point_args(self.points[index])) if self.sweep else self.args
+        return replace(self, args=args, sweep={}, array=str(index))
 
     @property
     def time_s(self) -> int | None:
@@ -120,6 +150,32 @@ class JobSpec:
             return cls(**{key: value for key, value in json.loads(text).items() if key in known})
         except (ValueError, AttributeError, TypeError) as error:
             raise UsageError(f"the run's job.json is broken: {error}") from None
+
+
+def point_args(point: Mapping[str, str]) -> list[str]:
+    """Return a sweep's point as arguments of the script, ``--name=value``."""
+    return [f"--{name}={value}" for name, value in point.items()]
+
+
+def array_indexes(array: str) -> list[int]:
+    """Return the indexes of a Slurm array such as ``0-5%2`` or ``1,3,10-20:5``.
+
+    Raises
+    ------
+    UsageError
+        it is something else
+    """
+    found: list[int] = []
+    for part in array.partition("%")[0].split(","):
+        match = _INDEXES.fullmatch(part)
+        if not match:
+            raise UsageError(
+                f"array {array!r} is no list of indexes; accepted: numbers and ranges, with commas",
+                hint="--array 0-5, or --array 1,3,10-20:5%2",
+            )
+        first = int(match["first"])
+        found += range(first, int(match["last"] or first) + 1, int(match["step"] or 1))
+    return found
 
 
 def parse_time(text: str) -> int:
@@ -167,8 +223,26 @@ def validate(spec: JobSpec) -> None:
     _check_env(spec)
     _check_container(spec)
     _check_tasks(spec)
-    if spec.array and spec.continue_by == "resubmit":
-        raise UsageError("a chain of jobs can't be an array", hint="leave out --array")
+    if spec.array:
+        array_indexes(spec.array)
+        if spec.continue_by == "resubmit":
+            raise UsageError("a chain of jobs can't be an array", hint="leave out --array")
+    _check_sweep(spec)
+
+
+def _check_sweep(spec: JobSpec) -> None:
+    for name, values in spec.sweep.items():
+        if not _PARAMETER.fullmatch(name) or not values:
+            raise UsageError(
+                f"{name}={','.join(values)} is no parameter with values",
+                hint="hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py",
+            )
+    hours = spec.budget_gpu_hours
+    if hours is not None and not (isinstance(hours, (int, float)) and hours > 0):
+        raise UsageError(
+            f"budget-gpu-hours is {hours!r}; accepted: a number above 0",
+            hint="--budget-gpu-hours 100",
+        )
 
 
 def _check_tasks(spec: JobSpec) -> None:
@@ -201,7 +275,9 @@ def _check_texts(spec: JobSpec) -> None:
                 f"{name} {value!r} has a character that an #SBATCH line can't hold",
                 hint=f"leave out line breaks and control characters in --{name}",
             )
-    for text in (spec.script, spec.workdir, *spec.args, *spec.setup, *spec.env.values()):
+    swept = [value for values in spec.sweep.values() for value in values]
+    texts = (spec.script, spec.workdir, *spec.args, *spec.setup, *spec.env.values(), *swept)
+    for text in texts:
         if "\0" in text or not _is_unicode(text):
             raise UsageError(
                 f"{text!r} holds a NUL or bytes that are no UTF-8, which a script can't",

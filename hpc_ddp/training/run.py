@@ -428,13 +428,20 @@ class Run:
         """How many values `best` was given since the best one."""
         return self._parts.keeper.best.stale
 
-    def finish(self) -> None:
+    def finish(self, **results: float | torch.Tensor) -> None:
         """Save the last state, journal that the run is done, and leave the process group.
 
         Does nothing where that is done, and on the way out of an exception (``finally``).
+
+        Parameters
+        ----------
+        results
+            what came out, as numbers by name: rank 0's go into the journal, from where
+            ``hpc-ddp status`` of a sweep takes them into its table
         """
         if sys.exc_info()[0] is None:
-            self._end("finished")
+            numbers = {name: float(value) for name, value in results.items()}
+            self._end("finished", **({"results": numbers} if numbers else {}))
 
     def __enter__(self) -> Run:
         return self
@@ -570,7 +577,7 @@ class Run:
         leave_quickly()
         raise SystemExit(0)
 
-    def _end(self, event: str, **fields: str) -> None:
+    def _end(self, event: str, **fields: Any) -> None:
         """Save, journal the event, and leave; all ranks come here together."""
         if self._over:
             return

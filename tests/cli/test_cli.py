@@ -57,6 +57,8 @@ def _names(folder: Path) -> list[str]:
         (["submit", "--run", "nope", "train.py"], "no run 'nope'"),
         (["submit", "--backend", "allocation", "train.py"], "this shell is in none"),
         (["preflight"], "this shell is in none"),
+        (["sweep", "train.py"], "a sweep without a parameter is no sweep"),
+        (["sweep", "--set", "lr=1", "--array", "0-1", "train.py"], "is an array of its own"),
         (["submit", "--time", "soon", "train.py"], "not a Slurm time"),
         (["submit", "--runs-dir", "/proc/x", "train.py"], "can't be written"),
         (["logs", "nope"], "no run 'nope'"),
@@ -168,7 +170,8 @@ def test_the_options_are_these() -> None:
     """A new option is a decision: it needs a user, and a line in this list."""
     options = {o for p in cli.commands["submit"].params for o in p.opts if o.startswith("--")}
     assert options == {
-        *("--account", "--array", "--backend", "--constraint", "--container", "--continue-by"),
+        *("--account", "--array", "--backend", "--budget-gpu-hours", "--constraint", "--container"),
+        *("--continue-by",),
         *("--cpus-per-task", "--dependency", "--env", "--exclude", "--exclusive", "--fabric"),
         *("--gpus-per-node", "--interface", "--job-name", "--json", "--launcher"),
         *("--mail-type", "--mail-user"),

@@ -60,6 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
         "args": ("a b",),
         "container": "apptainer exec 'my image.sif'",
     },
+    "sweep": {"array": "0-1%1", "sweep": {"lr": ("1e-3",), "name": ("a b", "$HOME")}},
 }
 
 
