@@ -117,7 +117,7 @@ def test_a_port_that_is_taken_under_srun(hpc: Hpc, cluster: Cluster, tmp_path: P
     assert job.output().count("together at port") == 1
 
 
-def _begin(hpc: Hpc, script: str, launcher: str, folder: Path, pause_s: float = 0.2) -> Job:
+def _begin(hpc: Hpc, script: str, launcher: str, folder: Path, pause_s: float = 0.5) -> Job:
     """Submit a script of 80 steps, and wait until it has done some."""
     words = ("--launcher", launcher, *TWO_BY_TWO, str(SCRIPTS / script), str(folder), str(pause_s))
     job = hpc.submit(*words)
