@@ -21,14 +21,16 @@ WITHOUT_S = 15 + 15 + 60
 
 
 def _whole(job: Job) -> bool:
-    """Tell whether the steps, each counted once, have consumed the epoch; the last may have less."""
+    """Tell whether the steps, each counted once, have consumed the epoch; the last may be short."""
     worlds: dict[int, int] = {}
     for event in job.events("first_step"):
         worlds = {step: world for step, world in worlds.items() if step < event["step"]}
         worlds[event["step"]] = event["world_size"]
     steps = [*worlds, job.events("finished")[-1]["step"] + 1]
     room = sum((end - begin) * worlds[begin] * 4 for begin, end in pairwise(steps))
-    return 0 <= room - SAMPLES < 4 * list(worlds.values())[-1]
+    last: int = 4 * list(worlds.values())[-1]
+    whole: bool = 0 <= room - SAMPLES < last
+    return whole
 
 
 def _restarted(hpc: Hpc, backend: str, folder: Path) -> Job:
