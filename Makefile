@@ -38,6 +38,7 @@ soak: .venv/ready
 bench: .venv/ready
 	$(BIN)/python bench/launch.py
 	$(BIN)/python bench/training.py
+	$(BIN)/python bench/strategies.py
 
 # What the environment is made of; pip's own output is long, so it goes to a file.
 $(DEPS)/done:

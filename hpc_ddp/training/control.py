@@ -19,24 +19,27 @@ TEARDOWN_S = 10.0
 TIMEOUT_S = 1800.0  # torch's own for gloo
 
 
-def choose_device(info: DistInfo) -> torch.device:
-    """Return this rank's GPU and make it the current one, or the CPU where there is none.
+def choose_devices(info: DistInfo, each: int = 1) -> list[torch.device]:
+    """Return this rank's `each` GPUs and make the first the current one, or the CPU so often.
 
     Raises
     ------
     HpcDdpError
-        there are GPUs, but fewer than workers on this node
+        there are GPUs, but fewer than the workers on this node need
     """
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        return [torch.device("cpu")] * each
     count = torch.cuda.device_count()
-    if info.local_rank >= count:
+    first = info.local_rank * each
+    if first + each > count:
+        needs = f" of {each} GPUs" if each > 1 else ""
         raise HpcDdpError(
-            f"{info.local_world_size} workers on this node, but {count} visible GPU(s)",
-            hint=f"start {count} workers per node, or hide the GPUs with CUDA_VISIBLE_DEVICES=''",
+            f"{info.local_world_size} workers{needs} on this node, but {count} visible GPU(s)",
+            hint=f"start {count // each} workers per node, or hide the GPUs with"
+            " CUDA_VISIBLE_DEVICES=''",
         )
-    torch.cuda.set_device(info.local_rank)
-    return torch.device("cuda", info.local_rank)
+    torch.cuda.set_device(first)
+    return [torch.device("cuda", first + i) for i in range(each)]
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:

@@ -33,6 +33,9 @@ class Options:
     profile: tuple[int, ...] | None
     flops_per_sample: float | None
     peak_flops: float | None
+    tp: int
+    pp: int
+    devices_per_worker: int
 
     @classmethod
     def chosen(cls, said: Surroundings, **asked: object) -> Options:
@@ -55,6 +58,13 @@ class Options:
             )
         self._check("seed", -(2**63), kind=int)
         self._check("keep_last", LEAST, kind=int)
+        for name in ("tp", "pp", "devices_per_worker"):
+            self._check(name, 1, kind=int)
+        if self.precision == "fp16" and self.tp * self.pp > 1:
+            raise UsageError(
+                "precision is 'fp16' with tp or pp; accepted with these: 'fp32', 'bf16'",
+                hint="bf16 needs no scaled gradients, on which all ranks would have to agree",
+            )
         for name in ("save_every_steps", "keep_every"):
             self._check(name, 1, or_none=True, kind=int)
         for name in ("save_every", "hang_after"):

@@ -3,9 +3,10 @@
 Importing torch takes seconds of each worker's start; a fork has it for nothing. Requests are
 JSON lines on stdin, answers JSON lines on stdout: ``{"workers": [{"env", "argv", "log"}…]}``
 gives ``{"pids": […]}``; ``{"wait": pid}`` gives ``{"code": …}``, null while it runs, negative
-after a signal.
+after a signal; ``{"import": […]}`` loads more modules for the workers from then on.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -39,6 +40,8 @@ def serve() -> list[str] | None:
         if "wait" in request:
             pid, status = os.waitpid(request["wait"], os.WNOHANG)
             answer: dict[str, Any] = {"code": os.waitstatus_to_exitcode(status) if pid else None}
+        elif "import" in request:
+            answer = {"modules": len([importlib.import_module(each) for each in request["import"]])}
         else:
             pids = []
             for worker in request["workers"]:
@@ -54,12 +57,12 @@ def serve() -> list[str] | None:
 
 if __name__ == "__main__":
     argv = serve()
+    code: Any = 0
     if argv is not None:  # at the top level, so that an exception meets sys.excepthook
-        code: Any = 0
         try:
             runpy.run_path(argv[0], run_name="__main__")
         except SystemExit as left:
             code = left.code or 0
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # an ordinary exit spends a second on taking torch's compiler apart
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an ordinary exit spends a second on taking torch's compiler apart
