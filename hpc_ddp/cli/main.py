@@ -175,7 +175,9 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
     writes, it writes here, too.
     """
     cwd = Path.cwd()
-    settings = config.load(given(options) | {"backend": "local"}, cwd, Path.home())
+    # What it kills has to end: a project file may have workers started again within an attempt.
+    forced = {"backend": "local", "max-restarts": 0, "elastic": False}
+    settings = config.load(given(options) | forced, cwd, Path.home())
     report = rehearsal.drill(settings, cwd, _root(settings), steps, _say)
     click.echo(json.dumps(report.to_dict()) if as_json else report.text())
     if not report.ok:

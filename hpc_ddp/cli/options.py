@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from hpc_ddp.run.spec import BACKENDS, CONTINUE_BY
+from hpc_ddp.run.spec import BACKENDS, CONTINUE_BY, LAUNCHERS
 
 Command = Callable[..., Any]
 
@@ -43,7 +43,9 @@ _SCENE = [
 ]
 
 _OPTIONS = [
-    click.option("-N", "--nodes", type=int, help="Number of nodes (default 1)."),
+    click.option(
+        "-N", "--nodes", metavar="N|MIN-MAX", help="Number of nodes (default 1), or what will do."
+    ),
     _GPUS,
     click.option(
         "--nproc-per-node", type=int, help="Workers per node (default: one per GPU, or 1)."
@@ -71,6 +73,17 @@ _OPTIONS = [
         help="Any other option of sbatch, as --sbatch=--network=…; may be repeated.",
     ),
     click.option(
+        "--launcher",
+        metavar="|".join(LAUNCHERS),
+        help="What starts the workers (default torchrun); srun: each is a Slurm task.",
+    ),
+    click.option(
+        "--srun",
+        multiple=True,
+        metavar="OPTION",
+        help="Any option of srun for the training's step, as --srun=--cpu-bind=none; repeatable.",
+    ),
+    click.option(
         "--backend", metavar="|".join(BACKENDS), help="How it is started (default slurm)."
     ),
     *_SCENE,
@@ -80,6 +93,18 @@ _OPTIONS = [
         "--preflight", is_flag=True, default=None, help="Look at the nodes first; avoid bad ones."
     ),
     click.option("--max-requeues", type=int, help="Bound on requeues (default: none)."),
+    click.option(
+        "--max-restarts", type=int, help="Restarts of all workers within an attempt (default 0)."
+    ),
+    click.option(
+        "--elastic", is_flag=True, default=None, help="Go on with the other nodes if one is lost."
+    ),
+    click.option(
+        "--torchrun",
+        multiple=True,
+        metavar="OPTION",
+        help="Any other option of torchrun, as --torchrun=--numa-binding=node; may be repeated.",
+    ),
     click.option("--max-failures", type=int, help="Retries after failures (default 3)."),
     click.option(
         "--budget-gpu-hours",
@@ -101,7 +126,16 @@ _OPTIONS = [
 
 # Those that mean something for processes of this machine, with nothing submitted or gone on with.
 _HERE = (
-    *("nodes", "gpus_per_node", "nproc_per_node", "python", "env", "runs_dir", "no_snapshot"),
+    *(
+        "nodes",
+        "gpus_per_node",
+        "nproc_per_node",
+        "launcher",
+        "python",
+        "env",
+        "runs_dir",
+        "no_snapshot",
+    ),
     *("as_json", "script", "args"),
 )
 

@@ -18,10 +18,13 @@ from hpc_ddp.run.spec import JobSpec
 
 PROJECT_FILE = "hpc-ddp.toml"
 OURS = ("site", "runs-dir", "snapshot", "snapshot-exclude", "job-name")
-_LISTS = ("args", "sbatch", "setup", "env-names", "snapshot-exclude")
-_NUMBERS = ("nodes", "nproc-per-node", "cpus-per-task", "warn-s", "max-requeues", "max-failures")
+_LISTS = ("args", "sbatch", "srun", "torchrun", "setup", "env-names", "snapshot-exclude")
+_NUMBERS = (
+    *("nproc-per-node", "cpus-per-task", "warn-s", "max-requeues", "max-failures"),
+    "max-restarts",
+)
 _BOUNDS = ("budget-gpu-hours",)
-_FLAGS = ("exclusive", "snapshot", "preflight")
+_FLAGS = ("exclusive", "snapshot", "preflight", "elastic")
 
 
 def known_keys() -> list[str]:
@@ -120,6 +123,8 @@ def _kind(key: str) -> tuple[str, tuple[type, ...]]:
         return "a number", (int, float)
     if key in _FLAGS:
         return "true or false", (bool,)
+    if key == "nodes":
+        return 'a whole number, or a range like "1-4"', (int, str)
     if key == "gpus-per-node":
         return 'a number or "type:number"', (int, str)
     return ("a table", (dict,)) if key == "env" else ("a string", (str,))

@@ -18,8 +18,8 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.node import continuation
 from hpc_ddp.node.continuation import ask, say
-from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port
-from hpc_ddp.node.verdict import Facts, Verdict, decide, over_budget
+from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port, reach
+from hpc_ddp.node.verdict import Facts, Verdict, decide, over_budget, silent_nodes
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job
@@ -63,9 +63,9 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     return {
         "HPC_DDP_RUN": str(run.path),
         "HPC_DDP_RESTARTS": str(restarts),
-        "HPC_DDP_HEAD": nodes[0] + spec.host_suffix,
+        "HPC_DDP_HEAD": reach(nodes, 0, spec.host_suffix),
         "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
-        **variables(attempt, nodes, job_id, job.end_time if job else None, spec.warn_s),
+        **variables(attempt, nodes, job_id, job.end_time if job else None, spec),
     }
 
 
@@ -79,17 +79,19 @@ def _check_budget(run: RunFolder, spec: JobSpec) -> None:
 
 
 def variables(
-    attempt: AttemptFolder, nodes: list[str], id: str, end: float | None, warn_s: int
+    attempt: AttemptFolder, nodes: list[str], id: str, end: float | None, spec: JobSpec
 ) -> dict[str, str]:
     """Return what the supervisors of any attempt are told.
 
     `id` is unique among what runs now; `end` is in unix seconds, None without a limit. The
-    nodes are warned `warn_s` seconds before it, or in the last tenth of a shorter attempt.
+    nodes are warned ``warn_s`` seconds before it, or in the last tenth of a shorter attempt.
     """
+    warn_s = spec.warn_s
     return {
         "HPC_DDP_ATTEMPT": str(attempt.number),
         "HPC_DDP_NODES": " ".join(nodes),
         "HPC_DDP_NNODES": str(len(nodes)),
+        "HPC_DDP_LEAST_NODES": str(min(spec.least_nodes, len(nodes))),
         "HPC_DDP_RDZV_ID": f"{id}.{attempt.number}",
         "HPC_DDP_END_TIME": f"{end:.0f}" if end else "",
         "HPC_DDP_WARN_S": f"{min(warn_s, (end - time.time()) / 10):.0f}" if end else "",
@@ -162,8 +164,8 @@ def next_port(environ: dict[str, str]) -> int:
     """Clear away a start whose port was taken, and return another port to try."""
     attempt = attempt_of(environ)
     attempt.failed.write_text("")
-    for node in attempt.nodes():
-        node.record.unlink(missing_ok=True)
+    for record in [path for node in attempt.nodes() for path in node.records()]:
+        record.unlink(missing_ok=True)
     attempt.port_taken.unlink()
     return free_port(int(environ["HPC_DDP_PORT"]) + 1)
 
@@ -189,7 +191,7 @@ def judge(
     """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
     nodes, records = environ["HPC_DDP_NODES"].split(), attempt.records()
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
-    silent = set(nodes) - {record["node"] for record in records}
+    silent = silent_nodes(spec, nodes, records)
     facts = Facts(
         spec=spec,
         attempt=attempt.number,
@@ -199,7 +201,7 @@ def judge(
         restarts=int(environ.get("HPC_DDP_RESTARTS") or 0),
         nodes=nodes,
         records=records,
-        lost_nodes=slurm.unusable(sorted(silent)) if job else [],
+        lost_nodes=slurm.unusable(silent) if job else [],
         events=_since_submit(run.events()),
         gpu_hours=_gpu_hours(run, spec),
     )

@@ -19,6 +19,7 @@ failed         requeue up to ``max_failures`` times where it may help, else give
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -49,9 +50,10 @@ class Facts:
     restarts
         the job's restart count when this attempt started
     nodes, records
-        the attempt's node names, and what the nodes recorded of their ends
+        the attempt's node names, and what the nodes recorded of their ends; a node that was lost
+        and went on in vain, while an elastic job did without it, has `left`
     lost_nodes
-        nodes without a record that Slurm says are down or do not answer
+        silent nodes that Slurm says are down or do not answer
     gpu_hours
         what the run has used so far, with all tasks of its array; measured for a budget only
     events
@@ -91,6 +93,18 @@ class Facts:
         return any(e["event"] in ("first_step", "restored") for e in self.events)
 
     @property
+    def ends(self) -> Sequence[dict[str, Any]]:
+        """The records of nodes that were with the others to the end."""
+        return [record for record in self.records if not record.get("left")]
+
+    @property
+    def complete(self) -> bool:
+        """Nobody is missing: of an elastic job, where anybody but the first may be lost."""
+        if self.spec.elastic:
+            return any(record["node"] == self.nodes[0] for record in self.ends)
+        return not silent_nodes(self.spec, self.nodes, self.records)
+
+    @property
     def progress(self) -> bool:
         """A newer durable checkpoint exists than at this attempt's start."""
         return self.here("checkpoint") is not None
@@ -103,7 +117,7 @@ class Facts:
 
     @property
     def failure(self) -> Failure | None:
-        return first_cause(failure for record in self.records for failure in from_record(record))
+        return first_cause(failure for record in self.ends for failure in from_record(record))
 
     @property
     def unfit(self) -> Event | None:
@@ -115,7 +129,7 @@ class Facts:
     def notices(self) -> list[str]:
         """What the nodes, or the ranks at their agreed stop, gave as the reason to end."""
         stopped = self.here("stopped")
-        told = [record["notice"] for record in self.records if record.get("notice")]
+        told = [record["notice"] for record in self.ends if record.get("notice")]
         early = [self.unfit["notice"]] if self.unfit and "notice" in self.unfit else []
         return ([stopped["reason"]] if stopped else []) + told + early
 
@@ -128,6 +142,14 @@ class Verdict:
     action: str
     why: str
     exit_code: int = 0
+
+
+def silent_nodes(
+    spec: JobSpec, nodes: Sequence[str], records: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Return the nodes of which not every task has recorded its end."""
+    heard = Counter(record["node"] for record in records if not record.get("left"))
+    return sorted(node for node in nodes if heard[node] < spec.tasks_per_node)
 
 
 def decide(facts: Facts) -> Verdict:
@@ -156,8 +178,8 @@ def _cause(facts: Facts) -> str:
         return "superseded"
     if facts.cancelled or "cancelled" in facts.notices:
         return "cancelled"
-    codes = [record["code"] for record in facts.records]
-    complete = len(codes) == len(facts.nodes)
+    codes = [record["code"] for record in facts.ends]
+    complete = facts.complete
     if facts.here("finished") and (facts.notices or (complete and not any(codes))):
         return "finished"
     if job and job.preempted:
@@ -273,6 +295,6 @@ def _describe(facts: Facts, cause: str) -> str:
     if facts.unfit and cause == "bad node":
         return f"preflight: {facts.unfit['why']}"
     if cause == "node lost":
-        silent = set(facts.nodes) - {record["node"] for record in facts.records}
-        return f"no word from {', '.join(sorted(silent)) or 'a node'}"
+        silent = silent_nodes(facts.spec, facts.nodes, facts.records)
+        return f"no word from {', '.join(silent) or 'a node'}"
     return cause if facts.step is None else f"{cause}, at step {facts.step}"

@@ -13,6 +13,7 @@ from hpc_ddp.run.errors import UsageError, closest
 
 BACKENDS = ("slurm", "submitit", "local", "allocation")
 CONTINUE_BY = ("requeue", "resubmit")
+LAUNCHERS = ("torchrun", "srun")
 
 # The fields that are sbatch options of the same name, and need nothing but to be passed on.
 SBATCH_FIELDS = (
@@ -21,10 +22,30 @@ SBATCH_FIELDS = (
     *("mail_type", "mail_user"),
 )
 
+# torchrun's own options that are settled by ours, or by what the job finds out itself.
+_SETTLED = {
+    **dict.fromkeys(
+        ("rdzv-", "node-rank", "master-addr", "master-port", "local-addr", "role"),
+        "nothing: the job finds its nodes and a free port itself",
+    ),
+    **dict.fromkeys(("nnodes", "standalone"), "--nodes"),
+    "nproc-per-node": "--nproc-per-node, or --gpus-per-node",
+    "max-restarts": "--max-restarts",
+    "start-method": "nothing: workers are processes of their own",
+    **dict.fromkeys(
+        ("log-dir", "redirects", "tee", "logs-specs", "local-ranks-filter"),
+        "nothing: each rank has a log, see `hpc-ddp logs --rank`",
+    ),
+    **dict.fromkeys(("module", "m", "no-python", "run-path"), "SCRIPT"),
+    "signals-to-handle": "nothing: signals are looked after",
+}
+ELASTIC_RESTARTS = 3  # what is left of a group fails too when a peer is gone: that takes one
+
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 _NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)", re.I)
+_TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
 _INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?")
 _PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 _GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
@@ -42,7 +63,7 @@ class JobSpec:
     args: tuple[str, ...] = ()
     name: str = "job"
     backend: str = "slurm"
-    nodes: int = 1
+    nodes: int | str = 1
     gpus_per_node: str | None = None
     nproc_per_node: int | None = None
     cpus_per_task: int | None = None
@@ -61,6 +82,8 @@ class JobSpec:
     mail_type: str | None = None
     mail_user: str | None = None
     sbatch: tuple[str, ...] = ()
+    launcher: str = "torchrun"
+    srun: tuple[str, ...] = ()
     fabric: str = "auto"
     interface: str | None = None
     host_suffix: str = ""
@@ -75,21 +98,53 @@ class JobSpec:
     continue_by: str = "requeue"
     max_requeues: int | None = None
     max_failures: int = 3
+    max_restarts: int | None = None
+    elastic: bool = False
+    torchrun: tuple[str, ...] = ()
     preflight: bool = False
     sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     budget_gpu_hours: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("args", "sbatch", "setup", "env_names"):  # JSON and TOML have lists
+        lists = ("args", "sbatch", "srun", "torchrun", "setup", "env_names")
+        for name in lists:  # JSON and TOML have lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.nodes, str) and self.nodes.isdecimal():
+            object.__setattr__(self, "nodes", int(self.nodes))
         sweep = {name: tuple(values) for name, values in self.sweep.items()}
         object.__setattr__(self, "sweep", sweep)
         validate(self)
 
     @property
+    def node_range(self) -> tuple[int, int]:
+        """The least and the most nodes that an attempt may start with."""
+        if isinstance(self.nodes, int):
+            return self.nodes, self.nodes
+        least, _, most = self.nodes.partition("-")
+        return int(least), int(most)
+
+    @property
+    def least_nodes(self) -> int:
+        """How many nodes must be left for an attempt to go on; below its own number if elastic."""
+        least, most = self.node_range
+        return 1 if self.elastic and least == most else least
+
+    @property
+    def restarts(self) -> int:
+        """torchrun's ``--max-restarts``: as said, else none, or some where nodes may be lost."""
+        if self.max_restarts is not None:
+            return self.max_restarts
+        return ELASTIC_RESTARTS if self.elastic else 0
+
+    @property
     def workers_per_node(self) -> int:
         """torchrun's ``--nproc-per-node``: as said, else one per GPU, else one."""
         return self.nproc_per_node or self.gpu_count or 1
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Slurm tasks of the training step per node: torchrun, or each worker by itself."""
+        return self.workers_per_node if self.launcher == "srun" else 1
 
     @property
     def gpu_count(self) -> int:
@@ -198,6 +253,7 @@ def validate(spec: JobSpec) -> None:
     _check_numbers(spec)
     _choice("backend", spec.backend, BACKENDS)
     _choice("continue-by", spec.continue_by, CONTINUE_BY)
+    _choice("launcher", spec.launcher, LAUNCHERS)
     if not _NAME.fullmatch(spec.name):
         raise UsageError(
             f"job name {spec.name!r} can't be the name of a folder; accepted: up to 100 letters,"
@@ -213,6 +269,8 @@ def validate(spec: JobSpec) -> None:
         raise UsageError(f"time {spec.time!r} is no time at all", hint="--time 1:00:00")
     _check_env(spec)
     _check_container(spec)
+    _check_torchrun(spec)
+    _check_tasks(spec)
     if spec.array:
         array_indexes(spec.array)
         if spec.continue_by == "resubmit":
@@ -235,6 +293,18 @@ def _check_sweep(spec: JobSpec) -> None:
         )
 
 
+def _check_tasks(spec: JobSpec) -> None:
+    """Refuse what srun could not start; `cpus_per_task` is for all workers of a node."""
+    for raw in spec.srun:
+        _split_raw(raw, "srun", "--gpu-bind=closest")
+    if spec.cpus_per_task is not None and spec.cpus_per_task < spec.tasks_per_node:
+        raise UsageError(
+            f"cpus-per-task {spec.cpus_per_task} is too few for {spec.tasks_per_node} tasks"
+            " per node: it counts all CPUs of a node, and each needs one",
+            hint=f"--cpus-per-task {spec.tasks_per_node}",
+        )
+
+
 def _check_container(spec: JobSpec) -> None:
     try:
         shlex.split(spec.container or "")
@@ -243,6 +313,33 @@ def _check_container(spec: JobSpec) -> None:
             f"container {spec.container!r} can't be split into words: {error}",
             hint="--container 'apptainer exec --nv image.sif'",
         ) from None
+
+
+def _check_torchrun(spec: JobSpec) -> None:
+    if spec.launcher == "srun" and (spec.torchrun or spec.restarts or spec.elastic):
+        raise UsageError(
+            "without torchrun there are no --max-restarts, --elastic and --torchrun",
+            hint="--launcher torchrun",
+        )
+    if spec.elastic and spec.restarts < 1:
+        raise UsageError(
+            "an elastic job restarts its workers when a node is lost, and max-restarts is 0",
+            hint="--elastic, without --max-restarts",
+        )
+    for word in spec.torchrun:
+        match = _TORCHRUN.fullmatch(word)
+        if not match:
+            raise UsageError(
+                f"torchrun option {word!r} is not of the form --name or --name=value",
+                hint="--torchrun=--numa-binding=node",
+            )
+        name = match["name"].replace("_", "-")
+        for settled, ours in _SETTLED.items():
+            if settled.startswith(name) or name.startswith("rdzv-"):  # torchrun takes beginnings
+                raise UsageError(
+                    f"torchrun option --{name} is set by hpc-ddp; accepted: others of torchrun's",
+                    hint=f"in its place: {ours}",
+                )
 
 
 def _check_texts(spec: JobSpec) -> None:
@@ -276,26 +373,40 @@ def directives(spec: JobSpec) -> list[tuple[str, str]]:
     pairs = [("job-name", spec.name)]
     for name in SBATCH_FIELDS:
         value = getattr(spec, name)
+        if value is not None and name == "cpus_per_task":
+            value //= spec.tasks_per_node  # ours counts a node's, and so Slurm's, with one task
         if value is not None:
             pairs.append((name.replace("_", "-"), str(value)))
     if spec.exclusive:
         pairs.append(("exclusive", ""))
-    return pairs + [_split_raw(raw) for raw in spec.sbatch]
+    return pairs + [_split_raw(raw, "sbatch", "--network=x") for raw in spec.sbatch]
 
 
-def _split_raw(raw: str) -> tuple[str, str]:
+def _split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
     if not re.match(r"--[a-z]", raw) or not raw.isprintable():
         raise UsageError(
-            f"sbatch option {raw!r} is not of the form --name or --name=value",
-            hint="--sbatch '--network=disable_rdzv_get'",
+            f"{command} option {raw!r} is not of the form --name or --name=value",
+            hint=f"--{command}={example}",
         )
     name, _, value = raw[2:].partition("=")
     return name, value
 
 
+def _check_nodes(nodes: int | str) -> None:
+    match = re.fullmatch(r"(\d+)-(\d+)", nodes) if isinstance(nodes, str) else None
+    if match and 1 <= int(match[1]) <= int(match[2]):
+        return
+    if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1:
+        raise UsageError(
+            f"nodes is {nodes}; accepted: a whole number from 1, or a range of them, as 1-4",
+            hint="--nodes 1, or --nodes 1-4",
+        )
+
+
 def _check_numbers(spec: JobSpec) -> None:
-    least = {"nodes": 1, "nproc_per_node": 1, "cpus_per_task": 1, "warn_s": 0}
-    least |= {"max_requeues": 0, "max_failures": 0}
+    _check_nodes(spec.nodes)
+    least = {"nproc_per_node": 1, "cpus_per_task": 1, "warn_s": 0}
+    least |= {"max_requeues": 0, "max_failures": 0, "max_restarts": 0}
     for name, low in least.items():
         value = getattr(spec, name)
         if value is None:

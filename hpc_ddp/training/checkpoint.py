@@ -329,7 +329,7 @@ class Checkpoints:
         if rank == 0:
             # A disk that is gone for a moment must not look like a run without checkpoints.
             patiently(self._run.checkpoints.stat)
-            storage.clear_drafts(self._run.checkpoints, self._attempt)
+            storage.clear_drafts(self._run.checkpoints)
             names = [path.name for path in checkpoints.candidates(self._run.checkpoints)]
         names = self._control.from_first(names)
         passed_over: list[str] = []

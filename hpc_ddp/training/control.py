@@ -25,12 +25,14 @@ def choose_devices(info: DistInfo, each: int = 1) -> list[torch.device]:
     Raises
     ------
     HpcDdpError
-        there are GPUs, but fewer than the workers on this node need
+        there are GPUs, but fewer than the workers of a torchrun on this node need
     """
     if not torch.cuda.is_available():
         return [torch.device("cpu")] * each
     count = torch.cuda.device_count()
-    first = info.local_rank * each
+    # Where each worker is a Slurm task, srun may have given each GPUs of its own to see.
+    own = count == each and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    first = 0 if own else info.local_rank * each
     if first + each > count:
         needs = f" of {each} GPUs" if each > 1 else ""
         raise HpcDdpError(
@@ -42,18 +44,47 @@ def choose_devices(info: DistInfo, each: int = 1) -> list[torch.device]:
     return [torch.device("cuda", first + i) for i in range(each)]
 
 
-def join(info: DistInfo, device: torch.device, hang_after_s: float | None) -> Control:
+def choose_backend(asked: str | None, device: torch.device) -> str:
+    """Return what carries gradients: as asked, else NCCL between GPUs and Gloo between CPUs.
+
+    Raises
+    ------
+    HpcDdpError
+        this torch was built without it, or NCCL is asked for and there is no GPU
+    """
+    backend = asked or ("nccl" if device.type == "cuda" else "gloo")
+    missing = {
+        "nccl": "there is no GPU here" if device.type == "cpu" else "",
+        "mpi": "" if dist.is_mpi_available() else "this torch was built without MPI",
+    }
+    if missing.get(backend):
+        raise HpcDdpError(
+            f"the backend {backend!r} can't be used: {missing[backend]}",
+            hint="leave it out, or HPC_DDP_BACKEND=gloo",
+        )
+    return backend
+
+
+def join(
+    info: DistInfo, device: torch.device, hang_after_s: float | None, asked: str | None = None
+) -> Control:
     """Create the default process group and return the control group beside it.
 
     Collectives wait longer than `hang_after_s`: the watchdog comes first, which says more.
+    `asked` names the backend, None for the device's own.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    bind: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    backend = choose_backend(asked, device)
+    bind: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
     timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else None
     if info.launched:
         dist.init_process_group(backend, timeout=timeout, **bind)
     else:  # a store in memory: a process alone needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)
+    if dist.get_world_size() != info.world_size:  # MPI asks its own launcher
+        raise HpcDdpError(
+            f"MPI knows of {dist.get_world_size()} processes, and {info.world_size} were started",
+            hint="leave out the backend: torchrun's workers are none of MPI's",
+        )
     return Control(info, timeout)
 
 

@@ -11,6 +11,8 @@ from hpc_ddp.training.facts import Surroundings
 from hpc_ddp.training.precision import DTYPES
 from hpc_ddp.training.storage import LEAST
 
+BACKENDS = ("nccl", "gloo", "mpi")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -23,6 +25,7 @@ class Options:
     keep_every: int | None
     hang_after: float | None
     precision: str
+    backend: str | None
     stop_on_nan: bool
     deterministic: bool
     tensorboard: bool
@@ -37,7 +40,7 @@ class Options:
     @classmethod
     def chosen(cls, said: Surroundings, **asked: object) -> Options:
         """Return what the script asks for, but for what the environment says otherwise."""
-        for name in ("save_every", "hang_after", "profile"):
+        for name in ("save_every", "hang_after", "profile", "backend"):
             if (value := getattr(said, name)) is not None:
                 asked[name] = value
         return cls(**asked)  # type: ignore[arg-type]  # the types are looked at below
@@ -46,6 +49,9 @@ class Options:
         if self.precision not in DTYPES:
             accepted = ", ".join(map(repr, DTYPES))
             raise UsageError(f"precision is {self.precision!r}; accepted: {accepted}")
+        if self.backend not in (None, *BACKENDS):
+            accepted = ", ".join(map(repr, BACKENDS))
+            raise UsageError(f"backend is {self.backend!r}; accepted: {accepted}, or None")
         if isinstance(self.save_every, str) and self.save_every != "auto":
             raise UsageError(
                 f"save_every is {self.save_every!r}; accepted: seconds, 'auto', or None"

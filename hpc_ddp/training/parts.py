@@ -78,7 +78,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
     grid = Grid(info.rank, info.world_size, options.tp, options.pp)
     devices = groups.choose_devices(info, options.devices_per_worker)
     device = devices[0]
-    control = groups.join(info, device, options.hang_after)
+    control = groups.join(info, device, options.hang_after, options.backend)
     hook.install()
     folder, attempt = place.find(said, info, control)
     hook.journal = journal = folder.journal(f"rank-{info.rank}", attempt)
@@ -100,7 +100,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
         folder.attempt(attempt).node(said.node),
         info.rank,
         position,
-        partial(flight_recorder, device.type),
+        partial(flight_recorder, groups.choose_backend(options.backend, device)),
         hook.tell,
     )
     first = info.rank == 0

@@ -53,6 +53,7 @@ def start(
     keep_every: int | None = None,
     hang_after: float | None = 1800.0,
     precision: str = "fp32",
+    backend: Literal["nccl", "gloo", "mpi"] | None = None,
     stop_on_nan: bool = True,
     deterministic: bool = False,
     tensorboard: bool = False,
@@ -92,6 +93,10 @@ def start(
     precision
         "fp32", "bf16" or "fp16": what `Run.autocast` computes in; "fp16" scales the loss, and so
         needs `Run.update` in place of ``optimizer.step()``
+    backend
+        what carries gradients between ranks; None: NCCL on GPUs and Gloo on CPUs. Gloo works on
+        GPUs too, slowly, to tell whether NCCL is to blame; MPI needs a torch that was built with
+        it, and its own launcher; ``HPC_DDP_BACKEND`` overrides
     stop_on_nan
         ends the run with an error once a weight is NaN or infinite; such weights are never saved.
         Each save's copy is looked through behind the training, and the weights about once a
@@ -123,7 +128,8 @@ def start(
     UsageError
         a variable of the environment, or a parameter, makes no sense
     HpcDdpError
-        more workers than GPUs on this node, or another process works in the run's folder
+        more workers than GPUs on this node, the backend can't be used, or another process works
+        in the run's folder
     """
     parts = assemble(dict(locals()))
     if plan := os.environ.get("HPC_DDP_DRILL"):

@@ -13,6 +13,7 @@ import pytest
 
 from hpc_ddp.cli.main import main as cli
 
+REPO = Path(__file__).parents[2]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -31,7 +32,7 @@ def project(tmp_path: Path) -> Path:
 def run_cli(project: Path) -> Cli:
     def call(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         env = {"PATH": str(project.parent / "bin"), "HOME": str(project.parent)}
-        env |= {"HPC_DDP_RUNS": str(project.parent / "runs"), **environ}
+        env |= {"HPC_DDP_RUNS": str(project.parent / "runs"), "PYTHONPATH": str(REPO), **environ}
         argv = [sys.executable, "-m", "hpc_ddp", *words]
         return subprocess.run(argv, cwd=project, env=env, capture_output=True, text=True)
 
@@ -48,6 +49,8 @@ def _names(folder: Path) -> list[str]:
         (["submit", "gone.py"], "gone.py' does not exist"),
         (["submit"], "no script is named"),
         (["submit", "--nodes", "0", "train.py"], "nodes is 0; accepted: a whole number from 1"),
+        (["submit", "--nodes", "4-1", "train.py"], "or a range of them, as 1-4"),
+        (["submit", "--torchrun=--nnodes=3", "train.py"], "--nnodes is set by hpc-ddp"),
         (["submit", "--backend", "slrum", "train.py"], "did you mean 'slurm'?"),
         (["submit", "--fabric", "ether", "train.py"], "accepted: auto, ethernet, infiniband"),
         (["submit", "--site", "nowhere", "train.py"], "site 'nowhere' is unknown"),
@@ -115,7 +118,7 @@ def test_project_file_and_site_file_and_flag(run_cli: Cli, project: Path) -> Non
     ("text", "message"),
     [
         ("nodse = 2", "unknown key 'nodse', did you mean 'nodes'?"),
-        ('nodes = "2"', "nodes is '2', but must be a whole number"),
+        ("nodes = [2]", "nodes is [2], but must be a whole number, or a range"),
         ("nodes = true", "must be a whole number"),
         ("setup = [1]", "must be a list of strings"),
         ("nodes = ", "can't be read as TOML"),
@@ -173,7 +176,8 @@ def test_the_options_are_these() -> None:
         *("--account", "--array", "--backend", "--budget-gpu-hours", "--constraint", "--container"),
         *("--continue-by",),
         *("--cpus-per-task", "--dependency", "--env", "--exclude", "--exclusive", "--fabric"),
-        *("--gpus-per-node", "--interface", "--job-name", "--json", "--mail-type", "--mail-user"),
+        *("--gpus-per-node", "--interface", "--job-name", "--json", "--launcher"),
+        *("--mail-type", "--mail-user"),
         *("--max-failures", "--max-requeues", "--mem", "--no-snapshot", "--nodelist", "--nodes"),
         *(
             "--nproc-per-node",
@@ -184,7 +188,8 @@ def test_the_options_are_these() -> None:
             "--reservation",
             "--run",
         ),
-        *("--runs-dir", "--sbatch", "--setup", "--site", "--template", "--time"),
+        *("--elastic", "--max-restarts", "--torchrun"),
+        *("--runs-dir", "--sbatch", "--setup", "--site", "--srun", "--template", "--time"),
     }
 
 
