@@ -19,6 +19,9 @@ import pytest
         ("no track", "run.track was not called"),
         ("no scalar", "run.step was given loss, a Tensor that is no scalar"),
         ("two steps", "run.step was called twice for one batch"),
+        ("no best", "the run has no best checkpoint: run.best was not called"),
+        ("untracked", "the model is none that run.track was given"),
+        ("untraceable", "torch.export can't make a program of the model: Could not guard"),
     ],
 )
 def test_a_mistake_ends_in_a_sentence(crew: Any, case: str, words: str) -> None:
