@@ -11,7 +11,7 @@ What to look at, and what goes wrong elsewhere:
 
 - one backward per loss; `run.backward` scales it for fp16 and weights it, so no division by
   `--accumulate`; DDP averages gradients in the last micro-batch of a step only
-- `run.update` undoes the scaling before it clips, and skips step and scheduler where fp16 overflows;
+- `run.update` undoes the scaling before it clips; where fp16 overflows it skips step and scheduler;
   the scale is in the checkpoint, as are optimizer and scheduler
 - the scheduler counts optimizer steps, which is what `len(batches)` says
 - validation runs on the plain model, in eval mode, with the same running statistics on all ranks

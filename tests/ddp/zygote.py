@@ -3,9 +3,10 @@
 Importing torch takes seconds of each worker's start; a fork has it for nothing. Requests are
 JSON lines on stdin, answers JSON lines on stdout: ``{"workers": [{"env", "argv", "log"}…]}``
 gives ``{"pids": […]}``; ``{"wait": pid}`` gives ``{"code": …}``, null while it runs, negative
-after a signal.
+after a signal; ``{"import": ["torchvision"…]}`` has later workers find it imported.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -39,6 +40,10 @@ def serve() -> list[str] | None:
         if "wait" in request:
             pid, status = os.waitpid(request["wait"], os.WNOHANG)
             answer: dict[str, Any] = {"code": os.waitstatus_to_exitcode(status) if pid else None}
+        elif "import" in request:
+            for name in request["import"]:
+                importlib.import_module(name)
+            answer = {}
         else:
             pids = []
             for worker in request["workers"]:
