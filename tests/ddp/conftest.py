@@ -53,7 +53,7 @@ class Zygote:
         self.running.clear()
 
     def end(self) -> None:
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=60)
 
 
 @dataclass

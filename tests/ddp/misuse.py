@@ -27,6 +27,8 @@ if case == "sampler":
     options["sampler"] = torch.utils.data.RandomSampler(data)
 if case == "batch size":
     options["batch_size"] = "8"
+if case == "too few":
+    options |= {"batch_size": 65, "drop_last": True}
 if case == "late loader":
     run.track(model=model)
 batches = run.loader(data, **{"batch_size": 8, **options})

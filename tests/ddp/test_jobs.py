@@ -18,7 +18,7 @@ from hpc_ddp.run.checkpoints import candidates
 from hpc_ddp.training.checkpoint import open_checkpoint
 
 JOBS = Path(__file__).parents[2] / "jobs"
-HEAVY = ("torchvision", "torch._dynamo", "torch.utils.tensorboard", "matplotlib.pyplot")
+HEAVY = ("torchvision", "torch._dynamo")  # the latter for run.export
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ LIST = [
     # Sums in another order only.
     Job("linear_regression", "--epochs 3", "--batch-size 40", 14, r"y = (\S+) x", 0.0011),
     # Dropout draws other numbers on other ranks.
-    Job("mnist", "--epochs 4 --batch-size 8 --lr 3e-3", "--batch-size 32", 60, TEST_ACCURACY, 0.03),
+    Job("mnist", "--epochs 3 --batch-size 8 --lr 4e-3", "--batch-size 32", 60, TEST_ACCURACY, 0.03),
     # Each rank has its own statistics for batch norm, where there is no GPU.
     Job(
         "convnet_amp",
-        "--epochs 3 --batch-size 8 --lr 1e-2 --precision bf16",
+        "--epochs 2 --batch-size 8 --lr 2e-2 --precision bf16",
         "--batch-size 32",
-        30,
+        14,
         TEST_ACCURACY,
-        0.03,
+        0.05,
     ),
 ]
 each_job = pytest.mark.parametrize("job", LIST, ids=lambda job: job.name)
@@ -73,7 +73,7 @@ def _imported(zygote: Any) -> None:
 @pytest.fixture
 def houses(tmp_path: Path) -> Path:
     draw = runpy.run_path(str(JOBS / "data" / "draw_houses.py"))["draw_set"]
-    draw(tmp_path / "houses", {"Train": 24, "Validation": 8, "Test": 8}, size=32, seed=0)
+    draw(tmp_path / "houses", {"Train": 16, "Validation": 4, "Test": 4}, size=32, seed=0)
     return tmp_path / "houses"
 
 
@@ -127,7 +127,7 @@ def test_designsafe_interrupted(make_crew: Callable[[str], Any], houses: Path) -
 @pytest.mark.soak
 def test_fp16_interrupted(make_crew: Callable[[str], Any]) -> None:
     argv = LIST[2].argv.replace("bf16", "fp16 --accumulate 3")
-    check(Job("convnet_amp", argv, "--batch-size 32", 20, TEST_ACCURACY, 0.03), make_crew)
+    check(Job("convnet_amp", argv, "--batch-size 32", 10, TEST_ACCURACY, 0.05), make_crew)
 
 
 def write_mnist(folder: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_frozen_backbone_stays_as_it_was(crew: Any, houses: Path) -> None:
     given = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save(given, crew.base / "given.pth")
     argv = (*SMALL_HOUSES.split(), "--weights", str(crew.base / "given.pth"), "--freeze")
-    launch = crew.launch(2, *argv, "--workers", "1", script=HOUSES.script)
+    launch = crew.launch(2, *argv, "--epochs", "1", script=HOUSES.script)
     assert launch.wait(timeout_s=300) == [0, 0], launch.output()
     trained = final(crew.run)
     for name, tensor in given.items():

@@ -14,6 +14,7 @@ import pytest
         ("accumulate", "optimizer.step() was called in the midst of accumulating gradients"),
         ("sampler", "sampler was given; the run has its own"),
         ("batch size", "batch_size is '8'; accepted: a whole number from 1"),
+        ("too few", "the training set has 64 samples; accepted: enough for one step of 65"),
         ("late loader", "run.loader was called after run.track"),
         ("number", "best is a builtins.float; accepted by run.track: objects with state_dict"),
         ("no track", "run.track was not called"),

@@ -59,12 +59,12 @@ def serve() -> list[str] | None:
 
 if __name__ == "__main__":
     argv = serve()
+    code: Any = 0
     if argv is not None:  # at the top level, so that an exception meets sys.excepthook
-        code: Any = 0
         try:
             runpy.run_path(argv[0], run_name="__main__")
         except SystemExit as left:
             code = left.code or 0
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # an ordinary exit spends a second on taking torch's compiler apart
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an ordinary exit spends a second on taking torch's compiler apart
