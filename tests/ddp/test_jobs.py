@@ -70,10 +70,15 @@ def _imported(zygote: Any) -> None:
     zygote.ask({"import": HEAVY})
 
 
+def draw(folder: Path, train: int, test: int, size: int = 32) -> None:
+    """Draw so many houses of each class."""
+    draw_set = runpy.run_path(str(JOBS / "data" / "draw_houses.py"))["draw_set"]
+    draw_set(folder, {"Train": train, "Validation": test, "Test": test}, size=size, seed=0)
+
+
 @pytest.fixture
 def houses(tmp_path: Path) -> Path:
-    draw = runpy.run_path(str(JOBS / "data" / "draw_houses.py"))["draw_set"]
-    draw(tmp_path / "houses", {"Train": 16, "Validation": 4, "Test": 4}, size=32, seed=0)
+    draw(tmp_path / "houses", 16, 4)
     return tmp_path / "houses"
 
 
@@ -120,7 +125,8 @@ def test_interrupted_it_equals_undisturbed(job: Job, make_crew: Callable[[str], 
 
 
 @pytest.mark.soak
-def test_designsafe_interrupted(make_crew: Callable[[str], Any], houses: Path) -> None:
+def test_designsafe_interrupted(make_crew: Callable[[str], Any], tmp_path: Path) -> None:
+    draw(tmp_path / "houses", 48, 12)
     check(HOUSES, make_crew)
 
 
@@ -232,8 +238,7 @@ def test_bad_houses_are_said_plainly(crew: Any, houses: Path, damage: str, words
 
 @pytest.mark.soak
 def test_designsafe_learns(crew: Any, tmp_path: Path) -> None:
-    draw = runpy.run_path(str(JOBS / "data" / "draw_houses.py"))["draw_set"]
-    draw(tmp_path / "houses", {"Train": 80, "Validation": 20, "Test": 20}, size=64, seed=0)
+    draw(tmp_path / "houses", 80, 20, size=64)
     argv = f"--data {tmp_path / 'houses'} --size 64 --epochs 5"
     job = Job("designsafe", argv, "", 0, TEST_ACCURACY, 0)
     assert metric(job, go(crew, 2, job)) > 0.6  # chance is 0.33
