@@ -15,7 +15,7 @@ demo: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/demo.sh
 
 test: .venv/ready lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=25
 
 lint: .venv/ready
 	$(BIN)/python -m ruff check
@@ -38,6 +38,7 @@ soak: .venv/ready
 bench: .venv/ready
 	$(BIN)/python bench/launch.py
 	$(BIN)/python bench/training.py
+	$(BIN)/python bench/strategies.py
 
 # What the environment is made of; pip's own output is long, so it goes to a file.
 $(DEPS)/done:

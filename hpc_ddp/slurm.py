@@ -281,6 +281,9 @@ def _unix(text: str) -> float | None:
         return None
 
 
+LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")
+
+
 @dataclass(frozen=True)
 class Queued:
     """One line of the queue. `reason` is Slurm's word for why a job waits."""
@@ -294,12 +297,17 @@ class Queued:
 def queue() -> dict[str, Queued]:
     """Return my jobs that Slurm still has, by job id, with one call.
 
-    A task of an array has an id of its own (all but the last have another than the array's).
+    A task of an array has an id of its own (all but the last have another than the array's). The
+    array's is that of the tasks that have not begun, then of the last one to begin; once that is
+    over, it stands here for any other task that is not.
     """
     printed = _run(["squeue", "--me", "--noheader", "--format=%F|%A|%T|%r|%N|%L", "--states=all"])
     rows = [row for row in (line.split("|") for line in printed.splitlines()) if len(row) == 6]
-    found = {row[0]: Queued(*row[2:]) for row in rows}
-    return found | {row[1]: Queued(*row[2:]) for row in rows if row[1] != row[0]}
+    own = {row[1]: Queued(*row[2:]) for row in rows}
+    live = {row[0]: Queued(*row[2:]) for row in rows if row[2] in LIVE}
+    return own | {
+        job: each for job, each in live.items() if job not in own or own[job].state not in LIVE
+    }
 
 
 @dataclass(frozen=True)

@@ -121,9 +121,10 @@ def main() -> None:
         loss_there, score = evaluate(run, model, test_set)
         run.print(f"epoch {epoch}  test loss {loss_there:.4f}  accuracy {score:.4f}")
 
-    run.print(f"test accuracy {evaluate(run, model, test_set)[1]:.4f} in {args.precision}")
+    _, score = evaluate(run, model, test_set)
+    run.print(f"test accuracy {score:.4f} in {args.precision}")
     run.print(f"exported to {run.export(model, test_set.tensors[0])}")
-    run.finish()
+    run.finish(accuracy=score)
 
 
 if __name__ == "__main__":

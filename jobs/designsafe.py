@@ -243,7 +243,7 @@ def main() -> None:
     run.print(f"test accuracy {accuracy:.4f} of the model of step {step}")
     report(run, model, test, confusion)
     run.print(f"exported to {run.export(model, test[0][0][None])}")
-    run.finish()
+    run.finish(accuracy=accuracy)
 
 
 if __name__ == "__main__":

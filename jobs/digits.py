@@ -100,8 +100,9 @@ def main() -> None:
         step, score = run.position.step, accuracy(run, model, test_set)
         run.print(f"epoch {epoch}  step {step}  loss {loss.item():.4f}  accuracy {score:.4f}")
 
-    run.print(f"test accuracy {accuracy(run, model, test_set):.4f}")
-    run.finish()
+    score = accuracy(run, model, test_set)
+    run.print(f"test accuracy {score:.4f}")
+    run.finish(accuracy=score)
 
 
 if __name__ == "__main__":

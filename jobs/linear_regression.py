@@ -41,4 +41,4 @@ for epoch in run.epochs(args.epochs):
 
 slope, offset = (parameter.item() for parameter in model.parameters())
 run.print(f"y = {slope:.3f} x + {offset:.3f}")
-run.finish()
+run.finish(slope=slope, offset=offset)

@@ -136,9 +136,10 @@ def main() -> None:
         run.print(f"epoch {epoch}  loss {loss.item():.4f}  validation accuracy {score:.4f}{best}")
 
     step = run.load_best(model)
-    run.print(f"test accuracy {accuracy(run, model, load(False)):.4f} of the model of step {step}")
+    score = accuracy(run, model, load(False))
+    run.print(f"test accuracy {score:.4f} of the model of step {step}")
     run.print(f"exported to {run.export(model, validation_set.tensors[0])}")
-    run.finish()
+    run.finish(accuracy=score)
 
 
 if __name__ == "__main__":

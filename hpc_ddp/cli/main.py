@@ -1,4 +1,5 @@
-"""``hpc-ddp``: submit, render, dry-run, drill, preflight, status, explain, logs, verify, cancel.
+"""``hpc-ddp``: submit, sweep, render, dry-run, drill, preflight, status, explain, logs, verify,
+cancel.
 
 stdout is data, everything else goes to stderr. Exit codes: 2 for usage, 1 for failure, 75 when
 a dry run was stopped and can go on.
@@ -23,15 +24,17 @@ from hpc_ddp.cli.options import given, job_options, local_options, node_options
 from hpc_ddp.launch import backends, config, prepare
 from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
+from hpc_ddp.launch import sweep as launch_sweep
 from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.report import explain as report_explain
 from hpc_ddp.report import health as report_health
 from hpc_ddp.report import logs as report_logs
 from hpc_ddp.report import preflight as report_preflight
 from hpc_ddp.report import status as report_status
+from hpc_ddp.report import sweep as report_sweep
 from hpc_ddp.report.progress import watch
 from hpc_ddp.run import checkpoints
-from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, all_runs, find_run, runs_root
 
 PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
@@ -92,13 +95,40 @@ def _prepare(options: dict[str, Any], **forced: Any) -> Prepared:
 @job_options
 def submit(as_json: bool, **options: Any) -> None:
     """Submit SCRIPT with ARGS to Slurm; prints the job id."""
-    prepared = _prepare(options)
+    _start(_prepare(options), as_json)
+
+
+def _start(prepared: Prepared, as_json: bool) -> None:
     started = backends.start(prepared)
     if started.process:
         sys.exit(_foreground(prepared.run, started))
     _say(f"run: {prepared.run.path}")
     told = {"job_id": started.job_id, "run": str(prepared.run.path)}
     click.echo(json.dumps(told) if as_json else started.job_id)
+
+
+@main.command(context_settings=PASS_ON)
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="NAME=VALUE,VALUE…",
+    help="A parameter of the script and its values; repeatable. It gets --NAME=VALUE.",
+)
+@click.option("--max-parallel", type=int, metavar="N", help="Run at most so many at once.")
+@job_options
+def sweep(as_json: bool, sets: Sequence[str], max_parallel: int | None, **options: Any) -> None:
+    """Submit SCRIPT once for each combination of values, as one array; prints the job id.
+
+    Each has a run of its own. `hpc-ddp status SWEEP` shows their results; `hpc-ddp submit --run
+    SWEEP` goes on with those that have not finished. `--backend local` plays them here.
+    """
+    if options["array"] or options["run_text"]:
+        raise UsageError(
+            "a sweep is an array of its own, and a new one",
+            hint="--max-parallel 4; to go on with a sweep: hpc-ddp submit --run SWEEP",
+        )
+    _start(_prepare(options, **launch_sweep.settings(sets, max_parallel)), as_json)
 
 
 @main.command(context_settings=PASS_ON)
@@ -145,7 +175,9 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
     writes, it writes here, too.
     """
     cwd = Path.cwd()
-    settings = config.load(given(options) | {"backend": "local"}, cwd, Path.home())
+    # What it kills has to end: a project file may have workers started again within an attempt.
+    forced = {"backend": "local", "max-restarts": 0, "elastic": False}
+    settings = config.load(given(options) | forced, cwd, Path.home())
     report = rehearsal.drill(settings, cwd, _root(settings), steps, _say)
     click.echo(json.dumps(report.to_dict()) if as_json else report.text())
     if not report.ok:
@@ -184,16 +216,22 @@ def _foreground(run: RunFolder, started: backends.Started) -> int:
 @click.option("--runs-dir", metavar="DIR", help="Where run folders are.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(runs: Sequence[str], runs_dir: str | None, as_json: bool) -> None:
-    """Show the state of runs (default: all), newest first."""
+    """Show the state of runs (default: all), newest first; of one array or sweep, its tasks."""
     root = _runs_dir(runs_dir)
     found = [find_run(root, text) for text in runs] if runs else all_runs(root)
     rows = report_status.overview(found)
+    tasks = report_sweep.tasks(found[0]) if len(runs) == 1 else []
     if as_json:
-        click.echo(json.dumps([row.to_dict() for row in rows]))
+        told = [row.to_dict() for row in rows]
+        click.echo(
+            json.dumps([told[0] | {"tasks": [t.to_dict() for t in tasks]}] if tasks else told)
+        )
     elif not rows:
         _say(f"no runs in {root}")
     else:
         click.echo(report_status.table(rows))
+    if tasks and not as_json:
+        click.echo(f"\n{report_sweep.table(tasks)}\n\n{report_sweep.summary(found[0], tasks)}")
 
 
 @main.command()

@@ -43,7 +43,9 @@ _SCENE = [
 ]
 
 _OPTIONS = [
-    click.option("-N", "--nodes", type=int, help="Number of nodes (default 1)."),
+    click.option(
+        "-N", "--nodes", metavar="N|MIN-MAX", help="Number of nodes (default 1), or what will do."
+    ),
     _GPUS,
     click.option(
         "--nproc-per-node", type=int, help="Workers per node (default: one per GPU, or 1)."
@@ -80,7 +82,25 @@ _OPTIONS = [
         "--preflight", is_flag=True, default=None, help="Look at the nodes first; avoid bad ones."
     ),
     click.option("--max-requeues", type=int, help="Bound on requeues (default: none)."),
+    click.option(
+        "--max-restarts", type=int, help="Restarts of all workers within an attempt (default 0)."
+    ),
+    click.option(
+        "--elastic", is_flag=True, default=None, help="Go on with the other nodes if one is lost."
+    ),
+    click.option(
+        "--torchrun",
+        multiple=True,
+        metavar="OPTION",
+        help="Any other option of torchrun, as --torchrun=--numa-binding=node; may be repeated.",
+    ),
     click.option("--max-failures", type=int, help="Retries after failures (default 3)."),
+    click.option(
+        "--budget-gpu-hours",
+        type=float,
+        metavar="HOURS",
+        help="Start and requeue no more once this is spent.",
+    ),
     click.option(
         "--continue-by",
         metavar="|".join(CONTINUE_BY),

@@ -15,14 +15,14 @@ from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
 from hpc_ddp.launch.prepare import Prepared
-from hpc_ddp.launch.render import WAIT_S, header_pairs, job_env, torchrun_options
+from hpc_ddp.launch.render import header_pairs, job_env, srun_end, torchrun_options
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
 
 PICKLE = "supervisor.pkl"
 # For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
 SRUN = """srun() {
-    command srun "$@" &
+    command srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" "$@" &
     step=$!
     while kill -0 $step 2>/dev/null; do wait $step || :; done
 }"""
@@ -131,7 +131,7 @@ class SubmititBackend(SlurmBackend):
 
         node = str(prepared.run.lib / "node.py")
         command = [prepared.spec.python, node, "agent", *torchrun_options(prepared.spec)]
-        command += [str(prepared.script), *prepared.spec.args]
+        command += [str(prepared.script)]
         folder = prepared.run.path / "submitit"
         folder.mkdir(exist_ok=True)
         DelayedSubmission(submitit_main, command).dump(folder / PICKLE)
@@ -171,10 +171,7 @@ class SubmititBackend(SlurmBackend):
                 f"--output={pairs['output']}",
                 "--open-mode=append",
                 "--ntasks-per-node=1",
-                f"--nodes={spec.nodes}",
-                f"--ntasks={spec.nodes}",
-                "--kill-on-bad-exit=1",
-                f"--wait={WAIT_S}",
+                *srun_end(spec),
             ],
             additional_parameters=pairs,
         )
@@ -220,6 +217,8 @@ def start(prepared: Prepared) -> Started:
         raise
     # Only now: a refused one changes nothing about how the run has ended.
     journal.write("submitted", **asked)
+    for task in run.tasks():
+        task.journal("submit").write("submitted", first_attempt=len(task.attempts()))
     if started.job_id:
         journal.write("queued", job_id=started.job_id)
         link_job(started.job_id, run)

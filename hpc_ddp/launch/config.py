@@ -18,14 +18,19 @@ from hpc_ddp.run.spec import JobSpec
 
 PROJECT_FILE = "hpc-ddp.toml"
 OURS = ("site", "runs-dir", "snapshot", "snapshot-exclude", "job-name")
-_LISTS = ("args", "sbatch", "setup", "env-names", "snapshot-exclude")
-_NUMBERS = ("nodes", "nproc-per-node", "cpus-per-task", "warn-s", "max-requeues", "max-failures")
-_FLAGS = ("exclusive", "snapshot", "preflight")
+_LISTS = ("args", "sbatch", "setup", "env-names", "snapshot-exclude", "torchrun")
+_NUMBERS = (
+    *("nproc-per-node", "cpus-per-task", "warn-s", "max-requeues", "max-failures"),
+    "max-restarts",
+)
+_BOUNDS = ("budget-gpu-hours",)
+_FLAGS = ("exclusive", "snapshot", "preflight", "elastic")
 
 
 def known_keys() -> list[str]:
     """Return the keys that a project or site file may have: the options' own names."""
-    names = [field.name.replace("_", "-") for field in fields(JobSpec) if field.name != "name"]
+    no_keys = ("name", "sweep")
+    names = [f.name.replace("_", "-") for f in fields(JobSpec) if f.name not in no_keys]
     return sorted([*names, *OURS])
 
 
@@ -114,8 +119,12 @@ def _kind(key: str) -> tuple[str, tuple[type, ...]]:
         return "a list of strings", (list,)
     if key in _NUMBERS:
         return "a whole number", (int,)
+    if key in _BOUNDS:
+        return "a number", (int, float)
     if key in _FLAGS:
         return "true or false", (bool,)
+    if key == "nodes":
+        return 'a whole number, or a range like "1-4"', (int, str)
     if key == "gpus-per-node":
         return 'a number or "type:number"', (int, str)
     return ("a table", (dict,)) if key == "env" else ("a string", (str,))

@@ -17,7 +17,7 @@ from hpc_ddp.launch.render import Rendering
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.spec import JobSpec, array_indexes
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,21 @@ def continued_run(
     changed.setdefault("backend", settings.get("backend", "slurm"))
     if run.is_task:  # it alone goes on, and keeps its index
         changed["array"] = run.path.name.removeprefix("task-")
+    elif spec.array:
+        changed.setdefault("array", _unfinished(run, spec.array))
     spec = replace(spec, **{key: value for key, value in changed.items() if key in names})
     if not Path(spec.script).is_file():
         raise UsageError(f"script {spec.script!r} does not exist any more", hint="name SCRIPT")
     return _fill(spec, run, settings, is_new=False)
+
+
+def _unfinished(run: RunFolder, array: str) -> str:
+    """Return the indexes of the array's tasks that are not finished, with its bound (``%2``)."""
+    left = [str(index) for index in array_indexes(array) if not run.task(index).finished()]
+    if not left:
+        raise UsageError(f"all tasks of {run.path} are finished", hint=f"hpc-ddp status {run.id}")
+    _, percent, bound = array.partition("%")
+    return ",".join(left) + percent + bound
 
 
 def _fill(spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool) -> Prepared:

@@ -17,7 +17,7 @@ from hpc_ddp.launch.fabric import fabric_env
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec, directives
+from hpc_ddp.run.spec import JobSpec, directives, point_args
 
 T = TypeVar("T")
 
@@ -27,21 +27,43 @@ BASE = "job.sbatch.j2"
 WAIT_S = 0
 
 # What torchrun is told; the variables are exported by `batch begin`, or by the local back-end.
-# min = max nodes: a late node must not be shut out, nor a world of fewer nodes start.
 TORCHRUN_OPTIONS = (
-    "--nnodes=$HPC_DDP_NNODES",
+    "--nnodes={nnodes}",
     "--nproc-per-node={workers}",
     "--rdzv-backend=c10d",
     "--rdzv-endpoint=$HPC_DDP_HEAD:$HPC_DDP_PORT",
     "--rdzv-id=$HPC_DDP_RDZV_ID",
-    "--rdzv-conf=join_timeout=600,read_timeout=120",
-    "--max-restarts=0",
+    "--rdzv-conf={conf}",
+    "--max-restarts={restarts}",
 )
+RENDEZVOUS = "join_timeout=600,read_timeout=120"
+# How long an elastic start waits for late nodes, in s; after a loss it is `agent.LAST_CALL_S`.
+LATE_S = 120
 
 
 def torchrun_options(spec: JobSpec) -> list[str]:
-    """Return torchrun's options, with ``$`` variables that are known only in the job."""
-    return [word.format(workers=spec.workers_per_node) for word in TORCHRUN_OPTIONS]
+    """Return torchrun's options, with ``$`` variables that are known only in the job.
+
+    Unless the job is elastic, min = max nodes: a late node must not be shut out, nor a world of
+    fewer nodes start.
+    """
+    least, late = "", ""
+    if spec.elastic:
+        least, late = "$HPC_DDP_LEAST_NODES:", f",last_call_timeout={LATE_S}"
+    values = {
+        "nnodes": f"{least}$HPC_DDP_NNODES",
+        "workers": spec.workers_per_node,
+        "conf": RENDEZVOUS + late,
+        "restarts": spec.restarts,
+    }
+    return [*(word.format(**values) for word in TORCHRUN_OPTIONS), *spec.torchrun]
+
+
+def srun_end(spec: JobSpec) -> list[str]:
+    """Return the options of srun that say what becomes of a step of which a node has ended."""
+    if spec.elastic:  # the supervisors end it, where it has to
+        return ["--kill-on-bad-exit=0", "--no-kill", f"--wait={WAIT_S}"]
+    return ["--kill-on-bad-exit=1", f"--wait={WAIT_S}"]
 
 
 def sbatch_line(name: str, value: str) -> str:
@@ -67,9 +89,11 @@ def header_pairs(spec: JobSpec, run: RunFolder) -> list[tuple[str, str]]:
         output = f"{output.removesuffix('.out')}-%a.out"
     return [
         *directives(spec),
-        ("ntasks-per-node", "1"),
+        # Of a range Slurm would then give the least, since it counts tasks.
+        *([("ntasks-per-node", "1")] if isinstance(spec.nodes, int) else []),
         ("output", output),
         ("open-mode", "append"),
+        *([("no-kill", "")] if spec.elastic else []),
         ("requeue" if spec.continue_by == "requeue" else "no-requeue", ""),
         ("signal", f"B:USR2@{warn_s}"),
     ]
@@ -110,10 +134,11 @@ class Rendering:
             "host_python": sys.executable,
             "python": spec.python,
             "workers": spec.workers_per_node,
-            "wait_s": WAIT_S,
+            "srun_end": srun_end(spec),
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
             "args": spec.args,
+            "points": [point_args(point) for point in spec.points],
             "preflight": spec.preflight,
             "container": shlex.split(spec.container or ""),
         }

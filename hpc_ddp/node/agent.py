@@ -1,4 +1,4 @@
-"""torchrun, with the three things changed that a requeued job needs.
+"""torchrun, with the things changed that a requeued job needs.
 
 ``python <run>/lib/node.py agent`` takes torchrun's own command line. The differences:
 
@@ -9,24 +9,34 @@
 - Workers are started through ``worker.py`` (log by rank, end with the agent).
 - Which worker failed, when and how is written to ``failures.json`` instead of a table and a
   traceback; torchrun's own exit code is 1 whatever happened.
+- Workers are not started again (``--max-restarts``) once the attempt has to end.
+- With ``--nnodes=MIN:MAX`` a node that is gone without a word makes the others start again
+  without it. torchrun drops it from the rendezvous after 15 s, but looks for new nodes only, so
+  that workers whose peer has lost its link stay in their collective.
 
 The only module of this room that imports torch: it runs in the worker's environment.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from hpc_ddp.node.supervisor import split
 from hpc_ddp.node.worker import die_with_parent
-from hpc_ddp.run.folder import AttemptFolder, write_json
+from hpc_ddp.run.folder import AttemptFolder, NodeFolder, read_word, write_json
 
 WORKER = Path(__file__).with_name("worker.py")
+# How long a start without a lost node waits for the rest of the others. They end their workers
+# first, which takes those that are torn down 2 s.
+LAST_CALL_S = 15
 
 
 def escape(words: list[str]) -> list[str]:
@@ -50,19 +60,82 @@ def ignore_sigterm() -> None:
     api._terminate_process_handler = handler
 
 
-def launch(argv: list[str]) -> dict[str, Any] | None:
+class EndingError(RuntimeError):
+    """The workers have ended, and so does the attempt: they are not started again."""
+
+
+def end_when_told(node: NodeFolder) -> None:
+    """Have no workers started again once this node was told to end.
+
+    The grace time is over before they would be at work, and a peer's agent may be gone.
+    """
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
+
+    restart = Agent._restart_workers
+
+    def unless_told(self: Any, group: Any) -> None:
+        if read_word(node.notice):
+            raise EndingError("the workers failed after a notice")
+        restart(self, group)
+
+    Agent._restart_workers = unless_told  # type: ignore[method-assign]
+
+
+def count_the_lost() -> None:
+    """Have torchrun's agents start again without a node that they have not heard of for 15 s."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        DynamicRendezvousHandler as Handler,
+    )
+
+    waiting, join = Handler.num_nodes_waiting, Handler.next_rendezvous
+
+    def waiting_or_lost(self: Any) -> int:
+        found: int = waiting(self)
+        left: int = self.joined - len(self._state_holder.state.participants)
+        return found + left
+
+    def join_and_count(self: Any) -> Any:
+        info = join(self)
+        self.joined = info.world_size
+        self._settings.timeout._last_call = timedelta(seconds=LAST_CALL_S)  # it was the start's
+        return info
+
+    Handler.num_nodes_waiting = waiting_or_lost  # type: ignore[method-assign]
+    Handler.next_rendezvous = join_and_count  # type: ignore[method-assign]
+
+
+def read_options(options: list[str]) -> Any:
+    """Return torchrun's options as it reads them; raises ValueError with what it says of one."""
+    from torch.distributed import run
+
+    parse: Any = run.parse_args  # without types in torch
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parse([*options, "--no-python", "script"])
+    except SystemExit:
+        raise ValueError(said.getvalue().strip().rpartition("error: ")[2]) from None
+
+
+def launch(argv: list[str], node: NodeFolder) -> dict[str, Any] | None:
     """Run torchrun; return None when all workers exited 0, else what went wrong."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     options, script = split(argv)
-    parse: Any = run.parse_args  # without types in torch
-    args = parse([*options, "--no-python", "script"])
+    args = read_options(options)
     args.training_script = sys.executable
     args.training_script_args = escape(["-ISs", str(WORKER), sys.executable, "-u", *script])
     config, command, command_args = run.config_from_args(args)
     ignore_sigterm()
+    end_when_told(node)
+    if config.min_nodes < config.max_nodes:
+        count_the_lost()
+    if config.max_restarts:
+        # Each start of the workers has a store of its own: in the agent's, which all of them
+        # share, they would find what those before them have left.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
         elastic_launch(config=config, entrypoint=command)(*command_args)
     except ChildFailedError as error:
@@ -80,7 +153,7 @@ def main(argv: list[str]) -> NoReturn:
     os.environ["HPC_DDP_AGENT_PID"] = str(os.getpid())
     folder = Path(os.environ["HPC_DDP_NODE_FOLDER"])
     try:
-        ended = launch(argv)
+        ended = launch(argv, NodeFolder(folder))
     except Exception as error:
         if "EADDRINUSE" in f"{error!r} {error.__cause__!r}":
             AttemptFolder(folder.parent).port_taken.touch()

@@ -18,8 +18,8 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.node import continuation
 from hpc_ddp.node.continuation import ask, say
-from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port
-from hpc_ddp.node.verdict import Facts, Verdict, decide
+from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port, reach
+from hpc_ddp.node.verdict import Facts, Verdict, decide, over_budget
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job
@@ -49,6 +49,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
     continuation.check_wanted(run, restarts, is_link)
+    _check_budget(run, spec)
     job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
@@ -62,24 +63,35 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     return {
         "HPC_DDP_RUN": str(run.path),
         "HPC_DDP_RESTARTS": str(restarts),
-        "HPC_DDP_HEAD": nodes[0] + spec.host_suffix,
+        "HPC_DDP_HEAD": reach(nodes, 0, spec.host_suffix),
         "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
-        **variables(attempt, nodes, job_id, job.end_time if job else None, spec.warn_s),
+        **variables(attempt, nodes, job_id, job.end_time if job else None, spec),
     }
 
 
+def _check_budget(run: RunFolder, spec: JobSpec) -> None:
+    """Refuse to start what its array's other tasks have left no GPU hours for."""
+    over = over_budget(spec, _gpu_hours(run, spec))
+    if over:
+        journal = run.journal("batch", len(run.attempts()))
+        journal.write("verdict", cause="budget", action="give up", why=over, exit_code=1)
+        raise HpcDdpError(over, hint=f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS")
+
+
 def variables(
-    attempt: AttemptFolder, nodes: list[str], id: str, end: float | None, warn_s: int
+    attempt: AttemptFolder, nodes: list[str], id: str, end: float | None, spec: JobSpec
 ) -> dict[str, str]:
     """Return what the supervisors of any attempt are told.
 
     `id` is unique among what runs now; `end` is in unix seconds, None without a limit. The
-    nodes are warned `warn_s` seconds before it, or in the last tenth of a shorter attempt.
+    nodes are warned ``warn_s`` seconds before it, or in the last tenth of a shorter attempt.
     """
+    warn_s = spec.warn_s
     return {
         "HPC_DDP_ATTEMPT": str(attempt.number),
         "HPC_DDP_NODES": " ".join(nodes),
         "HPC_DDP_NNODES": str(len(nodes)),
+        "HPC_DDP_LEAST_NODES": str(min(spec.least_nodes, len(nodes))),
         "HPC_DDP_RDZV_ID": f"{id}.{attempt.number}",
         "HPC_DDP_END_TIME": f"{end:.0f}" if end else "",
         "HPC_DDP_WARN_S": f"{min(warn_s, (end - time.time()) / 10):.0f}" if end else "",
@@ -92,8 +104,14 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if not task or run.path.name == f"task-{task}":
         return run
-    own = RunFolder(run.path / f"task-{task}").make()
-    own.job_json.write_text(run.job_json.read_text())
+    return task_of(run, int(task))
+
+
+def task_of(run: RunFolder, index: int) -> RunFolder:
+    """Make the folder of one task of an array, with what it shares with the others."""
+    own = run.task(index).make()
+    whole = JobSpec.from_json(patiently(run.job_json.read_text))
+    own.job_json.write_text(whole.task(index).to_json())
     for shared in ("lib", "cancelled"):  # one cancel ends all tasks
         link = own.path / shared
         if not link.is_symlink():
@@ -172,9 +190,10 @@ def judge(
 ) -> tuple[Facts, Verdict]:
     """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
     nodes, records = environ["HPC_DDP_NODES"].split(), attempt.records()
-    silent = set(nodes) - {record["node"] for record in records}
+    spec = JobSpec.from_json(patiently(run.job_json.read_text))
+    silent = set(nodes) - {record["node"] for record in records if not record.get("left")}
     facts = Facts(
-        spec=JobSpec.from_json(patiently(run.job_json.read_text)),
+        spec=spec,
         attempt=attempt.number,
         cancelled=run.cancelled.exists(),
         superseded=not run.is_newest(attempt.number),
@@ -184,10 +203,16 @@ def judge(
         records=records,
         lost_nodes=slurm.unusable(sorted(silent)) if job else [],
         events=_since_submit(run.events()),
+        gpu_hours=_gpu_hours(run, spec),
     )
     decided = decide(facts)
     _note(run, attempt, facts, decided)
     return facts, decided
+
+
+def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
+    """Return what a run with a budget has used; nobody asks without one."""
+    return 0.0 if spec.budget_gpu_hours is None else run.gpu_hours(spec.gpus_in_use)
 
 
 def _since_submit(events: list[Event]) -> list[Event]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.node.worker import AGAIN
 from hpc_ddp.run.folder import read_tail
 
 TAIL_BYTES = 64 * 1024
@@ -84,11 +85,11 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 
 
 def last_exception(log: Path) -> str:
-    """Return the last line of the last traceback in a log, '' when it has none.
+    """Return the last line of the last traceback of a log's last start, '' when it has none.
 
     A script that can't be parsed has no traceback, only that line.
     """
-    text = read_tail(log, TAIL_BYTES)
+    text = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
     _, found, after = text.rpartition("Traceback (most recent call last):\n")
     if not found:
         return next(iter(_UNREADABLE.findall(text)), "")

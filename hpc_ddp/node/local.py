@@ -19,15 +19,15 @@ from types import FrameType
 from typing import Any
 
 from hpc_ddp.node import preflight
-from hpc_ddp.node.batch import judge, variables
+from hpc_ddp.node.batch import judge, task_of, variables
 from hpc_ddp.node.continuation import say
-from hpc_ddp.node.network import free_port
+from hpc_ddp.node.network import LOOPBACK, free_port
 from hpc_ddp.node.supervisor import expand
 from hpc_ddp.node.verdict import Verdict
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.spec import JobSpec, array_indexes, point_args
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
 
@@ -39,7 +39,7 @@ class LocalRun:
         self.run = run
         self.command = command
         self.spec = JobSpec.from_json(run.job_json.read_text())
-        self.nodes = [f"local-{index}" for index in range(self.spec.nodes)]
+        self.nodes = [f"local-{index}" for index in range(self.spec.node_range[1])]
         self.notified = False
         self.parent = os.getppid()
         self.supervisors: list[subprocess.Popen[bytes]] = []
@@ -85,11 +85,13 @@ class LocalRun:
 
     def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
         end = time.time() + self.spec.time_s if self.spec.time_s else None
+        id = self.run.id.replace("/", "-")  # torchrun names a folder by it
         return {
             **os.environ,
-            "HPC_DDP_HEAD": "127.0.0.1",
+            "HPC_DDP_RUN": str(self.run.path),
+            "HPC_DDP_HEAD": LOOPBACK,
             "HPC_DDP_PORT": str(free_port(20000 + os.getpid())),
-            **variables(attempt, self.nodes, self.run.id, end, self.spec.warn_s),
+            **variables(attempt, self.nodes, id, end, self.spec),
         }
 
     def _supervise(self, environ: dict[str, str]) -> None:
@@ -117,6 +119,22 @@ def _is_live(info: dict[str, Any]) -> bool:
     return info.get("pid") != os.getpid() and process.is_live(info)
 
 
+def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
+    """Play the tasks of a sweep one after the other; return the first code that is not 0."""
+    codes = []
+    for index in array_indexes(spec.array or ""):
+        task = task_of(run, index)
+        if task.finished():
+            continue
+        words = point_args(spec.points[index])
+        say(f"task {index}: {' '.join(words)}")
+        local = LocalRun(task, [*command, *words])
+        codes.append(local.play())
+        if local.notified:
+            break
+    return next(filter(None, codes), 0)
+
+
 def main(command: list[str]) -> int:
     run = RunFolder(Path(os.environ["HPC_DDP_RUN"]))
     try:
@@ -124,7 +142,8 @@ def main(command: list[str]) -> int:
             say(f"run {run.path} is finished")
             return 0
         run.cancelled.unlink(missing_ok=True)
-        return LocalRun(run, command).play()
+        spec = JobSpec.from_json(run.job_json.read_text())
+        return _sweep(run, spec, command) if spec.sweep else LocalRun(run, command).play()
     except HpcDdpError as error:
         say(error.message)
         return error.exit_code

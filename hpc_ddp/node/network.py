@@ -6,10 +6,20 @@ import contextlib
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 
+LOOPBACK = "127.0.0.1"
 FIRST_PORT, LAST_PORT = 10000, 32767  # below the range that Linux hands out by itself
+
+
+def reach(nodes: Sequence[str], index: int, suffix: str) -> str:
+    """Return what the nodes of an attempt reach one of them by: a name; on a node alone loopback.
+
+    So a job of one node works where names of nodes can't be looked up, or lead elsewhere.
+    """
+    return nodes[index] + suffix if len(nodes) > 1 else LOOPBACK
 
 
 def free_port(start: int) -> int:

@@ -26,8 +26,8 @@ from string import Template
 from types import FrameType
 from typing import Any
 
-from hpc_ddp.node import failure, oom
-from hpc_ddp.node.network import interface_to
+from hpc_ddp.node import failure, leaderless, oom
+from hpc_ddp.node.network import LOOPBACK, interface_to, reach
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json, read_word, write_json
 from hpc_ddp.run.patience import patiently
 
@@ -82,7 +82,7 @@ class Place:
     def host_of(self, index: int) -> str:
         """Return the name or address that the nodes reach one of them by."""
         local = f"127.0.0.{index + 1}"  # nodes that are only processes of one machine
-        return local if self.is_local else self.nodes[index] + self.suffix
+        return local if self.is_local else reach(self.nodes, index, self.suffix)
 
     @property
     def is_local(self) -> bool:
@@ -96,7 +96,8 @@ class Place:
     @property
     def chosen_interface(self) -> str | None:
         """The interface to the other nodes: as the user says, else the one that leads there."""
-        return self.interface or interface_to("localhost" if self.is_local else self.peer)
+        inside = self.is_local or len(self.nodes) == 1
+        return self.interface or interface_to(LOOPBACK if inside else self.peer)
 
     def interface_env(self) -> dict[str, str]:
         """Return what tells Gloo and NCCL their interface, where nothing else has."""
@@ -183,9 +184,12 @@ class Supervisor:
         except OSError as error:
             write_json(self.folder.path / "failures.json", {"agent": str(error)})
             return self._end(127)
+        leader_lost = leaderless.watch(self.place, dict(os.environ)) if self._elastic else None
         while agent.poll() is None:
             self.signals.wait(0.1)
             self._look(agent)
+            if leader_lost and leader_lost.is_set() and not self._kill_at:
+                self._kill_at = time.time()
         self._show_rank_0()
         return self._end(agent.returncode)
 
@@ -293,11 +297,12 @@ class Supervisor:
 
     def _signal_workers(self, number: int) -> int:
         """Signal every worker that has started; return how many there were."""
-        pids = list(self.folder.path.glob("rank-*.pid"))
-        for path in pids:
+        count = 0
+        for path in self.folder.path.glob("rank-*.pid"):
             with contextlib.suppress(OSError, ValueError):  # gone, unreadable, or not yet written
                 os.kill(int(path.read_text()), number)
-        return len(pids)
+                count += 1
+        return count
 
     def _show_rank_0(self) -> None:
         """Copy what rank 0 prints to the job's own output, which is where people look first."""
@@ -312,14 +317,22 @@ class Supervisor:
             sys.stdout.buffer.write(new)
             sys.stdout.buffer.flush()
 
+    @property
+    def _elastic(self) -> bool:
+        """Whether torchrun goes on without a node that is lost."""
+        return any(w.startswith("--nnodes=") and ":" in w for w in self.command)
+
     def _end(self, code: int) -> int:
         """Record how it ended, for the peers and for the verdict."""
         failures = [] if code == 0 else self._failures(code)
+        # Its workers did not end by themselves, but for want of the rendezvous on the first node.
+        left = self._elastic and self.place.index > 0 and any(f["rank"] is None for f in failures)
         record: dict[str, Any] = {
             "node": self.place.node,
             "code": code,
             "notice": self.notice,
             "torn_down": self.torn_down,
+            "left": left,
             "failures": failures,
         }
         self._tell(partial(write_json, self.folder.record, record))
@@ -329,6 +342,9 @@ class Supervisor:
             # A requeued job has the same id, and so has its step: an old srun that is left behind
             # a cut link would end, for our bad exit, the later attempt's step.
             return 0
+        if left:
+            leaderless.decide(self.place, dict(os.environ), lambda: bool(self.signals.seen))
+            return 1
         if not self.torn_down:
             self._tell(partial(self.place.attempt.failed.write_text, self.place.node))
         if not self.place.attempt.port_taken.exists():
@@ -373,6 +389,10 @@ def main(command: list[str]) -> int:
 
 
 def submitit_main(command: list[str]) -> None:
-    """The same as submitit's task, which would end with code 0 whatever a function returned."""
+    """The same as submitit's task, which would end with code 0 whatever a function returned.
+
+    One file with `command` serves all tasks of an array; the script's arguments are the run's own.
+    """
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
-    sys.exit(main(expand(command, os.environ)))
+    args = read_json(Place.from_env(dict(os.environ)).run.job_json)["args"]
+    sys.exit(main([*expand(command, os.environ), *args]))

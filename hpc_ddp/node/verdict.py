@@ -49,9 +49,12 @@ class Facts:
     restarts
         the job's restart count when this attempt started
     nodes, records
-        the attempt's node names, and what the nodes recorded of their ends
+        the attempt's node names, and what the nodes recorded of their ends; a node that was lost
+        and went on in vain, while an elastic job did without it, has `left`
     lost_nodes
         nodes without a record that Slurm says are down or do not answer
+    gpu_hours
+        what the run has used so far, with all tasks of its array; measured for a budget only
     events
         the run's journal since the last submit, by attempt and time
     """
@@ -66,6 +69,7 @@ class Facts:
     records: Sequence[dict[str, Any]]
     events: Sequence[Event]
     lost_nodes: Sequence[str] = ()
+    gpu_hours: float = 0.0
 
     @property
     def bad_nodes(self) -> Sequence[str]:
@@ -88,6 +92,18 @@ class Facts:
         return any(e["event"] in ("first_step", "restored") for e in self.events)
 
     @property
+    def ends(self) -> Sequence[dict[str, Any]]:
+        """The records of nodes that were with the others to the end."""
+        return [record for record in self.records if not record.get("left")]
+
+    @property
+    def complete(self) -> bool:
+        """Nobody is missing: of an elastic job, where anybody but the first may be lost."""
+        if self.spec.elastic:
+            return any(record["node"] == self.nodes[0] for record in self.ends)
+        return len(self.ends) == len(self.nodes)
+
+    @property
     def progress(self) -> bool:
         """A newer durable checkpoint exists than at this attempt's start."""
         return self.here("checkpoint") is not None
@@ -100,7 +116,7 @@ class Facts:
 
     @property
     def failure(self) -> Failure | None:
-        return first_cause(failure for record in self.records for failure in from_record(record))
+        return first_cause(failure for record in self.ends for failure in from_record(record))
 
     @property
     def unfit(self) -> Event | None:
@@ -112,7 +128,7 @@ class Facts:
     def notices(self) -> list[str]:
         """What the nodes, or the ranks at their agreed stop, gave as the reason to end."""
         stopped = self.here("stopped")
-        told = [record["notice"] for record in self.records if record.get("notice")]
+        told = [record["notice"] for record in self.ends if record.get("notice")]
         early = [self.unfit["notice"]] if self.unfit and "notice" in self.unfit else []
         return ([stopped["reason"]] if stopped else []) + told + early
 
@@ -153,8 +169,8 @@ def _cause(facts: Facts) -> str:
         return "superseded"
     if facts.cancelled or "cancelled" in facts.notices:
         return "cancelled"
-    codes = [record["code"] for record in facts.records]
-    complete = len(codes) == len(facts.nodes)
+    codes = [record["code"] for record in facts.ends]
+    complete = facts.complete
     if facts.here("finished") and (facts.notices or (complete and not any(codes))):
         return "finished"
     if job and job.preempted:
@@ -183,6 +199,8 @@ def _cause(facts: Facts) -> str:
 def _why_not_again(facts: Facts, cause: str) -> str | None:
     """Return why another attempt is not to be made, None when it is."""
     spec = facts.spec
+    if over := over_budget(spec, facts.gpu_hours):
+        return over
     if cause == "failed":
         return _why_no_retry(facts)
     again = [v for v in facts.verdicts if v["cause"] != "failed"]
@@ -224,6 +242,14 @@ def _ended_silently(verdict: Event) -> bool:
     return verdict["cause"] == "node lost" and not excused
 
 
+def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
+    """Return what to say where a run has used up its GPU hours, None where it has not."""
+    if spec.budget_gpu_hours is None or gpu_hours < spec.budget_gpu_hours:
+        return None
+    budget = f"{spec.budget_gpu_hours:g}"
+    return f"{gpu_hours:.3g} of {budget} GPU hours are spent (--budget-gpu-hours)"
+
+
 def _why_no_retry(facts: Facts) -> str | None:
     failure = facts.failure
     if failure and failure.kind in ("exception", "exit") and not facts.here("first_step"):
@@ -260,6 +286,6 @@ def _describe(facts: Facts, cause: str) -> str:
     if facts.unfit and cause == "bad node":
         return f"preflight: {facts.unfit['why']}"
     if cause == "node lost":
-        silent = set(facts.nodes) - {record["node"] for record in facts.records}
+        silent = set(facts.nodes) - {record["node"] for record in facts.ends}
         return f"no word from {', '.join(sorted(silent)) or 'a node'}"
     return cause if facts.step is None else f"{cause}, at step {facts.step}"

@@ -13,6 +13,7 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PATIENCE_S = 60.0
+AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
 def die_with_parent() -> None:
@@ -43,12 +44,27 @@ def open_log(name: str) -> int:
             time.sleep(1)
 
 
+def forget_other_ranks() -> None:
+    """Remove the notes of processes with ranks that this node had before others were lost."""
+    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    if local:
+        return
+    mine = {f"rank-{rank + each}.pid" for each in range(int(os.environ["LOCAL_WORLD_SIZE"]))}
+    folder = os.environ["HPC_DDP_NODE_FOLDER"]
+    for name in os.listdir(folder):
+        if name.startswith("rank-") and name.endswith(".pid") and name not in mine:
+            os.unlink(os.path.join(folder, name))
+
+
 def main(command: list[str]) -> None:
     die_with_parent()
     if os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
         sys.exit("hpc-ddp: the torchrun agent has died")
     name = os.path.join(os.environ["HPC_DDP_NODE_FOLDER"], f"rank-{os.environ['RANK']}")
     log = open_log(name)
+    if os.fstat(log).st_size:
+        os.write(log, AGAIN)
+    forget_other_ranks()
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -225,9 +225,12 @@ def _end_of(facts: Facts, attempt: AttemptFolder) -> dict[str, Any]:
     """Read what the nodes and ranks of an attempt left of its end."""
     nodes = _try(attempt.nodes, list[NodeFolder]())
     found = [failure for node in nodes for failure in _failures(node)]
+    # Of the last start: workers may have failed before and been started again.
+    begun = max((e["time"] for e in facts.of("worker", attempt=attempt.number)), default=0)
     found += [
         Failure(number(e, "rank"), text_of(e, "node"), text_of(e, "error"), 1, e["time"])
         for e in facts.of("failed", attempt=attempt.number)
+        if e["time"] > begun
     ]
     failure = _culprit(facts, found)
     node = attempt.node(failure.node) if failure and _is_name(failure.node) else None

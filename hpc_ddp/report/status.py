@@ -14,13 +14,15 @@ from hpc_ddp.run import goodput, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, is_finished, last_event
+from hpc_ddp.run.spec import JobSpec
 
 
 @dataclass(frozen=True)
 class Status:
     """One run. `state` is in plain words; `last_checkpoint_s` is the age in seconds.
 
-    `goodput` is from 0 to 1, `seconds` what it comes from (see `hpc_ddp.run.goodput`).
+    `goodput` is from 0 to 1, `seconds` what it comes from (see `hpc_ddp.run.goodput`), `results`
+    what the script gave to ``run.finish``.
     """
 
     run: str
@@ -36,6 +38,7 @@ class Status:
     goodput: float | None
     seconds: dict[str, float]
     why: str
+    results: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,6 +70,7 @@ def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
         goodput=goodput.share(seconds),
         seconds={part: round(value, 3) for part, value in seconds.items()},
         why=why,
+        results=(last_event(events, "finished") or {}).get("results", {}),
     )
 
 
@@ -93,9 +97,9 @@ def _state(
     if live and not over:
         reason = live.reason if live.state == "PENDING" else live.nodes
         return _LIVE[live.state], reason
-    tasks = [RunFolder(path) for path in sorted(run.path.glob("task-*"))]
+    tasks = run.tasks()
     if tasks:
-        return "array", f"{sum(task.finished() for task in tasks)} of {len(tasks)} tasks finished"
+        return _of_tasks(run, tasks)
     if last is None:
         return "rendered", "never submitted"
     if last["event"] != "verdict":
@@ -103,6 +107,13 @@ def _state(
     if last["action"] == "requeue":
         return "stopped", f"{last['why']}; can go on with --run"
     return ("failed" if last["action"] == "give up" else last["cause"]), last["why"]
+
+
+def _of_tasks(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[str, str]:
+    """Tell what became of an array that is gone from the queue."""
+    points = JobSpec.from_json(run.job_json.read_text()).points
+    done, total = sum(task.finished() for task in tasks), len(points) or len(tasks)
+    return "finished" if done == total else "array", f"{done} of {total} tasks finished"
 
 
 def _without_verdict(last: Event, queued: Sequence[slurm.Queued]) -> tuple[str, str]:
@@ -119,11 +130,16 @@ def _without_verdict(last: Event, queued: Sequence[slurm.Queued]) -> tuple[str, 
 
 def overview(runs: Sequence[RunFolder]) -> list[Status]:
     """Return the states of runs, with one call to Slurm; without a Slurm, from journals alone."""
+    jobs = queue()
+    return [status_of(run, jobs) for run in runs]
+
+
+def queue() -> Mapping[str, slurm.Queued]:
+    """Return what Slurm still has, by job id; nothing without a Slurm, or an answer."""
     try:
-        queue = slurm.queue()
+        return slurm.queue()
     except HpcDdpError:
-        queue = {}
-    return [status_of(run, queue) for run in runs]
+        return {}
 
 
 def has_ended(run: RunFolder) -> bool:
@@ -132,10 +148,10 @@ def has_ended(run: RunFolder) -> bool:
         return True
     local = "pid" in (last_event(run.events(), "started") or {})
     try:
-        queue = {} if local else slurm.queue()
+        jobs = {} if local else slurm.queue()
     except HpcDdpError:
         return False
-    return status_of(run, queue).state not in {*_LIVE.values(), "rendered"}
+    return status_of(run, jobs).state not in {*_LIVE.values(), "rendered"}
 
 
 def cancel(run: RunFolder) -> None:

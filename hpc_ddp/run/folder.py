@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.journal import Event, Journal, is_finished, read_events
+from hpc_ddp.run.journal import Event, Journal, is_finished, node_seconds, read_events
 
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
 
@@ -130,6 +130,15 @@ class RunFolder:
         """The array's folder for a task of it, else the run's own."""
         return self.path.parent if self.is_task else self.path
 
+    def task(self, index: int | str) -> RunFolder:
+        """The folder of one task of an array."""
+        return RunFolder(self.path / f"task-{index}")
+
+    def tasks(self) -> list[RunFolder]:
+        """Return the tasks of an array that have begun, by index; none for another run."""
+        found = [path for path in self.path.glob("task-*") if path.name[5:].isdecimal()]
+        return [RunFolder(path) for path in sorted(found, key=lambda path: int(path.name[5:]))]
+
     @property
     def id(self) -> str:
         return str(self.path.relative_to(self.whole.parent))
@@ -206,6 +215,19 @@ class RunFolder:
     def finished(self) -> bool:
         """Tell whether the run has reached its end, so that there is nothing to go on with."""
         return is_finished(self.events())
+
+    def gpu_hours(self, gpus_per_node: int, now: float | None = None) -> float:
+        """Return what the run, or all tasks of its array together, has used so far.
+
+        Parameters
+        ----------
+        gpus_per_node
+            GPUs of each node; workers, for a run without GPUs
+        now
+            unix time of the end of the attempts that go on; None: their last event
+        """
+        runs = RunFolder(self.whole).tasks() or [self]
+        return sum(node_seconds(run.events(), now) for run in runs) * gpus_per_node / 3600
 
     def attempt(self, number: int) -> AttemptFolder:
         return AttemptFolder(self.logs / f"attempt-{number}")

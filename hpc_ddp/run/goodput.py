@@ -58,18 +58,21 @@ def account(
     begun = [e for e in events if e["event"] == "submitted" and not e.get("first_attempt")]
     submitted = [event["time"] for event in begun]
     times = [e["time"] for e in events]
-    start = min(submitted or [*times, *(_began(attempt) for attempt in attempts.values())])
-    clock = _Clock(start, max(times) if now is None else now)
+    begin = min(submitted or [*times, *(_began(attempt) for attempt in attempts.values())])
+    clock = _Clock(begin, max(times) if now is None else now)
     ours = any(e["event"] in _OURS for e in events)
     highest = 0.0
     for number, attempt in attempts.items():
         live = now is not None and not waits and number == max(attempts)
         if ours:
-            _follow(clock, attempt, highest, live)
+            starts = _starts(attempt)
+            for start in starts:
+                clock.until(_began(start), "queued" if start is starts[0] else "lost")
+                _follow(clock, start, highest, live and start is starts[-1])
+                highest = max([highest, *(step for _, step in _steps(start))])
         else:
             clock.until(_began(attempt), "queued")
             clock.until(_end(attempt, live), "running")
-        highest = max([highest, *(step for _, step in _steps(attempt))])
     clock.until(math.inf, "queued")
     return clock.seconds
 
@@ -106,11 +109,16 @@ class _Clock:
             self.at = when
 
 
+def _starts(attempt: list[Event]) -> list[list[Event]]:
+    """Cut an attempt at each restart of its workers (``--max-restarts``)."""
+    begins = [i for i, event in enumerate(attempt) if event["event"] == "worker"][1:]
+    return [attempt[a:b] for a, b in zip([0, *begins], [*begins, len(attempt)], strict=True)]
+
+
 def _follow(clock: _Clock, events: list[Event], highest: float, live: bool) -> None:
-    """Give the time up to the end of one attempt to its parts."""
+    """Give the time up to the end of one start of the workers to its parts."""
     last = {event["event"]: event for event in events}
     worker, restored = last.get("worker", {}), last.get("restored")
-    clock.until(_began(events), "queued")
     clock.until(worker.get("began"), "starting")
     clock.until(worker.get("called"), "importing")
     if restored:

@@ -97,3 +97,19 @@ def is_finished(events: list[Event]) -> bool:
 def last_event(events: list[Event], *names: str) -> Event | None:
     """Return the last of the events with one of these names, or None."""
     return next((event for event in reversed(events) if event["event"] in names), None)
+
+
+def node_seconds(events: list[Event], now: float | None = None) -> float:
+    """Return the seconds of all attempts, each times its nodes.
+
+    An attempt lasts until its verdict; the newest one, where it has none yet, until `now`.
+    """
+    total = 0.0
+    begun = [event for event in events if event["event"] == "started" and event.get("nodes")]
+    for start in begun:
+        here = [event for event in events if event["attempt"] == start["attempt"]]
+        end = max(event["time"] for event in here)
+        if now is not None and start is begun[-1] and not last_event(here, "verdict"):
+            end = max(end, now)
+        total += max(0.0, end - start["time"]) * len(start["nodes"])
+    return total

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from hpc_ddp.run.errors import UsageError, closest
 
@@ -20,10 +21,32 @@ SBATCH_FIELDS = (
     *("mail_type", "mail_user"),
 )
 
+# torchrun's own options that are settled by ours, or by what the job finds out itself.
+_SETTLED = {
+    **dict.fromkeys(
+        ("rdzv-", "node-rank", "master-addr", "master-port", "local-addr", "role"),
+        "nothing: the job finds its nodes and a free port itself",
+    ),
+    **dict.fromkeys(("nnodes", "standalone"), "--nodes"),
+    "nproc-per-node": "--nproc-per-node, or --gpus-per-node",
+    "max-restarts": "--max-restarts",
+    "start-method": "nothing: workers are processes of their own",
+    **dict.fromkeys(
+        ("log-dir", "redirects", "tee", "logs-specs", "local-ranks-filter"),
+        "nothing: each rank has a log, see `hpc-ddp logs --rank`",
+    ),
+    **dict.fromkeys(("module", "m", "no-python", "run-path"), "SCRIPT"),
+    "signals-to-handle": "nothing: signals are looked after",
+}
+ELASTIC_RESTARTS = 3  # what is left of a group fails too when a peer is gone: that takes one
+
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 _NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)", re.I)
+_TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
+_INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?")
+_PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 _GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
 
 
@@ -39,7 +62,7 @@ class JobSpec:
     args: tuple[str, ...] = ()
     name: str = "job"
     backend: str = "slurm"
-    nodes: int = 1
+    nodes: int | str = 1
     gpus_per_node: str | None = None
     nproc_per_node: int | None = None
     cpus_per_task: int | None = None
@@ -72,12 +95,42 @@ class JobSpec:
     continue_by: str = "requeue"
     max_requeues: int | None = None
     max_failures: int = 3
+    max_restarts: int | None = None
+    elastic: bool = False
+    torchrun: tuple[str, ...] = ()
     preflight: bool = False
+    sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    budget_gpu_hours: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("args", "sbatch", "setup", "env_names"):  # JSON and TOML have lists
+        for name in ("args", "sbatch", "setup", "env_names", "torchrun"):  # JSON, TOML have lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.nodes, str) and self.nodes.isdecimal():
+            object.__setattr__(self, "nodes", int(self.nodes))
+        sweep = {name: tuple(values) for name, values in self.sweep.items()}
+        object.__setattr__(self, "sweep", sweep)
         validate(self)
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The least and the most nodes that an attempt may start with."""
+        if isinstance(self.nodes, int):
+            return self.nodes, self.nodes
+        least, _, most = self.nodes.partition("-")
+        return int(least), int(most)
+
+    @property
+    def least_nodes(self) -> int:
+        """How many nodes must be left for an attempt to go on; below its own number if elastic."""
+        least, most = self.node_range
+        return 1 if self.elastic and least == most else least
+
+    @property
+    def restarts(self) -> int:
+        """torchrun's ``--max-restarts``: as said, else none, or some where nodes may be lost."""
+        if self.max_restarts is not None:
+            return self.max_restarts
+        return ELASTIC_RESTARTS if self.elastic else 0
 
     @property
     def workers_per_node(self) -> int:
@@ -89,6 +142,29 @@ class JobSpec:
         """GPUs per node; ``gpus_per_node`` may hold a type as well (``a100:4``)."""
         match = _GPUS.fullmatch(self.gpus_per_node or "")
         return int(match["count"]) if match else 0
+
+    @property
+    def gpus_in_use(self) -> int:
+        """What a node of the job takes of a budget: its GPUs, or its workers without any."""
+        return self.gpu_count or self.workers_per_node
+
+    @property
+    def points(self) -> list[dict[str, str]]:
+        """The sweep's combinations of values by name, in the order of the array's indexes.
+
+        Empty for a job that is no sweep.
+        """
+        if not self.sweep:
+            return []
+        return [
+            dict(zip(self.sweep, each, strict=True))
+            for each in itertools.product(*self.sweep.values())
+        ]
+
+    def task(self, index: int) -> JobSpec:
+        """Return one task of the array as a job of its own: a sweep's has its point in `args`."""
+        args = (*self.args, *point_args(self.points[index])) if self.sweep else self.args
+        return replace(self, args=args, sweep={}, array=str(index))
 
     @property
     def time_s(self) -> int | None:
@@ -112,6 +188,32 @@ class JobSpec:
             return cls(**{key: value for key, value in json.loads(text).items() if key in known})
         except (ValueError, AttributeError, TypeError) as error:
             raise UsageError(f"the run's job.json is broken: {error}") from None
+
+
+def point_args(point: Mapping[str, str]) -> list[str]:
+    """Return a sweep's point as arguments of the script, ``--name=value``."""
+    return [f"--{name}={value}" for name, value in point.items()]
+
+
+def array_indexes(array: str) -> list[int]:
+    """Return the indexes of a Slurm array such as ``0-5%2`` or ``1,3,10-20:5``.
+
+    Raises
+    ------
+    UsageError
+        it is something else
+    """
+    found: list[int] = []
+    for part in array.partition("%")[0].split(","):
+        match = _INDEXES.fullmatch(part)
+        if not match:
+            raise UsageError(
+                f"array {array!r} is no list of indexes; accepted: numbers and ranges, with commas",
+                hint="--array 0-5, or --array 1,3,10-20:5%2",
+            )
+        first = int(match["first"])
+        found += range(first, int(match["last"] or first) + 1, int(match["step"] or 1))
+    return found
 
 
 def parse_time(text: str) -> int:
@@ -157,8 +259,27 @@ def validate(spec: JobSpec) -> None:
         raise UsageError(f"time {spec.time!r} is no time at all", hint="--time 1:00:00")
     _check_env(spec)
     _check_container(spec)
-    if spec.array and spec.continue_by == "resubmit":
-        raise UsageError("a chain of jobs can't be an array", hint="leave out --array")
+    _check_torchrun(spec)
+    if spec.array:
+        array_indexes(spec.array)
+        if spec.continue_by == "resubmit":
+            raise UsageError("a chain of jobs can't be an array", hint="leave out --array")
+    _check_sweep(spec)
+
+
+def _check_sweep(spec: JobSpec) -> None:
+    for name, values in spec.sweep.items():
+        if not _PARAMETER.fullmatch(name) or not values:
+            raise UsageError(
+                f"{name}={','.join(values)} is no parameter with values",
+                hint="hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py",
+            )
+    hours = spec.budget_gpu_hours
+    if hours is not None and not (isinstance(hours, (int, float)) and hours > 0):
+        raise UsageError(
+            f"budget-gpu-hours is {hours!r}; accepted: a number above 0",
+            hint="--budget-gpu-hours 100",
+        )
 
 
 def _check_container(spec: JobSpec) -> None:
@@ -171,6 +292,28 @@ def _check_container(spec: JobSpec) -> None:
         ) from None
 
 
+def _check_torchrun(spec: JobSpec) -> None:
+    if spec.elastic and spec.restarts < 1:
+        raise UsageError(
+            "an elastic job restarts its workers when a node is lost, and max-restarts is 0",
+            hint="--elastic, without --max-restarts",
+        )
+    for word in spec.torchrun:
+        match = _TORCHRUN.fullmatch(word)
+        if not match:
+            raise UsageError(
+                f"torchrun option {word!r} is not of the form --name or --name=value",
+                hint="--torchrun=--numa-binding=node",
+            )
+        name = match["name"].replace("_", "-")
+        for settled, ours in _SETTLED.items():
+            if settled.startswith(name) or name.startswith("rdzv-"):  # torchrun takes beginnings
+                raise UsageError(
+                    f"torchrun option --{name} is set by hpc-ddp; accepted: others of torchrun's",
+                    hint=f"in its place: {ours}",
+                )
+
+
 def _check_texts(spec: JobSpec) -> None:
     """Refuse in ``#SBATCH`` values what ends or splits such a line, and NUL everywhere."""
     for name, value in directives(spec):
@@ -179,7 +322,9 @@ def _check_texts(spec: JobSpec) -> None:
                 f"{name} {value!r} has a character that an #SBATCH line can't hold",
                 hint=f"leave out line breaks and control characters in --{name}",
             )
-    for text in (spec.script, spec.workdir, *spec.args, *spec.setup, *spec.env.values()):
+    swept = [value for values in spec.sweep.values() for value in values]
+    texts = (spec.script, spec.workdir, *spec.args, *spec.setup, *spec.env.values(), *swept)
+    for text in texts:
         if "\0" in text or not _is_unicode(text):
             raise UsageError(
                 f"{text!r} holds a NUL or bytes that are no UTF-8, which a script can't",
@@ -217,9 +362,21 @@ def _split_raw(raw: str) -> tuple[str, str]:
     return name, value
 
 
+def _check_nodes(nodes: int | str) -> None:
+    match = re.fullmatch(r"(\d+)-(\d+)", nodes) if isinstance(nodes, str) else None
+    if match and 1 <= int(match[1]) <= int(match[2]):
+        return
+    if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1:
+        raise UsageError(
+            f"nodes is {nodes}; accepted: a whole number from 1, or a range of them, as 1-4",
+            hint="--nodes 1, or --nodes 1-4",
+        )
+
+
 def _check_numbers(spec: JobSpec) -> None:
-    least = {"nodes": 1, "nproc_per_node": 1, "cpus_per_task": 1, "warn_s": 0}
-    least |= {"max_requeues": 0, "max_failures": 0}
+    _check_nodes(spec.nodes)
+    least = {"nproc_per_node": 1, "cpus_per_task": 1, "warn_s": 0}
+    least |= {"max_requeues": 0, "max_failures": 0, "max_restarts": 0}
     for name, low in least.items():
         value = getattr(spec, name)
         if value is None:

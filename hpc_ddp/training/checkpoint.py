@@ -31,6 +31,7 @@ from hpc_ddp.run.patience import patiently
 from hpc_ddp.training import storage
 from hpc_ddp.training.control import Control
 from hpc_ddp.training.pieces import Reader
+from hpc_ddp.training.state import joined
 from hpc_ddp.training.storage import Keep
 
 STATE = "state.pt"
@@ -63,7 +64,9 @@ class Content:
     data
         the data file
     layout
-        a sum of the names and shapes of all tensors, which must be the same on all ranks
+        a sum of the names and shapes of all tensors, which must be the same on all ranks of a
+    stage
+        of the pipeline, 0 where there is none
     is_sound
         tells whether it is fit to go on from; asked behind the training
     stall_s
@@ -76,24 +79,26 @@ class Content:
     own: dict[str, Any]
     data: memoryview
     layout: int
+    stage: int
     is_sound: Callable[[], bool]
     stall_s: float
 
 
 class Answer(NamedTuple):
-    """What a rank tells rank 0 of its part of a save: its files, and `Content.layout`."""
+    """What a rank tells rank 0 of its part of a save: its files, and of which tensors."""
 
+    stage: int
     layout: int
     files: dict[str, FileFacts]
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that verified. `own` is None for a rank that did not exist when it was made."""
+    """A checkpoint that verified. `owns` has what each of its ranks had of its own, by rank."""
 
     step: int
     shared: dict[str, Any]
-    own: dict[str, Any] | None
+    owns: list[dict[str, Any]]
     reader: Reader
 
 
@@ -227,13 +232,14 @@ class Checkpoints:
             with ThreadPoolExecutor(1) as pool:  # while the disk is busy
                 sound = pool.submit(content.is_sound)
                 facts = {n: storage.write_file(made / n, each) for n, each in files.items()}
-            return Answer(content.layout, facts) if sound.result() else _UNSOUND
+            return Answer(content.stage, content.layout, facts) if sound.result() else _UNSOUND
         except Exception as error:  # whatever it is, the peers wait for an answer
             return str(error) or repr(error)
 
     def _judge(self, made: Path, content: Content, answers: list[Answer | str]) -> tuple[str, str]:
         """On rank 0: complete and publish a draft, or remove it."""
         files: dict[str, FileFacts] = {}
+        leaders: dict[int, tuple[int, int]] = {}  # of a stage, its first rank and layout
         if _UNSOUND in answers:
             storage.remove(made)
             return _UNSOUND, str(content.step)
@@ -244,9 +250,10 @@ class Checkpoints:
                     self._prune(content, Keep(storage.LEAST))  # room for the next try
                 return _FAILED, f"rank {rank}: {answer}"
             files |= answer.files
-            if answer.layout != content.layout:
+            leader, layout = leaders.setdefault(answer.stage, (rank, answer.layout))
+            if answer.layout != layout:
                 storage.remove(made)
-                return _FAILED, f"rank {rank} has other tensors to save than rank 0"
+                return _FAILED, f"rank {rank} has other tensors to save than rank {leader}"
         facts = {
             "format": checkpoints.FORMAT,
             "step": content.step,
@@ -322,7 +329,7 @@ class Checkpoints:
         if rank == 0:
             # A disk that is gone for a moment must not look like a run without checkpoints.
             patiently(self._run.checkpoints.stat)
-            storage.clear_drafts(self._run.checkpoints, self._attempt)
+            storage.clear_drafts(self._run.checkpoints)
             names = [path.name for path in checkpoints.candidates(self._run.checkpoints)]
         names = self._control.from_first(names)
         passed_over: list[str] = []
@@ -356,9 +363,10 @@ class Checkpoints:
         return self._open(folder)
 
     def _open(self, folder: Path) -> Restored:
-        rank = self._control.rank
-        shared, owns, reader = open_checkpoint(folder, rank, self._control.world_size)
-        return Restored(checkpoints.step_of(folder), shared, owns.get(rank), reader)
+        rank, world_size = self._control.rank, self._control.world_size
+        shared, owns, reader = open_checkpoint(folder, rank, world_size)
+        every = [owns[each] for each in sorted(owns)]
+        return Restored(checkpoints.step_of(folder), shared, every, reader)
 
     def _problem_of(self, folder: Path) -> str | None:
         """Let the ranks verify a checkpoint together; all get the same answer."""
@@ -410,7 +418,11 @@ def open_checkpoint(
     names = [name for name in manifest["files"] if name.startswith("rank-")]
     owns = {own["rank"]: own for own in (_load(folder / name) for name in names)}
     data = [(folder / f"tensors-{rank}.bin", own["pieces"]) for rank, own in owns.items()]
-    return _load(folder / STATE), owns, Reader(data, rank if len(owns) == world_size else None)
+    shared = _load(folder / STATE)
+    for rank_of_stage in sorted(owns):
+        if "tree" in owns[rank_of_stage]:
+            shared["tree"] = joined(shared["tree"], owns[rank_of_stage].pop("tree"))
+    return shared, owns, Reader(data, rank if len(owns) == world_size else None)
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:

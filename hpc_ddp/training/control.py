@@ -19,38 +19,70 @@ TEARDOWN_S = 10.0
 TIMEOUT_S = 1800.0  # torch's own for gloo
 
 
-def choose_device(info: DistInfo) -> torch.device:
-    """Return this rank's GPU and make it the current one, or the CPU where there is none.
+def choose_devices(info: DistInfo, each: int = 1) -> list[torch.device]:
+    """Return this rank's `each` GPUs and make the first the current one, or the CPU so often.
 
     Raises
     ------
     HpcDdpError
-        there are GPUs, but fewer than workers on this node
+        there are GPUs, but fewer than the workers on this node need
     """
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        return [torch.device("cpu")] * each
     count = torch.cuda.device_count()
-    if info.local_rank >= count:
+    first = info.local_rank * each
+    if first + each > count:
+        needs = f" of {each} GPUs" if each > 1 else ""
         raise HpcDdpError(
-            f"{info.local_world_size} workers on this node, but {count} visible GPU(s)",
-            hint=f"start {count} workers per node, or hide the GPUs with CUDA_VISIBLE_DEVICES=''",
+            f"{info.local_world_size} workers{needs} on this node, but {count} visible GPU(s)",
+            hint=f"start {count // each} workers per node, or hide the GPUs with"
+            " CUDA_VISIBLE_DEVICES=''",
         )
-    torch.cuda.set_device(info.local_rank)
-    return torch.device("cuda", info.local_rank)
+    torch.cuda.set_device(first)
+    return [torch.device("cuda", first + i) for i in range(each)]
 
 
-def join(info: DistInfo, device: torch.device, hang_after_s: float | None) -> Control:
+def choose_backend(asked: str | None, device: torch.device) -> str:
+    """Return what carries gradients: as asked, else NCCL between GPUs and Gloo between CPUs.
+
+    Raises
+    ------
+    HpcDdpError
+        this torch was built without it, or NCCL is asked for and there is no GPU
+    """
+    backend = asked or ("nccl" if device.type == "cuda" else "gloo")
+    missing = {
+        "nccl": "there is no GPU here" if device.type == "cpu" else "",
+        "mpi": "" if dist.is_mpi_available() else "this torch was built without MPI",
+    }
+    if missing.get(backend):
+        raise HpcDdpError(
+            f"the backend {backend!r} can't be used: {missing[backend]}",
+            hint="leave it out, or HPC_DDP_BACKEND=gloo",
+        )
+    return backend
+
+
+def join(
+    info: DistInfo, device: torch.device, hang_after_s: float | None, asked: str | None = None
+) -> Control:
     """Create the default process group and return the control group beside it.
 
     Collectives wait longer than `hang_after_s`: the watchdog comes first, which says more.
+    `asked` names the backend, None for the device's own.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    bind: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    backend = choose_backend(asked, device)
+    bind: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
     timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else None
     if info.launched:
         dist.init_process_group(backend, timeout=timeout, **bind)
     else:  # a store in memory: a process alone needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)
+    if dist.get_world_size() != info.world_size:  # MPI asks its own launcher
+        raise HpcDdpError(
+            f"MPI knows of {dist.get_world_size()} processes, and {info.world_size} were started",
+            hint="leave out the backend: torchrun's workers are none of MPI's",
+        )
     return Control(info, timeout)
 
 

@@ -110,10 +110,10 @@ class DrilledRun(Run):
         if not self._ends_epoch():
             self._act(self._parts.pace.hear_all())
 
-    def finish(self) -> None:
+    def finish(self, **results: float | torch.Tensor) -> None:
         if sys.exc_info()[0] is None and not self._over:
             self._record("end", self.position.step, {})
-        super().finish()
+        super().finish(**results)
 
     def _is_end(self, step: int) -> bool:
         if (end := self._plan.get("end")) is not None:

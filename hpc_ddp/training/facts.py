@@ -53,6 +53,7 @@ class Surroundings:
     save_every: float | str | None
     hang_after: float | None
     profile: tuple[int, ...] | None  # first and last step
+    backend: str | None
     runs: Path
     stem: str
 
@@ -70,6 +71,7 @@ class Surroundings:
             save_every=_interval(environ, "HPC_DDP_SAVE_EVERY"),
             hang_after=_seconds(environ, "HPC_DDP_HANG_AFTER"),
             profile=_window(environ, "HPC_DDP_PROFILE"),
+            backend=environ.get("HPC_DDP_BACKEND") or None,
             runs=Path(environ.get("HPC_DDP_RUNS") or "runs").expanduser().absolute(),
             stem=script if script not in ("", "-", "-c") else "python",
         )

@@ -14,6 +14,7 @@ import torch
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training import randomness, state
 from hpc_ddp.training.checkpoint import Checkpoints, Content
+from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.order import Position, derive
 from hpc_ddp.training.pieces import Buffer, as_plain
 from hpc_ddp.training.state import layout_of, my_parts, unwrap
@@ -39,13 +40,12 @@ class Keeper:
         position: Position,
         device: torch.device,
         seed: int,
-        rank: int,
-        world_size: int,
+        grid: Grid,
         only_finite: bool,
     ) -> None:
         self._checkpoints, self._position = checkpoints, position
         self._device, self._seed = device, seed
-        self._rank, self._world_size = rank, world_size
+        self._grid = grid
         self._only_finite = only_finite
         self.best = Best()
         self._objects: dict[str, Any] = {}
@@ -80,11 +80,15 @@ class Keeper:
                     " the data would not go on in the same order",
                     hint="start another run, or go on with the same value",
                 )
-        state.put_back(self._objects, found.shared["tree"], found.reader, found.step)
+        state.put_back(
+            self._objects, found.shared["tree"], found.reader, found.step, self._grid.pp > 1
+        )
         vars(self._position).update(found.shared["position"])
         self.best = Best(**found.shared["best"])
         self._written = self._now()
-        self._rng = found.own["rng"] if found.own else None
+        # All ranks of a stream take up the same one, whichever of them wrote it.
+        mine = (own for own in found.owns if own.get("stream", own["rank"]) == self._grid.stream)
+        self._rng = next((own["rng"] for own in mine), None)
 
     def start_random(self) -> None:
         """Give the generators the state of the checkpoint, or one of this rank's own.
@@ -95,7 +99,7 @@ class Keeper:
         if self._rng is not None:
             randomness.restore(self._rng, self._device)
         else:
-            seed = derive(self._seed, self._position.step, self._rank)
+            seed = derive(self._seed, self._position.step, self._grid.stream)
             randomness.seed_all(seed, self._device)
         self._rng = None
 
@@ -119,7 +123,7 @@ class Keeper:
         if self.best.step is None and self.best.value is not None:
             self.best.step = self._position.step
         found = state.collect(self._objects)
-        self._buffer.fill(my_parts(found, self._rank, self._world_size))
+        self._buffer.fill(my_parts(found, self._grid))
         guarded = found.trained if self._only_finite else ()
         shared = {
             **self._facts(),
@@ -128,10 +132,13 @@ class Keeper:
             "tree": found.tree,
         }
         own = {
-            "rank": self._rank,
+            "rank": self._grid.rank,
+            "stream": self._grid.stream,
             "rng": self._rng or randomness.snapshot(self._device),  # not yet put back, or living
             "pieces": as_plain(self._buffer.pieces),
         }
+        if self._grid.pp_rank and self._grid.stage_rank == 0:
+            own["tree"] = found.tree  # rank 0 knows of its own stage only
         self._written = self._now()
         self._checkpoints.begin(
             Content(
@@ -142,6 +149,7 @@ class Keeper:
                 own=own,
                 data=self._buffer.bytes,
                 layout=layout_of(found.tensors),
+                stage=self._grid.pp_rank,
                 is_sound=partial(self._buffer.is_finite, guarded),
                 stall_s=time.monotonic() - began,
             )
@@ -172,8 +180,8 @@ class Keeper:
         self.save_surely()
         assert self.best.step is not None  # the save has seen to that
         found = self._checkpoints.load(self.best.step)
-        name = names[0]
-        state.put_back({name: model}, {name: found.shared["tree"][name]}, found.reader, found.step)
+        tree = {names[0]: found.shared["tree"][names[0]]}
+        state.put_back({names[0]: model}, tree, found.reader, found.step, self._grid.pp > 1)
         return found.step
 
     def settle(self) -> bool:

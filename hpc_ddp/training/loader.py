@@ -91,25 +91,38 @@ class Shard:
     """This rank's part of a data set, in order, each sample on one rank only: for evaluation.
 
     Made by `Run.shard`. Nothing is padded, so ranks may have different numbers of batches, or
-    none: call nothing collective per batch, and add the sums up afterwards with `Run.sum`.
+    none: call nothing collective per batch, and add the sums up afterwards with `Run.sum`. With
+    `even` they have the same number; `counts` is false while a batch is one of those that only
+    fill up, whose samples are another rank's.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], cut: Cut, *, seed: int, device: torch.device, **options: Any
+        self,
+        dataset: Dataset[Any],
+        cut: Cut,
+        *,
+        seed: int,
+        device: torch.device,
+        even: bool = False,
+        **options: Any,
     ) -> None:
+        self.counts, self._even = True, even
         if options.pop("shuffle", False) or options.pop("drop_last", False):
             raise UsageError("a shard has every sample once, in order: no shuffle, no drop_last")
         self._samples, self._cut, self._device = size_of(dataset), cut, device
         self._batches = batches_of(dataset, cut, seed, Position(), device, False, **options)
 
     def __len__(self) -> int:
+        if self._even:
+            return self._cut.steps(known(self._samples))
         mine = range(self._cut.rank, known(self._samples), self._cut.world_size)
         return len(mine[:: self._cut.batch_size])
 
     def __iter__(self) -> Iterator[Any]:
         for share, batch in _watched(self._batches):
             beat()
-            if share.weight:
+            self.counts = share.weight > 0
+            if self.counts or self._even:
                 yield to_device(batch, self._device)
 
 

@@ -11,6 +11,8 @@ from hpc_ddp.training.facts import Surroundings
 from hpc_ddp.training.precision import DTYPES
 from hpc_ddp.training.storage import LEAST
 
+BACKENDS = ("nccl", "gloo", "mpi")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -23,6 +25,7 @@ class Options:
     keep_every: int | None
     hang_after: float | None
     precision: str
+    backend: str | None
     stop_on_nan: bool
     deterministic: bool
     tensorboard: bool
@@ -30,11 +33,14 @@ class Options:
     profile: tuple[int, ...] | None
     flops_per_sample: float | None
     peak_flops: float | None
+    tp: int
+    pp: int
+    devices_per_worker: int
 
     @classmethod
     def chosen(cls, said: Surroundings, **asked: object) -> Options:
         """Return what the script asks for, but for what the environment says otherwise."""
-        for name in ("save_every", "hang_after", "profile"):
+        for name in ("save_every", "hang_after", "profile", "backend"):
             if (value := getattr(said, name)) is not None:
                 asked[name] = value
         return cls(**asked)  # type: ignore[arg-type]  # the types are looked at below
@@ -43,12 +49,22 @@ class Options:
         if self.precision not in DTYPES:
             accepted = ", ".join(map(repr, DTYPES))
             raise UsageError(f"precision is {self.precision!r}; accepted: {accepted}")
+        if self.backend not in (None, *BACKENDS):
+            accepted = ", ".join(map(repr, BACKENDS))
+            raise UsageError(f"backend is {self.backend!r}; accepted: {accepted}, or None")
         if isinstance(self.save_every, str) and self.save_every != "auto":
             raise UsageError(
                 f"save_every is {self.save_every!r}; accepted: seconds, 'auto', or None"
             )
         self._check("seed", -(2**63), kind=int)
         self._check("keep_last", LEAST, kind=int)
+        for name in ("tp", "pp", "devices_per_worker"):
+            self._check(name, 1, kind=int)
+        if self.precision == "fp16" and self.tp * self.pp > 1:
+            raise UsageError(
+                "precision is 'fp16' with tp or pp; accepted with these: 'fp32', 'bf16'",
+                hint="bf16 needs no scaled gradients, on which all ranks would have to agree",
+            )
         for name in ("save_every_steps", "keep_every"):
             self._check(name, 1, or_none=True, kind=int)
         for name in ("save_every", "hang_after"):

@@ -18,6 +18,7 @@ from hpc_ddp.training.checkpoint import Checkpoints
 from hpc_ddp.training.control import Control
 from hpc_ddp.training.facts import DistInfo, Surroundings
 from hpc_ddp.training.failure import FailureHook
+from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.keeper import Keeper
 from hpc_ddp.training.metrics import Metrics
 from hpc_ddp.training.notice import Notices
@@ -38,7 +39,8 @@ class Parts:
     """The parts of one worker; `position` is shared by those that need it."""
 
     info: DistInfo
-    device: torch.device
+    grid: Grid
+    devices: list[torch.device]
     folder: RunFolder
     position: Position
     control: Control
@@ -73,8 +75,10 @@ def assemble(asked: dict[str, Any]) -> Parts:
     options = Options.chosen(said, **asked)
     if options.deterministic:
         make_deterministic()
-    device = groups.choose_device(info)
-    control = groups.join(info, device, options.hang_after)
+    grid = Grid(info.rank, info.world_size, options.tp, options.pp)
+    devices = groups.choose_devices(info, options.devices_per_worker)
+    device = devices[0]
+    control = groups.join(info, device, options.hang_after, options.backend)
     hook.install()
     folder, attempt = place.find(said, info, control)
     hook.journal = journal = folder.journal(f"rank-{info.rank}", attempt)
@@ -84,9 +88,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
     hook.position = position = Position()
     keep = Keep(options.keep_last, options.keep_every)
     checkpoints = Checkpoints(folder, attempt, control, control.another(), journal, keep)
-    keeper = Keeper(
-        checkpoints, position, device, options.seed, info.rank, info.world_size, options.stop_on_nan
-    )
+    keeper = Keeper(checkpoints, position, device, options.seed, grid, options.stop_on_nan)
     history = folder.events() if info.rank == 0 and attempt else []
     schedule = Schedule(
         checkpoints, info.rank, options.save_every, options.save_every_steps, history
@@ -98,7 +100,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
         folder.attempt(attempt).node(said.node),
         info.rank,
         position,
-        partial(flight_recorder, device.type),
+        partial(flight_recorder, groups.choose_backend(options.backend, device)),
         hook.tell,
     )
     first = info.rank == 0
@@ -110,7 +112,8 @@ def assemble(asked: dict[str, Any]) -> Parts:
     trace = folder.path / "profile" / f"attempt-{attempt}-rank-{info.rank}.json.gz"
     return Parts(
         info=info,
-        device=device,
+        grid=grid,
+        devices=devices,
         folder=folder,
         position=position,
         control=control,
@@ -122,7 +125,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
         journal=journal,
         metrics=metrics,
         watchdog=watchdog,
-        precision=Precision(options.precision, device, options.stop_on_nan),
+        precision=Precision(options.precision, device, options.stop_on_nan, grid),
         profiler=Profiler(options.profile, trace, told=first),
         board=board,
         progress=progress,

@@ -93,8 +93,9 @@ class Buffer:
             self._allocate(pieces, size)
         for view, part in zip(self._views, parts.values(), strict=True):
             view.copy_(part.numbers.detach(), non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        for device in {part.numbers.device for part in parts.values()}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
     def _allocate(self, pieces: list[Piece], size: int) -> None:
         self._views, self._memory = [], torch.empty(0, dtype=torch.uint8)  # free the old one first

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from hpc_ddp.run.errors import UsageError
+from hpc_ddp.training.grid import Grid
+from hpc_ddp.training.norms import clip_, total_norm
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEAST_SCALE = 2.0**-16  # 32 skipped steps in a row from where GradScaler starts
@@ -23,17 +23,19 @@ class Precision:
     other precisions, so that a run can go on with another one.
     """
 
-    def __init__(self, kind: str, device: torch.device, stop_on_nan: bool) -> None:
-        self._device, self._dtype = device, DTYPES[kind]
+    def __init__(
+        self, kind: str, device: torch.device, stop_on_nan: bool, grid: Grid | None = None
+    ) -> None:
+        self._device, self._grid, self.dtype = device, grid or Grid(), DTYPES[kind]
         self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
         self._stop_on_nan = stop_on_nan
-        self._watched: list[torch.Tensor] = []
+        self._watched: list[torch.nn.Module] = []
         self._left_scaled = False  # gradients are, and no update has taken that back
 
     def autocast(self) -> AbstractContextManager[Any]:
-        if self._dtype is None:
+        if self.dtype is None:
             return nullcontext()
-        return torch.autocast(self._device.type, self._dtype)
+        return torch.autocast(self._device.type, self.dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
         self._left_scaled = self._scaler is not None
@@ -48,8 +50,7 @@ class Precision:
             if self._scaler:
                 self._scaler.unscale_(optimizer)
             ours = [each for group in optimizer.param_groups for each in group["params"]]
-            norm = clip_grad_norm_(ours, clip_norm)
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2: of all
+            norm = clip_(ours, clip_norm, self._grid, self._device)
         if self._step(optimizer) and scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
@@ -74,9 +75,10 @@ class Precision:
                 hint="write run.update(optimizer) in place of optimizer.step()",
             )
 
-    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Name weights that `poisoned` looks at, the same on all ranks."""
-        self._watched += [each for each in parameters if each.requires_grad]
+    def watch(self, model: torch.nn.Module) -> None:
+        """Name a model whose weights `poisoned` looks at, on all ranks; twice is once."""
+        if not any(each is model for each in self._watched):
+            self._watched.append(model)
 
     def poisoned(self) -> bool:
         """Tell whether training has left the finite numbers; the same answer on all ranks.
@@ -89,8 +91,11 @@ class Precision:
             return False
         if self._scaler is not None and self._scaler.get_scale() < LEAST_SCALE:
             return True
+        found = (each for model in self._watched for each in model.parameters())
+        weights = [each for each in found if each.requires_grad]
         with torch.no_grad():
-            return bool(self._watched) and not torch.isfinite(get_total_norm(self._watched))
+            norm = total_norm(weights, self._grid, self._device) if self._watched else None
+        return norm is not None and not torch.isfinite(norm)
 
     def state_dict(self) -> dict[str, Any]:
         return self._scaler.state_dict() if self._scaler else {}

@@ -7,13 +7,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
@@ -22,6 +23,7 @@ from hpc_ddp.run import goodput
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import control as groups
 from hpc_ddp.training.averaging import averaged
+from hpc_ddp.training.evaluating import in_eval_mode
 from hpc_ddp.training.exchange import Decision
 from hpc_ddp.training.failure import leave_quickly
 from hpc_ddp.training.loader import Loader, Shard
@@ -35,7 +37,11 @@ from hpc_ddp.training.state import unwrap
 from hpc_ddp.training.watchdog import beat
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
     from torch.utils.tensorboard import SummaryWriter
+
+    from hpc_ddp.training.strategies import Pipeline
 
 LOOK_EVERY = 10  # exchanges, so about a second, and with slow steps every tenth
 
@@ -49,6 +55,7 @@ def start(
     keep_every: int | None = None,
     hang_after: float | None = 1800.0,
     precision: str = "fp32",
+    backend: Literal["nccl", "gloo", "mpi"] | None = None,
     stop_on_nan: bool = True,
     deterministic: bool = False,
     tensorboard: bool = False,
@@ -56,6 +63,9 @@ def start(
     profile: tuple[int, int] | None = None,
     flops_per_sample: float | None = None,
     peak_flops: float | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    devices_per_worker: int = 1,
 ) -> Run:
     """Join the process group, listen for notices, and open the run's folder.
 
@@ -85,6 +95,10 @@ def start(
     precision
         "fp32", "bf16" or "fp16": what `Run.autocast` computes in; "fp16" scales the loss, and so
         needs `Run.update` in place of ``optimizer.step()``
+    backend
+        what carries gradients between ranks; None: NCCL on GPUs and Gloo on CPUs. Gloo works on
+        GPUs too, slowly, to tell whether NCCL is to blame; MPI needs a torch that was built with
+        it, and its own launcher; ``HPC_DDP_BACKEND`` overrides
     stop_on_nan
         ends the run with an error once a weight is NaN or infinite; such weights are never saved.
         Each save's copy is looked through behind the training, and the weights about once a
@@ -103,13 +117,21 @@ def start(
         of forward and backward; gives ``mfu``, the share of the GPUs' peak that is used
     peak_flops
         of one GPU per second, where `hpc_ddp.training.profiling` does not know it
+    tp
+        ranks that share each layer (tensor parallel); neighbours, so on one node where they fit
+    pp
+        stages of a pipeline. The other ``world size / (tp * pp)`` ranks are data parallel: only
+        these take different samples
+    devices_per_worker
+        GPUs of each worker, `Run.devices`, for a model that the script itself spreads over them
 
     Raises
     ------
     UsageError
         a variable of the environment, or a parameter, makes no sense
     HpcDdpError
-        more workers than GPUs on this node, or another process works in the run's folder
+        more workers than GPUs on this node, the backend can't be used, or another process works
+        in the run's folder
     """
     parts = assemble(dict(locals()))
     if plan := os.environ.get("HPC_DDP_DRILL"):
@@ -122,17 +144,20 @@ def start(
 class Run:
     """One worker's view of a run; `start` makes it. A context manager that finishes the run.
 
-    `device` is this rank's, `folder` the run's, `position` where the training is.
+    `device` is this rank's (`devices` all of them), `folder` the run's, `position` where the
+    training is.
     """
 
     def __init__(self, parts: Parts, seed: int) -> None:
         self.rank, self.world_size = parts.info.rank, parts.info.world_size
-        self.device, self.folder, self.seed = parts.device, parts.folder, seed
+        self.devices, self.device = parts.devices, parts.devices[0]
+        self.folder, self.seed = parts.folder, seed
         self.position = parts.position
         self._parts = parts
         parts.metrics.total_steps = self._total_steps
         self._loader: Loader | None = None
         self._wrapped: list[Any] = []
+        self._mesh: DeviceMesh | None = None
         self._epochs: int | None = None
         self._save_due = False
         self._stepped = True  # since the loader's last batch
@@ -153,7 +178,8 @@ class Run:
     ) -> torch.nn.Module:
         """Move a model to the device and wrap it in DistributedDataParallel.
 
-        `options` go to DDP as they are. A model with nothing to train is only moved.
+        `options` go to DDP as they are. A model with nothing to train is only moved; one over
+        several devices of the worker stays where it is. Of a pipeline it takes the stage.
 
         Parameters
         ----------
@@ -162,26 +188,140 @@ class Run:
         compile
             compiles the model in place, so that the keys of its state stay as they are; once for
             each shape of a batch, of which there should be few
+
+        Raises
+        ------
+        UsageError
+            the run is tensor parallel
         """
+        grid = self._parts.grid
+        if grid.tp > 1:
+            raise UsageError(
+                f"run.wrap (DDP) was called with tp={grid.tp}; accepted there: run.parallelize, and"
+                " run.fully_shard for the data parallel ranks",
+                hint="fully_shard(model, units) works with any number of ranks, also with one",
+            )
         if sync_batchnorm and self.device.type == "cuda":
             convert: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm
             model = convert(model)
         elif sync_batchnorm:
             self._say("sync_batchnorm is off: torch has it for GPUs only")
-        model = model.to(self.device)
+        self._take(model)
         if compile:
             # Else a kernel for any shape, made at the epoch's shorter last batch, would take over
             # from then on, and a process resumed later would compute with another one.
             model.compile(dynamic=False)
-        self._parts.precision.watch(model.parameters())
         if not any(each.requires_grad for each in model.parameters()):
             return model
-        if self.device.type == "cuda":
+        if grid.pp > 1:
+            options["process_group"] = self.mesh["dp"].get_group()
+        if self.device.type == "cuda" and len(self.devices) == 1:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
         settle(ddp)
         self._wrapped.append(ddp)
         return ddp
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as torch's mesh with the dimensions "pp", "dp", "tp". All ranks ask for it."""
+        if self._mesh is None:
+            from hpc_ddp.training.strategies import make_mesh
+
+            self._mesh = make_mesh(self._parts.grid, self.device)
+        return self._mesh
+
+    def parallelize(
+        self, model: torch.nn.Module, plan: dict[str, ParallelStyle]
+    ) -> torch.nn.Module:
+        """Move a model to the device and share its layers among the tensor parallel ranks.
+
+        Parameters
+        ----------
+        plan
+            which module, by its name, is cut in which way: torch's ``ColwiseParallel`` and others
+
+        `fully_shard` comes after it, and is needed where there are data parallel ranks as well.
+        """
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        return parallelize_module(self._take(model), self.mesh["tp"], plan)
+
+    def fully_shard(
+        self, model: torch.nn.Module, units: Iterable[torch.nn.Module], *, offload: bool = False
+    ) -> torch.nn.Module:
+        """Move a model to the device and shard it over the data parallel ranks (FSDP2).
+
+        In place, and in the run's precision: computing gathers the weights in bf16, say, and the
+        optimizer sees fp32.
+
+        Parameters
+        ----------
+        units
+            parts of the model, of which one at a time is gathered: its blocks
+        offload
+            keeps weights, gradients and the optimizer's state in the CPU's memory
+
+        Raises
+        ------
+        UsageError
+            the precision is fp16
+        """
+        from hpc_ddp.training.strategies import shard_fully
+
+        precision = self._parts.precision
+        if precision.dtype is torch.float16:
+            raise UsageError(
+                "precision is 'fp16' with run.fully_shard; accepted: 'fp32', 'bf16'",
+                hint="bf16 needs no scaled gradients",
+            )
+        shard_fully(self._take(model), units, self.mesh["dp"], precision.dtype, offload)
+        self._wrapped.append(model)
+        return model
+
+    def pipeline(
+        self,
+        stage: torch.nn.Module,
+        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        *,
+        schedule: str = "GPipe",
+        n_microbatches: int = 4,
+    ) -> Pipeline:
+        """Return what trains a model whose stages lie on the ranks of ``run.mesh["pp"]``.
+
+        Parameters
+        ----------
+        stage
+            this rank's part of the model, wrapped (`wrap`); one tensor goes in, one comes out. Its
+            parts have the names that they have in the whole model, so that a checkpoint is one
+            of the whole model
+        loss_fn
+            the mean loss of outputs and targets
+        schedule
+            torch's name of the order in which micro-batches pass: "GPipe" or "1F1B"
+        n_microbatches
+            into which each batch is cut, at least as many as stages
+
+        Raises
+        ------
+        UsageError
+            there is no such schedule, or too few micro-batches
+        """
+        from hpc_ddp.training.strategies import Pipeline, check_schedule
+
+        grid = self._parts.grid
+        check_schedule(schedule, n_microbatches, grid.pp)
+        return Pipeline(
+            stage,
+            loss_fn,
+            schedule,
+            n_microbatches,
+            grid,
+            self.mesh["pp"].get_group(),
+            self.device,
+            self.autocast,
+            lambda: 1.0 if self._share is None else self._share.weight,
+        )
 
     def ema(self, model: torch.nn.Module, decay: float = 0.999) -> AveragedModel:
         """Return a copy of the model whose weights follow it: an exponential moving average.
@@ -218,7 +358,7 @@ class Run:
             map-style or iterable; what it draws from the global generators depends on (seed,
             epoch, index) only
         batch_size
-            samples per rank and micro-batch
+            samples per data parallel rank and micro-batch
         global_batch_size
             in its place: samples of all ranks together per optimizer step, so that the steps
             do not depend on the number of ranks; need not be divisible by it
@@ -248,11 +388,10 @@ class Run:
                 "run.loader was called after run.track, which has to know the training set",
                 hint="make the loader first",
             )
+        grid = self._parts.grid
         self._loader = Loader(
             dataset,
-            make_cut(
-                batch_size, global_batch_size, accumulate, self.rank, self.world_size, drop_last
-            ),
+            make_cut(batch_size, global_batch_size, accumulate, grid.dp_rank, grid.dp, drop_last),
             seed=self.seed,
             position=self.position,
             device=self.device,
@@ -275,6 +414,7 @@ class Run:
         UsageError
             it was made with another seed or training set, or an object can't be saved
         """
+        self._check_copies(objects.values())
         data = {} if self._loader is None else self._loader.facts
         self._parts.keeper.track({**objects, "_precision": self._parts.precision}, data)
         for each in objects.values():
@@ -430,13 +570,20 @@ class Run:
         """How many values `best` was given since the best one."""
         return self._parts.keeper.best.stale
 
-    def finish(self) -> None:
+    def finish(self, **results: float | torch.Tensor) -> None:
         """Save the last state, journal that the run is done, and leave the process group.
 
         Does nothing where that is done, and on the way out of an exception (``finally``).
+
+        Parameters
+        ----------
+        results
+            what came out, as numbers by name: rank 0's go into the journal, from where
+            ``hpc-ddp status`` of a sweep takes them into its table
         """
         if sys.exc_info()[0] is None:
-            self._end("finished")
+            numbers = {name: float(value) for name, value in results.items()}
+            self._end("finished", **({"results": numbers} if numbers else {}))
 
     def __enter__(self) -> Run:
         return self
@@ -456,34 +603,40 @@ class Run:
         """Return this rank's part of an evaluation set, every sample on exactly one rank.
 
         In order. An iterable data set is read by every rank. `options`: ``num_workers``,
-        ``collate_fn``, and others of torch's DataLoader.
+        ``collate_fn``, and others of torch's DataLoader; and ``even=True``, with which all ranks
+        get the same number of batches, for a forward that talks to its peers, as FSDP's does (see
+        `Shard`). Ranks that share a model's layers or stages get the same batches.
         """
-        cut = make_cut(batch_size, None, 1, self.rank, self.world_size)
+        grid = self._parts.grid
+        cut = make_cut(batch_size, None, 1, grid.dp_rank, grid.dp)
         return Shard(dataset, cut, seed=self.seed, device=self.device, **options)
 
     @contextmanager
-    def evaluating(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    def evaluating(self, model: torch.nn.Module | Pipeline) -> Iterator[Any]:
         """Give the plain model, in eval mode and without gradients, the same on all ranks.
 
         The plain one, because the DDP wrapper may talk to its peers in every forward, and
         they may have fewer batches. Buffers (running means of batch norm, say) are rank 0's,
-        as in a checkpoint. All ranks must enter.
+        as in a checkpoint. All ranks must enter. A sharded model's forward and a pipeline's talk
+        to peers nevertheless: give them ``run.shard(..., even=True)``.
         """
-        plain: torch.nn.Module = unwrap(model)
+        plain: torch.nn.Module = unwrap(getattr(model, "stage", model))
         for buffer in plain.buffers():
-            self._parts.control.first_copy(buffer)
-        were_training = [each for each in plain.modules() if each.training]
-        plain.eval()
-        try:
-            with torch.no_grad():
-                yield plain
-        finally:
-            for each in were_training:  # frozen parts may have been in eval mode before
-                each.training = True
+            if self._parts.grid.pp > 1:  # rank 0's are another stage's
+                dist.broadcast(buffer, group=self.mesh["dp"].get_group(), group_src=0)
+            else:
+                self._parts.control.first_copy(buffer)
+        with in_eval_mode(plain):
+            yield plain if isinstance(model, torch.nn.Module) else model
 
     def sum(self, *values: float | torch.Tensor) -> list[float]:
-        """Return the sums of numbers over all ranks, in double precision. All ranks call it."""
-        sums = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        """Return the sums of numbers over all ranks, in double precision. All ranks call it.
+
+        Of the ranks that take the same samples one counts: the last stage's, with pipelines.
+        """
+        counts = self._parts.grid.counts
+        mine = [float(value) if counts else 0.0 for value in values]
+        sums = torch.tensor(mine, dtype=torch.float64)
         self._parts.control.sum(sums)
         beat()
         numbers: list[float] = sums.tolist()
@@ -532,7 +685,7 @@ class Run:
         Raises
         ------
         UsageError
-            torch.export can't trace the model, or it is sharded
+            torch.export can't trace the model, or it is in parts (FSDP2, tensor parallel, stages)
         HpcDdpError
             a file can't be written
         """
@@ -540,9 +693,9 @@ class Run:
 
         folder = self.folder.path / "export"
         failed: HpcDdpError | None = None
-        if any(is_sharded(each) for each in model.parameters()):
+        if self._parts.grid.pp > 1 or any(map(is_sharded, model.parameters())):
             raise UsageError(
-                "run.export was given a sharded model; accepted: one that each rank has whole",
+                "run.export was given a part of a model; accepted: one that each rank has whole",
                 hint="python -m hpc_ddp.training.export writes the weights of a checkpoint",
             )
         with self.evaluating(model) as plain:
@@ -562,6 +715,27 @@ class Run:
     @property
     def _share(self) -> Share | None:
         return None if self._loader is None else self._loader.share
+
+    def _take(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a model to the device, and have an eye on its weights from now on."""
+        self._parts.precision.watch(model)
+        return model.to(self.device) if len(self.devices) == 1 else model
+
+    def _check_copies(self, objects: Iterable[Any]) -> None:
+        """Refuse to train copies of a model that would go different ways; DDP alone is as it is."""
+        grid = self._parts.grid
+        if grid.dp == 1 or grid.dp == self.world_size:
+            return
+        averaged = {id(each) for model in self._wrapped for each in model.parameters()}
+        for each in objects:
+            groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
+            if any(id(weight) not in averaged for group in groups for weight in group["params"]):
+                raise UsageError(
+                    f"tp={grid.tp} and pp={grid.pp} leave {grid.dp} copies of the model, whose"
+                    " gradients nobody averages; accepted: an optimizer of what has gone through"
+                    " run.fully_shard or run.wrap",
+                    hint="run.fully_shard(model, units) after run.parallelize, or run.wrap(stage)",
+                )
 
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.ends_step:
@@ -630,7 +804,7 @@ class Run:
         leave_quickly()
         raise SystemExit(0)
 
-    def _end(self, event: str, **fields: str) -> None:
+    def _end(self, event: str, **fields: Any) -> None:
         """Save, journal the event, and leave; all ranks come here together."""
         if self._over:
             return

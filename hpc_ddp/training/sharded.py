@@ -11,12 +11,25 @@ from typing import Any
 import torch
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.training.grid import Grid
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is a DTensor; where nobody has imported that, there are none."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let FSDP2 have its shards for parameters again.
+
+    After a forward without a backward, an evaluation's, the outermost module has the gathered
+    ones, which no optimizer knows.
+    """
+    module: Any = sys.modules.get("torch.distributed.fsdp")
+    for each in model.modules() if module is not None else ():
+        if isinstance(each, module.FSDPModule):
+            each.reshard()
 
 
 def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -29,16 +42,37 @@ def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(start), tuple(size)
 
 
-def holds_first_copy(tensor: Any) -> bool:
-    """Tell whether this rank is the first of those that hold the same part of a DTensor."""
+def holds_first_copy(tensor: Any, grid: Grid) -> bool:
+    """Tell whether this rank is the first of those that hold the same part of a DTensor.
+
+    Where its mesh is one dimension of the run's, the ranks along the other one hold the same.
+    """
     if any(placement.is_partial() for placement in tensor.placements):
         raise HpcDdpError("a tensor with a pending reduction (Partial) can't be saved")
     coordinate = tensor.device_mesh.get_coordinate()
-    return coordinate is not None and all(
-        place == 0
-        for place, placement in zip(coordinate, tensor.placements, strict=True)
-        if placement.is_replicate()
+    names: Any = tensor.device_mesh.mesh_dim_names
+    beside = {("dp",): grid.tp_rank, ("tp",): grid.dp_rank}.get(names, 0)
+    return (
+        coordinate is not None
+        and beside == 0
+        and all(
+            place == 0
+            for place, placement in zip(coordinate, tensor.placements, strict=True)
+            if placement.is_replicate()
+        )
     )
+
+
+def reduced(tensor: Any) -> torch.Tensor:
+    """Return a gradient with its reduction done where that is pending (Partial)."""
+    if not is_sharded(tensor) or not any(each.is_partial() for each in tensor.placements):
+        plain: torch.Tensor = tensor
+        return plain
+    from torch.distributed.tensor import Replicate
+
+    full = [Replicate() if each.is_partial() else each for each in tensor.placements]
+    done: torch.Tensor = tensor.redistribute(placements=full)
+    return done
 
 
 def from_local(local: torch.Tensor, like: Any) -> torch.Tensor:

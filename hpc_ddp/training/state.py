@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -18,8 +18,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.pieces import OWN, Part, Reader, rows, shard, whole
-from hpc_ddp.training.sharded import holds_first_copy, is_sharded
+from hpc_ddp.training.sharded import holds_first_copy, is_sharded, reshard
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
 KIND = "class"  # an optimizer's, beside its state
@@ -75,6 +76,9 @@ def collect(objects: Mapping[str, Any]) -> State:
     HpcDdpError
         names an entry that ``weights_only`` would refuse to load again
     """
+    for each in map(unwrap, objects.values()):
+        if isinstance(each, torch.nn.Module):
+            reshard(each)
     labels = _labels(objects)
     state = State()
     for name, wrapped in objects.items():
@@ -100,39 +104,55 @@ def collect(objects: Mapping[str, Any]) -> State:
     return state
 
 
-def my_parts(state: State, rank: int, world_size: int) -> dict[str, Part]:
-    """Return what a rank writes of the tensors, which have the same names on all ranks.
+def my_parts(state: State, grid: Grid) -> dict[str, Part]:
+    """Return what a rank writes of the tensors, which have the same names on all of its stage.
 
     - sharded (FSDP2, tensor parallel): its own shard, where ranks hold the same the first of them
     - replicated: its share; the ranks' shares of all bytes together are equal, cut between rows
-    - buffers: its own; a run on another number of ranks goes on from rank 0's
-    - anything else: rank 0 all of it
+    - buffers: its own; a run on another number of ranks goes on from the first rank's
+    - anything else: the first rank of the stage all of it
     """
     shared = {
         name: tensor.nbytes
         for name, tensor in state.tensors.items()
         if name in state.replicated and not is_sharded(tensor)
     }
-    low, high = (sum(shared.values()) * r // world_size for r in (rank, rank + 1))
+    rank, size = grid.stage_rank, grid.stage_size
+    low, high = (sum(shared.values()) * r // size for r in (rank, rank + 1))
     parts: dict[str, Part] = {}
     for name, tensor in state.tensors.items():
         if is_sharded(tensor):
-            if holds_first_copy(tensor):
+            if holds_first_copy(tensor, grid):
                 parts[name] = shard(tensor)
-        elif size := shared.get(name):
+        elif length := shared.get(name):
             if part := rows(tensor, low, high):
                 parts[name] = part
-            low, high = low - size, high - size
+            low, high = low - length, high - length
         elif rank == 0:
             parts[name] = whole(tensor)
         elif name in state.buffers:
-            parts[f"{name}{OWN}{rank}"] = whole(tensor)
+            parts[f"{name}{OWN}{grid.rank}"] = whole(tensor)
     return {name: part for name, part in parts.items() if part.numbers.numel() or rank == 0}
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> int:
     """Return a sum of names and shapes: ranks that share a save must agree on them."""
     return zlib.crc32(repr([(name, tuple(each.shape)) for name, each in tensors.items()]).encode())
+
+
+def joined(one: Any, other: Any, key: object = None) -> Any:
+    """Return the tree of a whole model from those of two of its stages.
+
+    What both have is the same in both; the parameters in an optimizer's groups are put together.
+    """
+    if isinstance(one, dict):
+        both = {k: joined(one[k], item, k) for k, item in other.items() if k in one}
+        return type(one)({**one, **other, **both})
+    if isinstance(one, list) and key == "params":
+        return one + [each for each in other if each not in one]
+    if isinstance(one, list) and any(isinstance(each, dict) for each in one):
+        return [joined(*pair) for pair in zip(one, other, strict=True)]
+    return one
 
 
 def plain_name(key: str) -> str:
@@ -237,11 +257,16 @@ def _refused(where: str, what: str) -> HpcDdpError:
 
 
 def put_back(
-    objects: Mapping[str, Any], tree: Mapping[str, Any], reader: Reader, step: int
+    objects: Mapping[str, Any],
+    tree: Mapping[str, Any],
+    reader: Reader,
+    step: int,
+    stage: bool = False,
 ) -> None:
     """Load the state of a checkpoint (made at `step`) into the objects.
 
-    Sharded objects take their own part of each tensor, however it was stored.
+    Sharded objects take their own part of each tensor, however it was stored; with `stage` the
+    models are parts of those that were stored, and leave the rest.
 
     Raises
     ------
@@ -257,9 +282,10 @@ def put_back(
         each = unwrap(wrapped)
         try:
             if isinstance(each, torch.nn.Module):
-                each.load_state_dict(_for_module(name, each, tree[name], reader))
+                each.load_state_dict(_for_module(name, each, tree[name], reader, stage))
             elif isinstance(each, Optimizer):
-                each.load_state_dict(_for_optimizer(name, each, labels, tree[name], reader))
+                found = _of_stage(tree[name], _params(each, labels)) if stage else tree[name]
+                each.load_state_dict(_for_optimizer(name, each, labels, found, reader))
             else:
                 each.load_state_dict(_assemble(tree[name], name, reader, {}))
         except HpcDdpError as error:
@@ -269,12 +295,12 @@ def put_back(
 
 
 def _for_module(
-    name: str, module: torch.nn.Module, tree: Mapping[str, Any], reader: Reader
+    name: str, module: torch.nn.Module, tree: Mapping[str, Any], reader: Reader, stage: bool
 ) -> dict[str, Any]:
     """Return what `module` loads; tensors may be views of the file, since it copies them."""
     here = {plain_name(key): (key, value) for key, value in module.state_dict().items()}
     found = [f"{key} is not in the checkpoint" for key in here if key not in tree]
-    found += [f"{key} is not in the model" for key in tree if key not in here]
+    found += [f"{key} is not in the model" for key in tree if key not in here and not stage]
     for key in here.keys() & tree.keys():
         stored = f"{name}.{key}"
         mine = getattr(here[key][1], "shape", None)
@@ -289,6 +315,18 @@ def _for_module(
         if f"{name}.{plain}" in reader
         else _assemble(tree[plain], f"{name}.{plain}", reader, {})  # an extra_state
         for plain, (key, value) in here.items()
+    }
+
+
+def _of_stage(tree: Mapping[str, Any], params: Container[str]) -> dict[str, Any]:
+    """Return an optimizer's tree with these parameters only."""
+    return {
+        **tree,
+        "state": {label: value for label, value in tree["state"].items() if label in params},
+        "param_groups": [
+            {**group, "params": [label for label in group["params"] if label in params]}
+            for group in tree["param_groups"]
+        ],
     }
 
 

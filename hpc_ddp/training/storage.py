@@ -122,11 +122,10 @@ def prune(folder: Path, keep: Keep, pinned: Iterable[int] = ()) -> None:
             remove(path)
 
 
-def clear_drafts(folder: Path, attempt: int) -> None:
-    """Remove what earlier attempts left half-written."""
+def clear_drafts(folder: Path) -> None:
+    """Remove what earlier attempts, or this one's workers before a restart, left half-written."""
     for path in folder.glob("step-*.tmp-*"):
-        if not path.name.endswith(f".tmp-{attempt}"):
-            remove(path)
+        remove(path)
 
 
 def remove(path: Path) -> None:

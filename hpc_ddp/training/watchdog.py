@@ -126,7 +126,7 @@ class Watchdog:
         os._exit(1)
 
 
-def flight_recorder(device_type: str) -> bytes:
+def flight_recorder(backend: str) -> bytes:
     """Return the pickled record of the last collectives of NCCL, or of gloo on the CPU.
 
     On by default from torch 2.15 (``TORCH_FR_BUFFER_SIZE`` entries); 2.9 records NCCL only.
@@ -136,7 +136,7 @@ def flight_recorder(device_type: str) -> bytes:
     AttributeError
         this build of torch has none
     """
-    name = "_dump_nccl_trace" if device_type == "cuda" else "_dump_fr_trace"
+    name = "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace"
     record: bytes = getattr(c10d, name)()
     return record
 

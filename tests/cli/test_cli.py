@@ -13,6 +13,7 @@ import pytest
 
 from hpc_ddp.cli.main import main as cli
 
+REPO = Path(__file__).parents[2]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -31,7 +32,7 @@ def project(tmp_path: Path) -> Path:
 def run_cli(project: Path) -> Cli:
     def call(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         env = {"PATH": str(project.parent / "bin"), "HOME": str(project.parent)}
-        env |= {"HPC_DDP_RUNS": str(project.parent / "runs"), **environ}
+        env |= {"HPC_DDP_RUNS": str(project.parent / "runs"), "PYTHONPATH": str(REPO), **environ}
         argv = [sys.executable, "-m", "hpc_ddp", *words]
         return subprocess.run(argv, cwd=project, env=env, capture_output=True, text=True)
 
@@ -48,6 +49,8 @@ def _names(folder: Path) -> list[str]:
         (["submit", "gone.py"], "gone.py' does not exist"),
         (["submit"], "no script is named"),
         (["submit", "--nodes", "0", "train.py"], "nodes is 0; accepted: a whole number from 1"),
+        (["submit", "--nodes", "4-1", "train.py"], "or a range of them, as 1-4"),
+        (["submit", "--torchrun=--nnodes=3", "train.py"], "--nnodes is set by hpc-ddp"),
         (["submit", "--backend", "slrum", "train.py"], "did you mean 'slurm'?"),
         (["submit", "--fabric", "ether", "train.py"], "accepted: auto, ethernet, infiniband"),
         (["submit", "--site", "nowhere", "train.py"], "site 'nowhere' is unknown"),
@@ -57,6 +60,8 @@ def _names(folder: Path) -> list[str]:
         (["submit", "--run", "nope", "train.py"], "no run 'nope'"),
         (["submit", "--backend", "allocation", "train.py"], "this shell is in none"),
         (["preflight"], "this shell is in none"),
+        (["sweep", "train.py"], "a sweep without a parameter is no sweep"),
+        (["sweep", "--set", "lr=1", "--array", "0-1", "train.py"], "is an array of its own"),
         (["submit", "--time", "soon", "train.py"], "not a Slurm time"),
         (["submit", "--runs-dir", "/proc/x", "train.py"], "can't be written"),
         (["logs", "nope"], "no run 'nope'"),
@@ -113,7 +118,7 @@ def test_project_file_and_site_file_and_flag(run_cli: Cli, project: Path) -> Non
     ("text", "message"),
     [
         ("nodse = 2", "unknown key 'nodse', did you mean 'nodes'?"),
-        ('nodes = "2"', "nodes is '2', but must be a whole number"),
+        ("nodes = [2]", "nodes is [2], but must be a whole number, or a range"),
         ("nodes = true", "must be a whole number"),
         ("setup = [1]", "must be a list of strings"),
         ("nodes = ", "can't be read as TOML"),
@@ -168,7 +173,8 @@ def test_the_options_are_these() -> None:
     """A new option is a decision: it needs a user, and a line in this list."""
     options = {o for p in cli.commands["submit"].params for o in p.opts if o.startswith("--")}
     assert options == {
-        *("--account", "--array", "--backend", "--constraint", "--container", "--continue-by"),
+        *("--account", "--array", "--backend", "--budget-gpu-hours", "--constraint", "--container"),
+        *("--continue-by",),
         *("--cpus-per-task", "--dependency", "--env", "--exclude", "--exclusive", "--fabric"),
         *("--gpus-per-node", "--interface", "--job-name", "--json", "--mail-type", "--mail-user"),
         *("--max-failures", "--max-requeues", "--mem", "--no-snapshot", "--nodelist", "--nodes"),
@@ -181,6 +187,7 @@ def test_the_options_are_these() -> None:
             "--reservation",
             "--run",
         ),
+        *("--elastic", "--max-restarts", "--torchrun"),
         *("--runs-dir", "--sbatch", "--setup", "--site", "--template", "--time"),
     }
 

@@ -50,3 +50,19 @@ def test_what_the_environment_says_wrong_is_said(crew: Any) -> None:
     assert launch.wait() == [2]
     assert "HPC_DDP_SAVE_EVERY is 'often'" in launch.output()
     assert "Traceback" not in launch.output()
+
+
+@pytest.mark.parametrize(
+    ("backend", "code", "words"),
+    [
+        ("mpi", 1, "the backend 'mpi' can't be used: this torch was built without MPI"),
+        ("nccl", 1, "the backend 'nccl' can't be used: there is no GPU here"),
+        ("glue", 2, "backend is 'glue'; accepted: 'nccl', 'gloo', 'mpi', or None"),
+        ("gloo", 0, ""),
+    ],
+)
+def test_backends(crew: Any, backend: str, code: int, words: str) -> None:
+    launch = crew.launch(1, "none", script="misuse.py", HPC_DDP_BACKEND=backend)
+    assert launch.wait() == [code], launch.output()
+    assert words in launch.output()
+    assert "Traceback" not in launch.output()

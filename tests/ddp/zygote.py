@@ -3,7 +3,7 @@
 Importing torch takes seconds of each worker's start; a fork has it for nothing. Requests are
 JSON lines on stdin, answers JSON lines on stdout: ``{"workers": [{"env", "argv", "log"}…]}``
 gives ``{"pids": […]}``; ``{"wait": pid}`` gives ``{"code": …}``, null while it runs, negative
-after a signal; ``{"import": ["torchvision"…]}`` has later workers find it imported.
+after a signal; ``{"import": […]}`` loads more modules for the workers from then on.
 """
 
 import importlib
@@ -41,9 +41,7 @@ def serve() -> list[str] | None:
             pid, status = os.waitpid(request["wait"], os.WNOHANG)
             answer: dict[str, Any] = {"code": os.waitstatus_to_exitcode(status) if pid else None}
         elif "import" in request:
-            for name in request["import"]:
-                importlib.import_module(name)
-            answer = {}
+            answer = {"modules": len([importlib.import_module(each) for each in request["import"]])}
         else:
             pids = []
             for worker in request["workers"]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,12 @@ class Hpc:
         assert not check or done.returncode == 0, done.stderr
         return done
 
-    def submit(self, *words: str, env: dict[str, str] | None = None) -> Job:
-        told = json.loads(self("submit", "--json", *words, env=env).stdout)
+    def submit(
+        self, *words: str, env: dict[str, str] | None = None, sets: Sequence[str] = ()
+    ) -> Job:
+        """Submit a job; a sweep, where `sets` has ``name=value,value``."""
+        command = ("sweep", *(f"--set={each}" for each in sets)) if sets else ("submit",)
+        told = json.loads(self(*command, "--json", *words, env=env).stdout)
         return Job(self.cluster, told["job_id"], RunFolder(Path(told["run"])))
 
 

@@ -138,10 +138,15 @@ def test_what_an_outer_job_left_does_not_matter(hpc: Hpc) -> None:
     assert job.end() == "COMPLETED", job.output()
 
 
-def test_an_array_has_a_run_for_each_task(hpc: Hpc, cluster: Cluster) -> None:
-    job = hpc.submit("--array", "0-1", "--nodes", "1", str(SCRIPTS / "plain.py"), "a word")
+def test_a_sweep_has_a_run_for_each_point(hpc: Hpc) -> None:
+    script = str(SCRIPTS / "plain.py")
+    job = hpc.submit("--nodes", "1", script, "a word", sets=("name=x,y z",))
     job.until(lambda: "2 of 2 tasks" in hpc("status", job.id).stdout, 90, "end of both tasks")
-    assert job.output().count("a word") == 2
+    printed = job.output()
+    assert printed.count('"a word"') == 2
+    assert '"--name=x"]' in printed
+    assert '"--name=y z"]' in printed
+    assert "2 tasks: 2 finished" in hpc("status", job.id).stdout
 
 
 def test_a_refused_submit_leaves_nothing_behind(hpc: Hpc) -> None:

@@ -62,3 +62,12 @@ def test_last_exception_of_a_log(tmp_path: Path) -> None:
     log.write_text("all fine\n")
     assert last_exception(log) == ""
     assert last_exception(tmp_path / "none") == ""
+
+
+def test_an_exception_before_a_restart_is_not_that_of_the_end(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    trace = "Traceback (most recent call last):\n  File x\nKeyError: 1\n"
+    log.write_text(f"{trace}hpc-ddp: the workers start again\nbye\n")
+    assert last_exception(log) == ""
+    log.write_text(f"hpc-ddp: the workers start again\n{trace}")
+    assert last_exception(log) == "KeyError: 1"

@@ -56,6 +56,22 @@ SUBMITTED = [_event("submitted", 100.0, first_attempt=0), _event("queued", 100.1
 FIRST = [*SUBMITTED, *_start(0, 150.0), *_steps(0, 170.0, 1, 20)]  # the 20th ends at 190
 
 
+def test_workers_that_start_again_within_an_attempt() -> None:
+    """Killed after step 20, begun again 5 s later, from step 10."""
+    again = [
+        _event("worker", 200.0, began=195.0, called=199.0),
+        _event("restored", 204.0, step=10, passed_over=[], restore_s=3.0),
+        *_steps(0, 205.0, 11, 40),
+    ]
+    told = _told([*FIRST, *again, _event("finished", 235.0, step=40)])
+    first = _told(FIRST)
+    assert told["lost"] == pytest.approx(5.0)
+    assert told["restoring"] == pytest.approx(3.0)
+    assert told["redone"] == pytest.approx(10.0)
+    assert told["training"] == pytest.approx(40.0)
+    assert told["queued"] == first["queued"]
+
+
 def test_an_undisturbed_run() -> None:
     events = [*FIRST, _save(0, 180.0, 10), _save(0, 190.6, 20), _event("finished", 190.6, step=20)]
     events += [_verdict(0, 193.6, "finished")]

@@ -51,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "chain": {"continue_by": "resubmit"},
     "preflight": {"preflight": True, "nodes": 2, "container": "apptainer exec 'my image.sif'"},
     "array": {"array": "0-3"},
+    "elastic": {"nodes": "2-4", "elastic": True, "torchrun": ("--numa-binding=node",)},
+    "sweep": {"array": "0-1%1", "sweep": {"lr": ("1e-3",), "name": ("a b", "$HOME")}},
 }
 
 

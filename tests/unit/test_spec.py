@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hpc_ddp.run.errors import UsageError
@@ -28,6 +30,18 @@ def test_time(text: str, seconds: int) -> None:
     ("values", "named", "accepted"),
     [
         ({"nodes": 0}, "0", "from 1"),
+        ({"nodes": "4-2"}, "4-2", "as 1-4"),
+        ({"nodes": "0-2"}, "0-2", "as 1-4"),
+        ({"nodes": "two"}, "two", "as 1-4"),
+        ({"max_restarts": -1}, "-1", "from 0"),
+        ({"elastic": True, "max_restarts": 0}, "0", "restarts its workers"),
+        ({"torchrun": ("numa-binding=node",)}, "numa", "--name=value"),
+        ({"torchrun": ("--numa-binding=$(id)",)}, "id", "--name=value"),
+        ({"torchrun": ("--nnodes=3",)}, "nnodes", "others"),
+        ({"torchrun": ("--nproc_per=3",)}, "nproc-per", "others"),
+        ({"torchrun": ("--rdzv_conf=x=1",)}, "rdzv-conf", "others"),
+        ({"torchrun": ("--standalone",)}, "standalone", "others"),
+        ({"torchrun": ("-m",)}, "--m", "others"),
         ({"nproc_per_node": -1}, "-1", "from 1"),
         ({"gpus_per_node": "a100"}, "'a100'", "type:number"),
         ({"time": "soon"}, "'soon'", "h:mm:ss"),
@@ -68,3 +82,21 @@ def test_workers_follow_gpus() -> None:
     assert JobSpec("t.py").workers_per_node == 1
     assert JobSpec("t.py", gpus_per_node="a100:4").workers_per_node == 4
     assert JobSpec("t.py", gpus_per_node="4", nproc_per_node=2).workers_per_node == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "nodes", "least", "restarts"),
+    [
+        ({}, (1, 1), 1, 0),
+        ({"nodes": "2"}, (2, 2), 2, 0),
+        ({"nodes": "2-4", "max_restarts": 1}, (2, 4), 2, 1),
+        ({"nodes": 3, "elastic": True}, (3, 3), 1, 3),
+        ({"nodes": "2-4", "elastic": True, "max_restarts": 5}, (2, 4), 2, 5),
+    ],
+)
+def test_how_many_nodes(
+    values: dict[str, Any], nodes: tuple[int, int], least: int, restarts: int
+) -> None:
+    spec = JobSpec("t.py", **values)
+    assert (spec.node_range, spec.least_nodes, spec.restarts) == (nodes, least, restarts)
+    assert JobSpec.from_json(spec.to_json()) == spec

@@ -67,7 +67,7 @@ def make_step(precision: Precision, factor: float = 1.0) -> tuple[nn.Linear, Any
     model = nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    precision.watch(model.parameters())
+    precision.watch(model)
     precision.backward(factor * model(torch.full((2, 3), 2.0)).mean())
     return model, optimizer, scheduler
 

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import randomness, state
 from hpc_ddp.training.facts import DistInfo, Surroundings
+from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.loader import Loader, Shard, to_device
 from hpc_ddp.training.order import Cut, Position
 from hpc_ddp.training.pieces import Buffer, Reader, as_plain
@@ -119,7 +120,7 @@ def store(folder: Path, objects: dict[str, Any], world_size: int = 1) -> None:
     found = state.collect(objects)
     for rank in range(world_size):
         buffer = Buffer(CPU)
-        buffer.fill(state.my_parts(found, rank, world_size))
+        buffer.fill(state.my_parts(found, Grid(rank, world_size)))
         (folder / f"tensors-{rank}.bin").write_bytes(buffer.bytes)
         torch.save(as_plain(buffer.pieces), folder / f"pieces-{rank}")
     torch.save(found.tree, folder / "tree")
@@ -181,7 +182,7 @@ def test_a_buffer_is_allocated_once() -> None:
     buffer = Buffer(CPU)
     places = []
     for _ in range(2):
-        buffer.fill(state.my_parts(found, 0, 1))
+        buffer.fill(state.my_parts(found, Grid()))
         places.append(buffer._memory.data_ptr())
     assert places[0] == places[1]
     assert buffer._memory.numel() < sum(t.nbytes for t in found.tensors.values()) + 64 * 20
@@ -306,7 +307,7 @@ def test_each_rank_has_its_buffers_and_others_take_the_first_one_s(tmp_path: Pat
         model.running_mean = torch.full((2,), rank + 1.0)
         found = state.collect({"model": model})
         buffer = Buffer(CPU)
-        buffer.fill(state.my_parts(found, rank, 2))
+        buffer.fill(state.my_parts(found, Grid(rank, 2)))
         (tmp_path / f"tensors-{rank}.bin").write_bytes(buffer.bytes)
         torch.save(as_plain(buffer.pieces), tmp_path / f"pieces-{rank}")
     files = [
@@ -322,6 +323,6 @@ def test_a_frozen_mask_of_infinities_is_sound() -> None:
     model.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
     found = state.collect({"model": model})
     buffer = Buffer(CPU)
-    buffer.fill(state.my_parts(found, 0, 1))
+    buffer.fill(state.my_parts(found, Grid()))
     assert buffer.is_finite(found.trained)
     assert not buffer.is_finite(found.replicated)

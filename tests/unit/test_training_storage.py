@@ -95,11 +95,11 @@ def test_the_best_and_one_of_every_n_steps_stay(tmp_path: Path) -> None:
     assert left == [5, 20, 35, 40, 55, 60]
 
 
-def test_drafts_of_earlier_attempts_are_cleared(tmp_path: Path) -> None:
+def test_drafts_are_cleared(tmp_path: Path) -> None:
     for name in ["step-1.tmp-0", "step-2.tmp-1", "step-2.tmp-11", "step-1"]:
         (tmp_path / name).mkdir()
-    storage.clear_drafts(tmp_path, attempt=1)
-    assert names(tmp_path) == ["step-1", "step-2.tmp-1"]
+    storage.clear_drafts(tmp_path)
+    assert names(tmp_path) == ["step-1"]
 
 
 def test_a_write_error_keeps_its_cause() -> None:

@@ -271,3 +271,23 @@ def test_a_failed_preflight_keeps_off_its_bad_nodes() -> None:
     assert _decide(records=(), events=[ended], job=preempted).cause == "preempted"
     fine = _event("preflight", ok=True, bad_nodes=[])
     assert _decide(events=[fine, *BASE.events]).cause == "finished"
+
+
+def _elastic(*records: dict[str, Any], **changes: Any) -> Verdict:
+    return _decide(spec=JobSpec("t.py", nodes=2, elastic=True), records=records, **changes)
+
+
+def test_an_elastic_job_finishes_without_a_lost_node() -> None:
+    done = (_event("first_step", step=1), _event("finished", step=9))
+    assert _elastic(_record("n1"), events=done).cause == "finished"
+    left = _record("n2", rank=None, error="RendezvousConnectionError: n1 is gone") | {"left": True}
+    assert _elastic(_record("n1"), left, events=done).cause == "finished"
+    assert _elastic(_record("n1"), lost_nodes=("n2",), events=done).why == "Slurm has lost n2"
+    assert _decide(records=(_record("n1"),), events=done).cause == "node lost"  # not elastic
+
+
+def test_an_elastic_job_still_fails() -> None:
+    assert _elastic(_record("n1", error="ValueError: boom")).cause == "failed"
+    assert _elastic(_record("n1"), _record("n2", error="ValueError: boom")).cause == "failed"
+    verdict = _elastic(_record("n2", rank=None, error="no store") | {"left": True})
+    assert (verdict.cause, verdict.why) == ("node lost", "no word from n1, n2")

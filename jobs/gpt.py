@@ -1,0 +1,345 @@
+"""Train a small GPT on the characters of a text, with the model spread in any of torch's ways.
+
+One process, two nodes of two workers on this machine, and two nodes of a cluster::
+
+    python jobs/gpt.py
+    hpc-ddp dry-run --nodes 2 --nproc-per-node 2 jobs/gpt.py --parallel fsdp
+    hpc-ddp submit --nodes 2 --gpus-per-node 4 --time 30:00 jobs/gpt.py --precision bf16 --compile
+
+One node, and how else the model can be spread (two workers for tp and pp, a multiple for more)::
+
+    torchrun --nproc-per-node 4 jobs/gpt.py                           # ddp: a copy on each
+    torchrun --nproc-per-node 4 jobs/gpt.py --parallel fsdp           # fully sharded (FSDP2)
+    torchrun --nproc-per-node 2 jobs/gpt.py --parallel tp             # each layer over two
+    torchrun --nproc-per-node 4 jobs/gpt.py --parallel fsdp --tp 2    # both, on a 2 x 2 mesh
+    torchrun --nproc-per-node 4 jobs/gpt.py --parallel pp             # two stages, two pipelines
+    torchrun --nproc-per-node 2 jobs/gpt.py --parallel mp             # two GPUs for each worker
+
+The loss is that of one process in each of them, up to rounding: a step takes the same windows of
+the text, however many workers share them. Stop it whenever you like and start it again with the
+same command, or with another strategy: checkpoints hold the whole model by its parts' names.
+
+Text: The Devil's Dictionary by Ambrose Bierce (1911), public domain; see jobs/data/README.md.
+"""
+
+import argparse
+import gzip
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from hpc_ddp.training import Run, start
+
+TEXT = Path(__file__).parent / "data" / "devils-dictionary.txt.gz"
+
+
+def read(path: Path) -> str:
+    """Return a text, from a file that may be compressed."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
+        return file.read()
+
+
+def windows(numbers: torch.Tensor, length: int) -> TensorDataset:
+    """Cut a text of shape (characters,) into windows and what follows each character in them.
+
+    Both are of shape (windows, length).
+    """
+    count = (len(numbers) - 1) // length
+    inputs, targets = numbers[: count * length], numbers[1 : count * length + 1]
+    return TensorDataset(inputs.view(count, length), targets.view(count, length))
+
+
+class Attention(nn.Module):
+    """Causal self-attention. Under tensor parallel a rank has some of the heads."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.head_width, self.dropout = width // heads, dropout
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:2], -1, self.head_width)
+        q, k, v = (f(x).view(shape).transpose(1, 2) for f in (self.query, self.key, self.value))
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        y = self.out(y.transpose(1, 2).flatten(2))
+        return F.dropout(y, self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.dropout(self.down(F.gelu(self.up(x))))
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, dropout)
+        self.norm2, self.mlp = nn.LayerNorm(width), MLP(width, dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        y: torch.Tensor = x + self.mlp(self.norm2(x))
+        return y
+
+
+class Embedding(nn.Module):
+    """Vectors for characters and for their places."""
+
+    def __init__(self, characters: int, length: int, width: int) -> None:
+        super().__init__()
+        self.character = nn.Embedding(characters, width)
+        self.place = nn.Embedding(length, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.character(x) + self.place(torch.arange(x.shape[1], device=x.device))
+        return y
+
+
+class GPT(nn.Module):
+    """Numbers of characters, of shape (batch, length), to logits (batch, length, characters).
+
+    A stage of a pipeline has some of the blocks, under the names they have in the whole model, and
+    neither embedding nor head in the middle.
+    """
+
+    def __init__(self, characters: int, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.embedding: nn.Module | None = Embedding(characters, args.length, args.width)
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(args.width, args.heads, args.dropout) for i in range(args.layers)}
+        )
+        norm, linear = nn.LayerNorm(args.width), nn.Linear(args.width, characters)
+        self.head: nn.Module | None = nn.Sequential(norm, linear)
+        self.recompute = args.activation_checkpointing
+        self.devices: dict[str, torch.device] = {}  # of blocks, where they have different ones
+        for name, weight in self.named_parameters():
+            if weight.dim() > 1:  # those that end a branch smaller, since all branches add up
+                ends = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * args.layers if ends else 1))
+            elif name.endswith("bias"):
+                nn.init.zeros_(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for name, block in self.blocks.items():
+            x = x.to(self.devices.get(name, x.device))
+            if self.recompute and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x if self.head is None else self.head(x).float()
+
+
+def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten())
+
+
+def share_layers(run: Run, model: GPT) -> None:
+    """Tensor parallel: of each pair of linear layers, the first by its rows, the second by columns.
+
+    So a block talks twice: where the second one's parts are added up.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    first = ("attention.query", "attention.key", "attention.value", "mlp.up")
+    second = ("attention.out", "mlp.down")
+    plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in first}
+    plan |= {f"blocks.*.{name}": RowwiseParallel() for name in second}
+    run.parallelize(model, plan)
+
+
+def cut_stage(model: GPT, stage: int, stages: int) -> None:
+    """Pipeline parallel: leave one stage of the model."""
+    count = len(model.blocks)
+    for i in range(count):
+        if i * stages // count != stage:
+            del model.blocks[str(i)]
+    model.embedding = model.embedding if stage == 0 else None
+    model.head = model.head if stage == stages - 1 else None
+
+
+def use_devices(model: GPT, devices: list[torch.device]) -> None:
+    """Plain model parallel: the blocks over this worker's devices, one after the other."""
+    count = len(model.blocks)
+    for i, (name, block) in enumerate(model.blocks.items()):
+        model.devices[name] = devices[i * len(devices) // count]
+        block.to(model.devices[name])
+    for part, device in ((model.embedding, devices[0]), (model.head, devices[-1])):
+        assert part
+        part.to(device)
+
+
+def spread(run: Run, model: GPT, args: argparse.Namespace) -> Any:
+    """Return what is tracked, a model, and what the training calls: the same, or a pipeline."""
+    if args.compile:  # block by block, in place: names stay, and it goes with every strategy
+        for block in model.blocks.values():
+            block.compile(dynamic=False)
+    if args.tp > 1:
+        share_layers(run, model)
+    if args.parallel == "fsdp":
+        run.fully_shard(model, model.blocks.values(), offload=args.offload)
+    if args.parallel in ("fsdp", "tp"):
+        return model, model
+    if args.parallel == "mp":
+        use_devices(model, run.devices)
+    if args.parallel == "pp":
+        cut_stage(model, run.mesh.get_local_rank("pp"), args.pp)
+    wrapped = run.wrap(model)
+    if args.parallel != "pp":
+        return wrapped, wrapped
+    order = {"schedule": args.schedule, "n_microbatches": args.microbatches}
+    return wrapped, run.pipeline(wrapped, loss_fn, **order)
+
+
+def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+    """Return AdamW: matrices decay, biases and the norms' scales do not."""
+    weights = list(model.parameters())
+    groups = [
+        {"params": [each for each in weights if each.dim() > 1], "weight_decay": args.decay},
+        {"params": [each for each in weights if each.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+
+
+def cosine(step: int, warm_up: int, total: int) -> float:
+    """Return the share of the learning rate at a step: up a line, then down to a tenth."""
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = min((step - warm_up) / max(total - warm_up, 1), 1.0)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+
+def validate(run: Run, model: Any, text: TensorDataset, batch_size: int) -> float:
+    """Return the mean loss of a character: exact, over all ranks."""
+    total = count = 0.0
+    batches = run.shard(text, batch_size, even=True)
+    with run.evaluating(model) as plain, run.autocast():
+        for inputs, targets in batches:
+            loss = loss_fn(plain(inputs), targets)
+            if batches.counts:
+                total, count = total + loss.item() * len(inputs), count + len(inputs)
+    total, count = run.sum(total, count)
+    return total / count
+
+
+def sample(run: Run, model: Any, prompt: torch.Tensor, length: int) -> list[int]:
+    """Return characters that the model draws after a prompt of shape (its window,)."""
+    generator = torch.Generator().manual_seed(run.seed)  # all ranks draw the same
+    seen, drawn = prompt.to(run.device)[None], []
+    with run.evaluating(model) as plain, run.autocast():
+        for _ in range(length):
+            chances = plain(seen)[0, -1].div(0.8).softmax(0).cpu()
+            drawn.append(int(torch.multinomial(chances, 1, generator=generator)))
+            seen = torch.cat([seen[:, 1:], seen.new_tensor([[drawn[-1]]])], 1)
+    return drawn
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small GPT on the characters of a text.")
+    add = parser.add_argument
+    add("--text", type=Path, default=TEXT, help="a file, which may end in .gz")
+    add("--epochs", type=int, default=10)
+    add("--batch-size", type=int, default=32, help="windows of all workers together per step")
+    add("--accumulate", type=int, default=1, help="micro-batches of a step")
+    add("--lr", type=float, default=1e-3, help="highest learning rate of AdamW")
+    add("--warm-up", type=int, default=50, help="steps")
+    add("--decay", type=float, default=0.1, help="weight decay")
+    add("--clip", type=float, default=1.0, help="largest norm of the gradients")
+    add("--layers", type=int, default=6)
+    add("--heads", type=int, default=6)
+    add("--width", type=int, default=192)
+    add("--length", type=int, default=128, help="characters in a window")
+    add("--dropout", type=float, default=0.0)
+    add("--precision", choices=("fp32", "bf16"), default="fp32")
+    add("--compile", action="store_true")
+    add("--seed", type=int, default=0)
+    add("--sample", type=int, default=300, help="characters to draw at the end")
+    add("--curve", type=Path, help="write the loss of each step's whole batch to this file")
+    add("--parallel", choices=("ddp", "fsdp", "tp", "pp", "mp"), default="ddp")
+    add("--tp", type=int, help="workers that share each layer (with tp, fsdp; 2 with tp)")
+    add("--pp", type=int, default=2, help="stages of the pipeline")
+    add("--schedule", default="1F1B", help="of the pipeline: GPipe or 1F1B")
+    add("--microbatches", type=int, default=4, help="of the pipeline, per batch")
+    add("--devices", type=int, default=2, help="GPUs of each worker, with mp")
+    add("--offload", action="store_true", help="fsdp: weights and their state in CPU memory")
+    add("--activation-checkpointing", action="store_true", help="compute them again in backward")
+    args = parser.parse_args()
+    args.tp = args.tp or (2 if args.parallel == "tp" else 1)
+    if args.tp > 1 and args.parallel not in ("tp", "fsdp"):
+        parser.error(f"--tp with --parallel {args.parallel}; accepted: with tp or fsdp")
+    if args.heads % args.tp or args.width % args.heads:
+        parser.error(f"--heads is {args.heads}; accepted: a multiple of --tp that divides --width")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    run = start(
+        seed=args.seed,
+        precision=args.precision,
+        tp=args.tp,
+        pp=args.pp if args.parallel == "pp" else 1,
+        devices_per_worker=args.devices if args.parallel == "mp" else 1,
+    )
+    text = read(args.text)
+    characters = sorted(set(text))
+    number = {character: i for i, character in enumerate(characters)}
+    numbers = torch.tensor([number[character] for character in text])
+    held_out = max(len(numbers) // 20, args.length + 1)
+    train_set, test_set = (
+        windows(part, args.length) for part in (numbers[:-held_out], numbers[-held_out:])
+    )
+
+    tracked, model = spread(run, GPT(len(characters), args), args)
+    optimizer = make_optimizer(tracked, args)
+    batches = run.loader(
+        train_set, global_batch_size=args.batch_size, accumulate=args.accumulate, drop_last=True
+    )
+    total = args.epochs * len(batches)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: cosine(step, args.warm_up, total)
+    )
+    run.track(model=tracked, optimizer=optimizer, scheduler=scheduler)
+
+    for epoch in run.epochs(args.epochs):
+        for inputs, targets in batches:
+            if args.parallel == "pp":
+                loss = model.step(inputs, targets)
+            else:
+                with run.autocast():
+                    loss = loss_fn(model(inputs), targets)
+                run.backward(loss)
+            lr = scheduler.get_last_lr()[0]
+            norm = run.update(optimizer, clip_norm=args.clip, scheduler=scheduler)
+            if args.curve and run.ends_step:
+                of_all, count = run.sum(loss.item() * len(inputs), len(inputs))
+                if run.rank == 0:
+                    with open(args.curve, "a") as file:
+                        print(run.position.step + 1, of_all / count, float(norm or 0), file=file)
+            run.step(loss=loss, norm=norm, lr=lr)
+        score = validate(run, model, test_set, args.batch_size)
+        run.print(f"epoch {epoch}  step {run.position.step}  loss {loss:.4f}  test {score:.4f}")
+
+    if args.sample:
+        drawn = sample(run, model, test_set.tensors[0][0], args.sample)
+        run.print("".join(characters[each] for each in drawn))
+    run.finish()
+
+
+if __name__ == "__main__":
+    main()

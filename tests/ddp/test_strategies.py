@@ -1,0 +1,152 @@
+"""One model spread in every way is the same model, and its checkpoints go from one to another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_ddp.run import checkpoints
+from hpc_ddp.training.checkpoint import open_checkpoint
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 14  # 18 windows a batch: 4 steps
+# By name: ranks, and what jobs/gpt.py is given.
+WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "ddp on 2": (2, ()),
+    "ddp on 4": (4, ()),
+    "mp": (2, ("--parallel", "mp")),
+    "fsdp": (4, ("--parallel", "fsdp")),
+    "fsdp, sparing": (2, ("--parallel", "fsdp", "--offload", "--activation-checkpointing")),
+    "tp": (2, ("--parallel", "tp")),
+    "fsdp x tp": (4, ("--parallel", "fsdp", "--tp", "2")),
+    "pp": (2, ("--parallel", "pp")),
+    "pp x ddp": (4, ("--parallel", "pp", "--schedule", "GPipe", "--microbatches", "2")),
+}
+SPREAD = [name for name in WAYS if name != "one"]
+
+
+@pytest.fixture(autouse=True)
+def _quick(zygote: Any) -> None:
+    names = ("fsdp", "tensor.parallel", "pipelining", "pipelining.schedules")
+    zygote.ask({"import": [f"torch.distributed.{name}" for name in names]})
+
+
+class Trial:
+    """Runs of the same training, each in a folder of its own."""
+
+    def __init__(self, make_crew: Callable[[str], Any], base: Path) -> None:
+        self.crew = make_crew
+        (base / "text").write_text(TEXT)
+        self.argv = ("--text", str(base / "text"), "--batch-size", "16", "--epochs", "2")
+
+    def run(self, name: str, *ways: str, at: int = 0, extra: tuple[str, ...] = ()) -> Any:
+        """Go one way until the step `at`, if it is given, and another from there."""
+        crew = self.crew(name)
+        for i, way in enumerate(ways):
+            self.go(crew, way, at if i < len(ways) - 1 else 0, extra)
+        return crew
+
+    def go(self, crew: Any, way: str, at: int = 0, extra: tuple[str, ...] = ()) -> None:
+        ranks, spread = WAYS[way]
+        argv = (*self.argv, *spread, *extra)
+        launch = crew.launch(ranks, *argv, script="strategy.py", AT=str(at))
+        assert launch.wait(240) == [0] * ranks, launch.output()
+
+
+def curve(crew: Any) -> torch.Tensor:
+    """Return what each step came to: step, loss and norm of the gradients, of shape (steps, 3)."""
+    lines = (crew.base / "curve").read_text().splitlines()
+    return torch.tensor([[float(word) for word in line.split()] for line in lines])
+
+
+def scores(crew: Any) -> list[float]:
+    """Return the test loss of each epoch. Of four workers one has no window to test."""
+    logs = [path.read_text() for path in sorted(crew.base.glob("*-0.log"))]
+    return [float(score) for log in logs for score in re.findall(r"test (\d\S+)", log)]
+
+
+def content(crew: Any) -> dict[str, torch.Tensor]:
+    newest = checkpoints.published(crew.run.checkpoints)[0]
+    reader = open_checkpoint(newest)[2]
+    return {name: reader.read(name).clone() for name in sorted(reader)}
+
+
+def assert_equal(one: Any, other: Any, exactly: bool = False) -> None:
+    torch.testing.assert_close(curve(one), curve(other), rtol=0, atol=0 if exactly else 2e-5)
+    assert len(scores(one)) == 2
+    assert scores(one) == pytest.approx(scores(other), rel=0, abs=1.1e-4)
+    left, right = content(one), content(other)
+    assert left.keys() == right.keys()
+    # Adam divides by what may be next to nothing: there rounding shows in single weights.
+    near = 0 if exactly else 2e-4
+    for name, tensor in left.items():
+        assert torch.allclose(tensor, right[name], rtol=0, atol=near), name
+
+
+@pytest.fixture
+def trial(make_crew: Callable[[str], Any], tmp_path: Path) -> Trial:
+    return Trial(make_crew, tmp_path)
+
+
+def test_each_way_goes_on_as_another(trial: Trial) -> None:
+    one = trial.run("one", "one")
+    assert len(curve(one)) == 8
+    assert_equal(trial.run("a", "fsdp", "ddp on 2", at=2), one)
+    assert_equal(trial.run("b", "fsdp x tp", "pp", at=2), one)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", SPREAD)
+def test_it_trains_like_one_process(trial: Trial, way: str) -> None:
+    assert_equal(trial.run("spread", way), trial.run("one", "one"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", SPREAD)
+def test_interrupted_it_ends_with_the_same_bits(trial: Trial, way: str) -> None:
+    noisy = ("--dropout", "0.1")
+    whole, stopped = trial.run("w", way, extra=noisy), trial.run("s", way, way, at=2, extra=noisy)
+    assert [event["step"] for event in stopped.events("stopped")] != []
+    assert_equal(whole, stopped, exactly=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", ["fsdp", "fsdp x tp", "pp"])
+def test_bf16_is_near(trial: Trial, way: str) -> None:
+    one, spread = (trial.run(each, each, extra=("--precision", "bf16")) for each in ("one", way))
+    torch.testing.assert_close(curve(one)[:, 1], curve(spread)[:, 1], rtol=0, atol=0.02)
+
+
+@pytest.mark.soak
+def test_copies_that_nobody_averages_are_refused(trial: Trial) -> None:
+    launch = trial.crew("crew").launch(4, *trial.argv, "--parallel", "tp", script="strategy.py")
+    assert launch.wait(240) == [2] * 4, launch.output()
+    assert "tp=2 and pp=1 leave 2 copies of the model" in launch.output()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", SPREAD)
+def test_infinite_weights_end_it(trial: Trial, way: str) -> None:
+    ranks, spread = WAYS[way]
+    crew = trial.crew("poisoned")
+    launch = crew.launch(ranks, *trial.argv, *spread, "--lr", "1e38", script="strategy.py")
+    assert launch.wait(240) == [1] * ranks, launch.output()
+    assert "the weights have NaN or infinity in them" in launch.output()
+    assert not checkpoints.published(crew.run.checkpoints)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", SPREAD)
+def test_its_checkpoint_goes_to_ddp(trial: Trial, way: str) -> None:
+    assert_equal(trial.run("spread", way, "ddp on 2", at=2), trial.run("one", "one"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", SPREAD)
+def test_it_takes_up_a_checkpoint_of_ddp(trial: Trial, way: str) -> None:
+    assert_equal(trial.run("spread", "ddp on 4", way, at=2), trial.run("one", "one"))

@@ -1,0 +1,73 @@
+"""Sweeps: from what was typed to the tasks, and what they use of a budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpc_ddp.launch.sweep import settings
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.journal import Event, node_seconds
+from hpc_ddp.run.spec import JobSpec, array_indexes
+
+
+def test_each_combination_is_a_task_with_its_arguments() -> None:
+    said = settings(["lr=1e-3,1e-4", "--opt=a\\,b,c d"], 2)
+    spec = JobSpec("train.py", args=("--epochs", "3"), **said)
+    assert spec.array == "0-3%2"
+    assert [list(point.values()) for point in spec.points] == [
+        ["1e-3", "a,b"],
+        ["1e-3", "c d"],
+        ["1e-4", "a,b"],
+        ["1e-4", "c d"],
+    ]
+    task = JobSpec.from_json(spec.to_json()).task(3)
+    assert task.args == ("--epochs", "3", "--lr=1e-4", "--opt=c d")
+    assert (task.array, task.points) == ("3", [])
+
+
+@pytest.mark.parametrize(
+    ("sets", "bound", "message"),
+    [
+        ([], None, "no sweep"),
+        (["lr"], None, "is not of the form"),
+        (["lr=1", "lr=2"], None, "is said twice"),
+        (["lr=1"], 0, "max-parallel is 0"),
+        (["=1"], None, "no parameter"),
+    ],
+)
+def test_what_is_no_sweep_is_said(sets: list[str], bound: int | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        JobSpec("train.py", **settings(sets, bound))
+
+
+@pytest.mark.parametrize(
+    ("array", "indexes"),
+    [("0-3%2", [0, 1, 2, 3]), ("1,3,10-20:5", [1, 3, 10, 15, 20]), ("7", [7])],
+)
+def test_indexes_of_an_array(array: str, indexes: list[int]) -> None:
+    assert array_indexes(array) == indexes
+
+
+@pytest.mark.parametrize("array", ["", "a", "1-", "1-3:0", "1;2"])
+def test_what_is_no_array_is_said(array: str) -> None:
+    with pytest.raises(UsageError, match="is no list of indexes"):
+        array_indexes(array)
+
+
+def _event(time: float, event: str, attempt: int, **more: Any) -> Event:
+    return {"time": time, "event": event, "attempt": attempt, **more}
+
+
+def test_each_attempt_counts_its_nodes_until_its_verdict() -> None:
+    events = [
+        _event(100, "queued", 0),
+        _event(110, "started", 0, nodes=["a", "b"]),
+        _event(120, "verdict", 0),
+        _event(200, "started", 1, nodes=["a"]),
+        _event(205, "metrics", 1),
+    ]
+    assert node_seconds(events) == 25
+    assert node_seconds(events, now=210) == 30
+    assert node_seconds([]) == 0
