@@ -15,6 +15,7 @@
                                 and of a hang stack-rank-<r>.txt, flight-rank-<r>
         checkpoints/step-<n>/
         tensorboard/
+        export/model.safetensors, model.pt2
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ an undisturbed one. The way of a decision::
     signal ─► notice ─► pace ─► exchange (all ranks) ─► run ─► checkpoint ─► storage
 """
 
+from hpc_ddp.run.errors import UsageError  # for scripts: an error without a traceback
 from hpc_ddp.training.checkpoint import SupersededError
 from hpc_ddp.training.run import Run, start
 
-__all__ = ["Run", "SupersededError", "start"]
+__all__ = ["Run", "SupersededError", "UsageError", "start"]

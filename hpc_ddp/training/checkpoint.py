@@ -324,7 +324,7 @@ class Checkpoints:
         and set aside as `.bad-`.
         """
         began = time.monotonic()
-        rank, world_size = self._control.rank, self._control.world_size
+        rank = self._control.rank
         names: list[str] = []
         if rank == 0:
             # A disk that is gone for a moment must not look like a run without checkpoints.
@@ -347,10 +347,26 @@ class Checkpoints:
             self._tell(chosen, passed_over, time.monotonic() - began)
         if chosen is None:
             return None
-        shared, owns, reader = open_checkpoint(chosen, rank, world_size)
-        return Restored(
-            checkpoints.step_of(chosen), shared, [owns[each] for each in sorted(owns)], reader
-        )
+        return self._open(chosen)
+
+    def load(self, step: int) -> Restored:
+        """Verify the checkpoint of a step and map it on the CPU.
+
+        Raises
+        ------
+        HpcDdpError
+            it is not there, or damaged
+        """
+        folder = self._run.checkpoints / f"step-{step}"
+        if problem := self._problem_of(folder) and self._problem_of(folder):
+            raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {self._run.path}")
+        return self._open(folder)
+
+    def _open(self, folder: Path) -> Restored:
+        rank, world_size = self._control.rank, self._control.world_size
+        shared, owns, reader = open_checkpoint(folder, rank, world_size)
+        every = [owns[each] for each in sorted(owns)]
+        return Restored(checkpoints.step_of(folder), shared, every, reader)
 
     def _problem_of(self, folder: Path) -> str | None:
         """Let the ranks verify a checkpoint together; all get the same answer."""

@@ -1,15 +1,21 @@
-"""Write the model of a checkpoint into one safetensors file::
+"""A model on its way out of a run, for programs that know nothing of hpc-ddp.
+
+`Run.export` writes the weights and a program of the model in memory. From the checkpoint's files
+alone, on one process, however many ranks wrote it, comes the file of weights::
 
     python -m hpc_ddp.training.export RUN_FOLDER model.safetensors [--step N | --best]
-
-Works from the checkpoint's files alone, on one process, however many ranks wrote it.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import HpcDdpError, UsageError
@@ -40,12 +46,6 @@ def export(
     HpcDdpError
         the checkpoint is damaged
     """
-    try:
-        from safetensors.torch import save_file
-    except ImportError:
-        raise UsageError(
-            "the package safetensors is not installed", hint="pip install safetensors"
-        ) from None
     folder = _choose(RunFolder(run.absolute()), step, best)
     if problem := checkpoints.verify(folder):
         raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {run}")
@@ -55,14 +55,68 @@ def export(
     if not tensors:
         known = sorted({key.partition(".")[0] for key in reader})
         raise UsageError(f"{folder} has no tensors of {name!r}; accepted: {', '.join(known)}")
-    draft = out.with_name(f".{out.name}.part")
-    # safetensors refuses tensors that share memory, as views of one mapped file do.
+    _save_tensors(tensors, out)
+    return checkpoints.step_of(folder)
+
+
+def export_model(model: torch.nn.Module, example: torch.Tensor, folder: Path) -> None:
+    """Write ``model.safetensors`` and ``model.pt2`` into `folder`, each in one step.
+
+    Both are of a copy on the CPU, so that they load where there is no GPU.
+
+    Parameters
+    ----------
+    model
+        in eval mode, without wrappers
+    example
+        a batch as `model` takes it, of any size: that of the first dimension stays open
+
+    Raises
+    ------
+    UsageError
+        torch.export can't trace the model; its weights have been written by then
+    HpcDdpError
+        a file can't be written
+    """
+    plain = copy.deepcopy(model).cpu()
+    folder.mkdir(exist_ok=True)
+    _save_tensors(plain.state_dict(), folder / "model.safetensors")
+    two = example[:1].cpu().repeat(2, *[1] * (example.dim() - 1))  # one would be taken as fixed
     try:
-        save_file({key: tensor.clone() for key, tensor in tensors.items()}, draft)
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(plain, (two,), dynamic_shapes=({0: batch},))
+    except Exception as error:  # of many kinds, with pages of advice behind the first line
+        why = (str(error).splitlines() or [repr(error)])[0]
+        raise UsageError(
+            f"torch.export can't make a program of the model: {why}",
+            hint="let its forward take no way that depends on numbers; or leave out run.export:"
+            " python -m hpc_ddp.training.export writes the weights alone",
+        ) from error
+    with _replacing(folder / "model.pt2") as draft:
+        torch.export.save(program, draft)
+
+
+def _save_tensors(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise UsageError(
+            "the package safetensors is not installed", hint="pip install safetensors"
+        ) from None
+    with _replacing(out) as draft:
+        # It refuses tensors that share memory, as views of one mapped file do.
+        save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, draft)
+
+
+@contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """Yield where to write what takes the place of `out` once it is complete."""
+    draft = out.with_name(f".part.{out.name}")
+    try:
+        yield draft
         draft.replace(out)
     except Exception as error:  # safetensors has an error of its own for a full disk, say
         raise HpcDdpError(f"{out} can't be written: {error}") from error
-    return checkpoints.step_of(folder)
 
 
 def _choose(run: RunFolder, step: int | None, best: bool) -> Path:

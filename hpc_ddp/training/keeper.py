@@ -17,7 +17,7 @@ from hpc_ddp.training.checkpoint import Checkpoints, Content
 from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.order import Position, derive
 from hpc_ddp.training.pieces import Buffer, as_plain
-from hpc_ddp.training.state import layout_of, my_parts
+from hpc_ddp.training.state import layout_of, my_parts, unwrap
 
 RETRY_S = 1.0
 
@@ -163,6 +163,26 @@ class Keeper:
         found = beats and not math.isnan(value)
         self.best = Best(value) if found else replace(best, stale=best.stale + 1)
         return found
+
+    def load_best(self, model: torch.nn.Module) -> int:
+        """Save what there is, then see `Run.load_best`."""
+        names = [name for name, each in self._objects.items() if unwrap(each) is unwrap(model)]
+        if not names:
+            raise UsageError(
+                "the model is none that run.track was given",
+                hint="run.track(model=model, …) before the loop",
+            )
+        if self.best.value is None:
+            raise UsageError(
+                "the run has no best checkpoint: run.best was not called, or with NaN only",
+                hint="run.best(accuracy) at the end of each epoch",
+            )
+        self.save_surely()
+        assert self.best.step is not None  # the save has seen to that
+        found = self._checkpoints.load(self.best.step)
+        tree = {names[0]: found.shared["tree"][names[0]]}
+        state.put_back({names[0]: model}, tree, found.reader, found.step, self._grid.pp > 1)
+        return found.step
 
     def settle(self) -> bool:
         """Wait for the save under way; False after a failure. Raises as `save` does."""

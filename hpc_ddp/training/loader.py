@@ -51,6 +51,12 @@ class Loader:
         self.on_batch: Callable[[Any], None] = lambda batch: None
         self._cut, self._position, self._device = cut, position, device
         self._check, self._sync = check, sync
+        if self.samples is not None and not cut.steps(self.samples):
+            raise UsageError(
+                f"the training set has {self.samples} samples; accepted: enough for one step"
+                f" of {cut.size}",
+                hint="take a smaller batch size, or no drop_last",
+            )
         if shuffle is None:
             shuffle = self.samples is not None
         self._shuffle = shuffle
@@ -191,9 +197,13 @@ def batches_of(
 
 
 def _watched(batches: DataLoader[tuple[Share, Any]]) -> Iterator[tuple[Share, Any]]:
-    """Yield the batches; say in a word how a loader worker has died."""
+    """Yield the batches; say in a word how a loader worker has died, or what a data set said."""
     try:
         yield from batches
+    except HpcDdpError as error:
+        if "in DataLoader worker process" in error.message:  # and a traceback in front of it
+            error.message = error.message.strip().splitlines()[-1].partition("Error: ")[2]
+        raise
     except (RuntimeError, ConnectionError, EOFError) as error:
         how = _death(error)
         if how is None:

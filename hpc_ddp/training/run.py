@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -19,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from hpc_ddp.run import goodput
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import control as groups
 from hpc_ddp.training.averaging import averaged
 from hpc_ddp.training.evaluating import in_eval_mode
@@ -31,6 +32,7 @@ from hpc_ddp.training.notice import NONE, REASONS
 from hpc_ddp.training.order import Share, make_cut
 from hpc_ddp.training.parts import Parts, assemble
 from hpc_ddp.training.settle import settle
+from hpc_ddp.training.sharded import is_sharded
 from hpc_ddp.training.state import unwrap
 from hpc_ddp.training.watchdog import beat
 
@@ -649,6 +651,64 @@ class Run:
     def tensorboard(self) -> SummaryWriter | None:
         """TensorBoard's writer on rank 0, where `start` was asked for it; for use after `track`."""
         return self._parts.board.writer if self._parts.board else None
+
+    # -- behind the loop -------------------------------------------------------------------
+
+    def load_best(self, model: torch.nn.Module) -> int:
+        """Put the weights of the best checkpoint (see `best`) into the model; return its step.
+
+        All ranks call it, behind the loop. The last state is saved first, so a run that is
+        stopped from here on starts behind the loop, and can be given more epochs later.
+
+        Raises
+        ------
+        UsageError
+            `best` was never called, or `track` does not know the model
+        HpcDdpError
+            the best checkpoint is not there any more, or damaged
+        """
+        step = self._parts.keeper.load_best(model)
+        beat()
+        return step
+
+    def export(self, model: torch.nn.Module, example: torch.Tensor) -> Path:
+        """Write the model, as it is now, for programs without hpc-ddp; return the folder.
+
+        ``<run folder>/export`` then has ``model.safetensors``, the weights, and ``model.pt2``,
+        which `torch.export.load` reads, for batches of any size. Rank 0 writes; all ranks call it.
+
+        Parameters
+        ----------
+        example
+            a batch of inputs, on any device
+
+        Raises
+        ------
+        UsageError
+            torch.export can't trace the model, or it is in parts (FSDP2, tensor parallel, stages)
+        HpcDdpError
+            a file can't be written
+        """
+        from hpc_ddp.training.export import export_model  # a program of its own, too
+
+        folder = self.folder.path / "export"
+        failed: HpcDdpError | None = None
+        if self._parts.grid.pp > 1 or any(map(is_sharded, model.parameters())):
+            raise UsageError(
+                "run.export was given a part of a model; accepted: one that each rank has whole",
+                hint="python -m hpc_ddp.training.export writes the weights of a checkpoint",
+            )
+        with self.evaluating(model) as plain:
+            if self.rank == 0:
+                try:
+                    export_model(plain, example, folder)
+                except HpcDdpError as error:
+                    failed = error
+        failed = self._parts.control.from_first(failed)
+        beat()
+        if failed is not None:
+            raise failed
+        return folder
 
     # -- inside ----------------------------------------------------------------------------
 

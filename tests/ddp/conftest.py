@@ -136,9 +136,9 @@ class Crew:
         self.zygote.running |= set(pids)
         return Launch(self.zygote, pids, logs)
 
-    def go(self, world_size: int, *argv: str, **env: str) -> str:
+    def go(self, world_size: int, *argv: str, script: str = "script.py", **env: str) -> str:
         """Start an attempt that ends well; return what it printed."""
-        launch = self.launch(world_size, *argv, **env)
+        launch = self.launch(world_size, *argv, script=script, **env)
         codes = launch.wait()
         assert not any(codes), launch.output()
         return launch.output()

@@ -9,6 +9,14 @@ from torch.utils.data import TensorDataset
 
 from hpc_ddp.training import start
 
+
+class Choosy(nn.Module):
+    """Takes a way that depends on the numbers in its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
 case = sys.argv[1]
 run = start(keep_last=2.5 if case == "options" else 3)  # type: ignore[arg-type]
 data = TensorDataset(torch.randn(64, 4))
@@ -19,6 +27,8 @@ if case == "sampler":
     options["sampler"] = torch.utils.data.RandomSampler(data)
 if case == "batch size":
     options["batch_size"] = "8"
+if case == "too few":
+    options |= {"batch_size": 65, "drop_last": True}
 if case == "late loader":
     run.track(model=model)
 batches = run.loader(data, **{"batch_size": 8, **options})
@@ -35,6 +45,12 @@ for _ in run.epochs(2):
         run.step(loss=loss.expand(3) if case == "no scalar" else loss)
         if case == "two steps":
             run.step(loss=loss)
+if case == "no best":
+    run.load_best(model)
+if case == "untracked":
+    run.load_best(nn.Linear(4, 1))
+if case == "untraceable":
+    run.export(Choosy(), x)
 if case == "no finish":
     run._warn_unless_over()  # what happens at the exit
 else:

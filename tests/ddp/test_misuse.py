@@ -14,11 +14,15 @@ import pytest
         ("accumulate", "optimizer.step() was called in the midst of accumulating gradients"),
         ("sampler", "sampler was given; the run has its own"),
         ("batch size", "batch_size is '8'; accepted: a whole number from 1"),
+        ("too few", "the training set has 64 samples; accepted: enough for one step of 65"),
         ("late loader", "run.loader was called after run.track"),
         ("number", "best is a builtins.float; accepted by run.track: objects with state_dict"),
         ("no track", "run.track was not called"),
         ("no scalar", "run.step was given loss, a Tensor that is no scalar"),
         ("two steps", "run.step was called twice for one batch"),
+        ("no best", "the run has no best checkpoint: run.best was not called"),
+        ("untracked", "the model is none that run.track was given"),
+        ("untraceable", "torch.export can't make a program of the model: Could not guard"),
     ],
 )
 def test_a_mistake_ends_in_a_sentence(crew: Any, case: str, words: str) -> None:

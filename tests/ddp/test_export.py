@@ -1,0 +1,55 @@
+"""The best model, loaded back at the end and written for those who have only torch."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hpc_ddp.training.checkpoint import open_checkpoint
+from hpc_ddp.training.export import export
+
+
+def weights(run: Any, step: int) -> dict[str, torch.Tensor]:
+    _, _, reader = open_checkpoint(run.checkpoints / f"step-{step}")
+    return {name[6:]: reader.read(name) for name in reader if name.startswith("model.")}
+
+
+def test_a_plain_script_has_the_best_model(crew: Any) -> None:
+    assert "BEST 8" in crew.go(2, script="leaving.py")
+    assert "THE SAME" in crew.go(0, str(crew.run.path), script="outside.py")
+    files = {path.name: path for path in (crew.run.path / "export").iterdir()}
+    assert sorted(files) == ["model.pt2", "model.safetensors"]
+    export(crew.run.path, crew.base / "best.safetensors", best=True)
+    assert (crew.base / "best.safetensors").read_bytes() == files["model.safetensors"].read_bytes()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_killed_behind_the_loop_it_exports_the_same(crew: Any, moment: str) -> None:
+    launch = crew.launch(2, "--kill", moment, script="leaving.py")
+    assert launch.wait() == [-signal.SIGKILL] * 2
+    output = crew.go(2, script="leaving.py")
+    assert "BEST 8" in output
+    assert [event["step"] for event in crew.events("finished")] == [12]
+    exported = load_file(crew.run.path / "export" / "model.safetensors")
+    best, last = weights(crew.run, 8), weights(crew.run, 12)
+    assert all(torch.equal(exported[name], best[name]) for name in best)
+    assert not torch.equal(last["0.weight"], best["0.weight"])  # the run itself went on
+    if moment == "after":
+        assert "going on from step 12" in output
+        # A finished run is given another epoch: it goes on from its last state, not the best.
+        more = ("--scores", "1", "3", "2", "4")
+        assert "BEST 16" in crew.go(2, *more, script="leaving.py")
+
+
+def test_a_best_that_is_gone_is_said(crew: Any) -> None:
+    crew.go(2, script="leaving.py")
+    shutil.rmtree(crew.run.checkpoints / "step-8")
+    launch = crew.launch(2, script="leaving.py")
+    assert launch.wait() == [1, 1]
+    assert "step-8: manifest.json is missing" in launch.output()
+    assert "Traceback" not in launch.output()

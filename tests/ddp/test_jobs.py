@@ -1,0 +1,244 @@
+"""The jobs: on four ranks, interrupted, in one process, on MNIST's own files, on bad data."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import runpy
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_ddp.run.checkpoints import candidates
+from hpc_ddp.training.checkpoint import open_checkpoint
+
+JOBS = Path(__file__).parents[2] / "jobs"
+HEAVY = ("torchvision", "torch._dynamo")  # the latter for run.export
+
+
+@dataclass(frozen=True)
+class Job:
+    """A small training on four ranks; `alone` makes steps of the same size in one process.
+
+    `metric` is a pattern of what is printed at the end, which may be `apart` by that much between
+    four ranks and one process. The signal comes in step `at`.
+    """
+
+    name: str
+    argv: str
+    alone: str
+    at: int
+    metric: str
+    apart: float
+
+    @property
+    def script(self) -> str:
+        return str(JOBS / f"{self.name}.py")
+
+
+SMALL_HOUSES = "--data ../houses --size 32 --arch shufflenet_v2_x0_5 --lr 2e-3 --epochs 2"
+TEST_ACCURACY = r"test accuracy (\S+)"
+LIST = [
+    # Sums in another order only.
+    Job("linear_regression", "--epochs 3", "--batch-size 40", 14, r"y = (\S+) x", 0.0011),
+    # Dropout draws other numbers on other ranks.
+    Job("mnist", "--epochs 3 --batch-size 8 --lr 4e-3", "--batch-size 32", 60, TEST_ACCURACY, 0.03),
+    # Each rank has its own statistics for batch norm, where there is no GPU.
+    Job(
+        "convnet_amp",
+        "--epochs 2 --batch-size 8 --lr 2e-2 --precision bf16",
+        "--batch-size 32",
+        14,
+        TEST_ACCURACY,
+        0.05,
+    ),
+]
+each_job = pytest.mark.parametrize("job", LIST, ids=lambda job: job.name)
+HOUSES = Job(
+    "designsafe", f"{SMALL_HOUSES} --batch-size 4", "--batch-size 16", 5, TEST_ACCURACY, 0.5
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported(zygote: Any) -> None:
+    """Have what the jobs import once, and not in each of some fifty processes."""
+    zygote.ask({"import": HEAVY})
+
+
+def draw(folder: Path, train: int, test: int, size: int = 32) -> None:
+    """Draw so many houses of each class."""
+    draw_set = runpy.run_path(str(JOBS / "data" / "draw_houses.py"))["draw_set"]
+    draw_set(folder, {"Train": train, "Validation": test, "Test": test}, size=size, seed=0)
+
+
+@pytest.fixture
+def houses(tmp_path: Path) -> Path:
+    draw(tmp_path / "houses", 16, 4)
+    return tmp_path / "houses"
+
+
+def go(crew: Any, ranks: int, job: Job, *more: str, at: int | None = None) -> str:
+    """Run a job to its end, or to a stop in step `at`, and return what it printed."""
+    script, signalled = (job.script, ()) if at is None else ("signalled.py", (str(at), job.script))
+    launch = crew.launch(ranks, *signalled, *job.argv.split(), *more, script=script)
+    assert not any(launch.wait(timeout_s=300)), launch.output()
+    output: str = launch.output()
+    return output
+
+
+def final(run: Any) -> dict[str, torch.Tensor]:
+    _, _, reader = open_checkpoint(candidates(run.checkpoints)[0])
+    return {name: reader.read(name).clone() for name in reader}
+
+
+def metric(job: Job, output: str) -> float:
+    found = re.search(job.metric, output)
+    assert found, output
+    return float(found[1])
+
+
+def check(job: Job, make_crew: Callable[[str], Any]) -> None:
+    """Interrupted equals undisturbed, bit for bit; one process comes to the same."""
+    whole, stopped, alone = (make_crew(name) for name in ("whole", "stopped", "alone"))
+    expected = go(whole, 4, job)
+    first = go(stopped, 4, job, at=job.at)
+    assert "stopped and saved at step" in first
+    assert "exported" not in first
+    output = go(stopped, 4, job)
+    assert "going on from step" in output
+    assert metric(job, output) == metric(job, expected)
+    tensors = final(whole.run)
+    assert tensors.keys() == final(stopped.run).keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in final(stopped.run).items())
+    one = go(alone, 0, job, *job.alone.split())
+    assert metric(job, one) == pytest.approx(metric(job, expected), abs=job.apart)
+
+
+@each_job
+def test_interrupted_it_equals_undisturbed(job: Job, make_crew: Callable[[str], Any]) -> None:
+    check(job, make_crew)
+
+
+@pytest.mark.soak
+def test_designsafe_interrupted(make_crew: Callable[[str], Any], tmp_path: Path) -> None:
+    draw(tmp_path / "houses", 48, 12)
+    check(HOUSES, make_crew)
+
+
+@pytest.mark.soak
+def test_fp16_interrupted(make_crew: Callable[[str], Any]) -> None:
+    argv = LIST[2].argv.replace("bf16", "fp16 --accumulate 3")
+    check(Job("convnet_amp", argv, "--batch-size 32", 10, TEST_ACCURACY, 0.05), make_crew)
+
+
+def write_mnist(folder: Path) -> None:
+    """Write the shipped digits, three times as large, as MNIST's own files."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    with gzip.open(JOBS / "data" / "digits.csv.gz", "rt") as lines:
+        table = torch.tensor([[int(number) for number in line.split(",")] for line in lines])
+    images = table[:, :64].reshape(-1, 8, 8).mul(15).to(torch.uint8)
+    images = images.repeat_interleave(3, 1).repeat_interleave(3, 2)
+    images = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    test = torch.arange(len(table)) % 5 == 4
+    for name, chosen in (("train", ~test), ("t10k", test)):
+        count = int(chosen.sum())
+        head = struct.pack(">iiii", 2051, count, 28, 28)
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(head + images[chosen].numpy().tobytes())
+        labels = table[chosen, 64].to(torch.uint8).numpy().tobytes()
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">ii", 2049, count) + labels)
+
+
+def test_mnist_reads_its_own_format(crew: Any, tmp_path: Path) -> None:
+    write_mnist(tmp_path / "data")
+    job = Job("mnist", f"--data {tmp_path / 'data'} --epochs 3 --lr 3e-3", "", 0, TEST_ACCURACY, 0)
+    output = go(crew, 0, job)
+    assert metric(job, output) >= 0.95
+    assert "digits" not in output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [0, 4])
+def test_mnist_reads_the_shipped_digits(crew: Any, ranks: int) -> None:
+    job = Job(
+        "mnist", "--epochs 10" + (" --batch-size 8" if ranks else ""), "", 0, TEST_ACCURACY, 0
+    )
+    output = go(crew, ranks, job)
+    assert metric(job, output) >= 0.95
+    assert "training on the shipped 8x8 digits, not on MNIST" in output
+
+
+@pytest.mark.parametrize("job", ["mnist", "convnet_amp"])
+def test_no_mnist_there_is_said(crew: Any, job: str) -> None:
+    launch = crew.launch(0, "--data", "nowhere", script=str(JOBS / f"{job}.py"))
+    assert launch.wait() == [2]
+    assert "error: nowhere has no MNIST that torchvision can read" in launch.output()
+    assert "Traceback" not in launch.output()
+
+
+def test_a_frozen_backbone_stays_as_it_was(crew: Any, houses: Path) -> None:
+    module = runpy.run_path(HOUSES.script)
+    torch.manual_seed(3)
+    model = module["make_model"]("shufflenet_v2_x0_5", None, 3, freeze=False)
+    given = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save(given, crew.base / "given.pth")
+    argv = (*SMALL_HOUSES.split(), "--weights", str(crew.base / "given.pth"), "--freeze")
+    launch = crew.launch(2, *argv, "--epochs", "1", script=HOUSES.script)
+    assert launch.wait(timeout_s=300) == [0, 0], launch.output()
+    trained = final(crew.run)
+    for name, tensor in given.items():
+        after = trained[name.replace("module.", "model.", 1)] if ".fc." not in name else None
+        assert after is None or torch.equal(after, tensor), name
+    assert not torch.equal(trained["model.fc.2.weight"], given["module.fc.2.weight"])
+    assert {"confusion.png", "predictions.png"} <= {path.name for path in crew.run.path.iterdir()}
+    program = torch.export.load(crew.run.path / "export" / "model.pt2").module()
+    assert program(torch.zeros(5, 3, 32, 32)).shape == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("missing", "Train is no folder of images"),
+        ("no class", "Couldn't find any class folder"),
+        ("other class", "Validation has the classes C0, C2, C4, C9; accepted: those of Train"),
+        ("no image", "000.png can't be read as an image"),
+        ("no weights", "given.pth can't be read as weights"),
+        ("other weights", "given.pth has no weights of a shufflenet_v2_x0_5: Missing key(s)"),
+    ],
+)
+def test_bad_houses_are_said_plainly(crew: Any, houses: Path, damage: str, words: str) -> None:
+    argv = [*SMALL_HOUSES.split(), "--workers", "1"]
+    given = crew.base / "given.pth"
+    if damage == "missing":
+        argv[1] = "nowhere"
+    elif damage == "no class":
+        (crew.base / "empty" / "Train").mkdir(parents=True)
+        argv[1] = "empty"
+    elif damage == "other class":
+        (houses / "Validation" / "C9").mkdir()
+        (houses / "Validation" / "C9" / "0.png").touch()
+    elif damage == "no image":
+        for path in (houses / "Train").glob("*/000.png"):
+            path.write_bytes(path.read_bytes()[:100])
+    else:
+        argv += ["--weights", str(given)]
+        torch.save({"weight": torch.ones(3)}, given)
+        if damage == "no weights":
+            given.write_text("no weights")
+    launch = crew.launch(0, *argv, script=HOUSES.script)
+    assert launch.wait(timeout_s=120) == [2], launch.output()
+    assert words in launch.output()
+    assert "Traceback" not in launch.output()
+
+
+@pytest.mark.soak
+def test_designsafe_learns(crew: Any, tmp_path: Path) -> None:
+    draw(tmp_path / "houses", 80, 20, size=64)
+    argv = f"--data {tmp_path / 'houses'} --size 64 --epochs 5"
+    job = Job("designsafe", argv, "", 0, TEST_ACCURACY, 0)
+    assert metric(job, go(crew, 2, job)) > 0.6  # chance is 0.33
