@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import randomness, state
-from hpc_ddp.training.control import choose_device
+from hpc_ddp.training.control import choose_devices
 from hpc_ddp.training.facts import DistInfo, Surroundings
 from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.loader import Loader, Shard, to_device
@@ -250,13 +250,13 @@ def test_a_worker_that_srun_lets_see_one_gpu_takes_it(
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.cuda.set_device", lambda index: None)
     info = DistInfo(rank=6, local_rank=2, world_size=8, local_world_size=4, launched=True)
-    assert choose_device(info) == torch.device("cuda", 0 if gpus == 1 else 2)
+    assert choose_devices(info) == [torch.device("cuda", 0 if gpus == 1 else 2)]
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     if gpus == 1:
         with pytest.raises(HpcDdpError, match="4 workers on this node, but 1 visible GPU"):
-            choose_device(info)
+            choose_devices(info)
     else:
-        assert choose_device(info) == torch.device("cuda", 2)
+        assert choose_devices(info) == [torch.device("cuda", 2)]
 
 
 def test_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
