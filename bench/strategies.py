@@ -1,7 +1,7 @@
 """Trains jobs/gpt.py with the model spread in every way, and draws the loss curves side by side.
 
 ``python bench/strategies.py`` writes a picture and a table of the largest deviation from one
-process to ``bench/results/``. A few minutes; two thirds of the text are left out.
+process to ``bench/results/``. Some minutes; two thirds of the text are left out.
 """
 
 from __future__ import annotations
@@ -84,12 +84,25 @@ def table(curves: dict[str, list[list[float]]]) -> list[str]:
     return lines
 
 
+def write(curves: dict[str, list[list[float]]]) -> str:
+    """Write the picture and the page that has it; return the page."""
+    import torch
+
+    today = datetime.date.today().isoformat()
+    draw(curves, RESULTS / f"{today}-strategies.png")
+    where = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
+    steps = len(curves[ONE])
+    head = [f"# {today}: {where}", "", f"`jobs/gpt.py {SIZE}`, fp32, gloo, {steps} steps.", ""]
+    body = ["", "The largest difference in any step.", "", f"![]({today}-strategies.png)", ""]
+    page = "\n".join([*head, *table(curves), *body])
+    (RESULTS / f"{today}-strategies.md").write_text(page)
+    return page
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--characters", type=int, default=130_000, help="of the text")
     args = parser.parse_args()
-    import torch
-
     curves = {}
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text"
@@ -97,15 +110,7 @@ def main() -> None:
         for name in WAYS:
             curves[name] = train(name, Path(folder), text)
             print(f"{name}: {curves[name][-1]}", flush=True)
-    today = datetime.date.today().isoformat()
-    draw(curves, RESULTS / f"{today}-strategies.png")
-    where = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
-    steps = len(curves[ONE])
-    head = [f"# {today}: {where}", "", f"`jobs/gpt.py {SIZE}`, fp32, gloo, {steps} steps.", ""]
-    body = ["", "The largest difference in any step.", "", f"![]({today}-strategies.png)", ""]
-    lines = "\n".join([*head, *table(curves), *body])
-    print(lines)
-    (RESULTS / f"{today}-strategies.md").write_text(lines)
+    print(write(curves))
 
 
 if __name__ == "__main__":

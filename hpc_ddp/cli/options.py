@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from hpc_ddp.run.spec import BACKENDS, CONTINUE_BY
+from hpc_ddp.run.spec import BACKENDS, CONTINUE_BY, LAUNCHERS
 
 Command = Callable[..., Any]
 
@@ -73,6 +73,17 @@ _OPTIONS = [
         help="Any other option of sbatch, as --sbatch=--network=…; may be repeated.",
     ),
     click.option(
+        "--launcher",
+        metavar="|".join(LAUNCHERS),
+        help="What starts the workers (default torchrun); srun: each is a Slurm task.",
+    ),
+    click.option(
+        "--srun",
+        multiple=True,
+        metavar="OPTION",
+        help="Any option of srun for the training's step, as --srun=--cpu-bind=none; repeatable.",
+    ),
+    click.option(
         "--backend", metavar="|".join(BACKENDS), help="How it is started (default slurm)."
     ),
     *_SCENE,
@@ -115,7 +126,16 @@ _OPTIONS = [
 
 # Those that mean something for processes of this machine, with nothing submitted or gone on with.
 _HERE = (
-    *("nodes", "gpus_per_node", "nproc_per_node", "python", "env", "runs_dir", "no_snapshot"),
+    *(
+        "nodes",
+        "gpus_per_node",
+        "nproc_per_node",
+        "launcher",
+        "python",
+        "env",
+        "runs_dir",
+        "no_snapshot",
+    ),
     *("as_json", "script", "args"),
 )
 

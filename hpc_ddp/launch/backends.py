@@ -15,17 +15,17 @@ from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
 from hpc_ddp.launch.prepare import Prepared
-from hpc_ddp.launch.render import header_pairs, job_env, srun_end, torchrun_options
+from hpc_ddp.launch.render import header_pairs, job_env, node_command, srun_end
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
 
 PICKLE = "supervisor.pkl"
 # For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
-SRUN = """srun() {
-    command srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" "$@" &
+SRUN = """srun() {{
+    command srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * {tasks_per_node}))" "$@" &
     step=$!
     while kill -0 $step 2>/dev/null; do wait $step || :; done
-}"""
+}}"""
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class LocalBackend(SlurmBackend):
         env |= {"CUDA_VISIBLE_DEVICES": ""}
         env.setdefault("OMP_NUM_THREADS", "1")
         node = str(run.lib / "node.py")
-        command = [sys.executable, node, "local", spec.python, node, "agent"]
-        command += [*torchrun_options(spec), str(prepared.script), *spec.args]
+        _, told = node_command(spec, node, str(prepared.script))
+        command = [sys.executable, node, "local", *told, *spec.args]
         return subprocess.Popen(
             command,
             env=env,
@@ -127,14 +127,13 @@ class SubmititBackend(SlurmBackend):
     def _pickle(self, prepared: Prepared) -> None:
         from submitit.core.utils import DelayedSubmission
 
-        from hpc_ddp.node.supervisor import submitit_main
+        from hpc_ddp.node.task import submitit_main
 
         node = str(prepared.run.lib / "node.py")
-        command = [prepared.spec.python, node, "agent", *torchrun_options(prepared.spec)]
-        command += [str(prepared.script)]
+        part, command = node_command(prepared.spec, node, str(prepared.script))
         folder = prepared.run.path / "submitit"
         folder.mkdir(exist_ok=True)
-        DelayedSubmission(submitit_main, command).dump(folder / PICKLE)
+        DelayedSubmission(submitit_main, part, command).dump(folder / PICKLE)
 
     def _executor(self, prepared: Prepared) -> Any:
         import submitit
@@ -164,14 +163,16 @@ class SubmititBackend(SlurmBackend):
                 'job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"',
                 f'ln -sfn {PICKLE} {folder}/"${{job}}_submitted.pkl"',
                 'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',
-                SRUN,
+                SRUN.format(tasks_per_node=spec.tasks_per_node),
             ],
             teardown=[prepared.rendering.block("verdict")],
             srun_args=[
                 f"--output={pairs['output']}",
                 "--open-mode=append",
-                "--ntasks-per-node=1",
+                f"--ntasks-per-node={spec.tasks_per_node}",
+                *(["--distribution=block"] if spec.launcher == "srun" else []),
                 *srun_end(spec),
+                *spec.srun,
             ],
             additional_parameters=pairs,
         )

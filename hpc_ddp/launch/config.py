@@ -18,7 +18,7 @@ from hpc_ddp.run.spec import JobSpec
 
 PROJECT_FILE = "hpc-ddp.toml"
 OURS = ("site", "runs-dir", "snapshot", "snapshot-exclude", "job-name")
-_LISTS = ("args", "sbatch", "setup", "env-names", "snapshot-exclude", "torchrun")
+_LISTS = ("args", "sbatch", "srun", "torchrun", "setup", "env-names", "snapshot-exclude")
 _NUMBERS = (
     *("nproc-per-node", "cpus-per-task", "warn-s", "max-requeues", "max-failures"),
     "max-restarts",

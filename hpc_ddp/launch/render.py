@@ -66,6 +66,14 @@ def srun_end(spec: JobSpec) -> list[str]:
     return ["--kill-on-bad-exit=1", f"--wait={WAIT_S}"]
 
 
+def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]:
+    """Return the part of the node's code that is each task of the step, and what it is told before
+    the script's arguments."""
+    if spec.launcher == "srun":
+        return "task", [spec.python, script]
+    return "supervisor", [spec.python, node, "agent", *torchrun_options(spec), script]
+
+
 def sbatch_line(name: str, value: str) -> str:
     """Return one ``#SBATCH`` line. sbatch splits it at blanks and knows both quotes and backslash.
 
@@ -90,7 +98,7 @@ def header_pairs(spec: JobSpec, run: RunFolder) -> list[tuple[str, str]]:
     return [
         *directives(spec),
         # Of a range Slurm would then give the least, since it counts tasks.
-        *([("ntasks-per-node", "1")] if isinstance(spec.nodes, int) else []),
+        *([("ntasks-per-node", str(spec.tasks_per_node))] if isinstance(spec.nodes, int) else []),
         ("output", output),
         ("open-mode", "append"),
         *([("no-kill", "")] if spec.elastic else []),
@@ -134,6 +142,8 @@ class Rendering:
             "host_python": sys.executable,
             "python": spec.python,
             "workers": spec.workers_per_node,
+            "launcher": spec.launcher,
+            "srun": spec.srun,
             "srun_end": srun_end(spec),
             "torchrun_options": torchrun_options(spec),
             "script": str(script),

@@ -30,10 +30,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hpc_ddp.node.supervisor import split
-from hpc_ddp.node.worker import die_with_parent
+from hpc_ddp.node.worker import die_with_parent, started_by
 from hpc_ddp.run.folder import AttemptFolder, NodeFolder, read_word, write_json
 
-WORKER = Path(__file__).with_name("worker.py")
 # How long a start without a lost node waits for the rest of the others. They end their workers
 # first, which takes those that are torn down 2 s.
 LAST_CALL_S = 15
@@ -125,8 +124,8 @@ def launch(argv: list[str], node: NodeFolder) -> dict[str, Any] | None:
 
     options, script = split(argv)
     args = read_options(options)
-    args.training_script = sys.executable
-    args.training_script_args = escape(["-ISs", str(WORKER), sys.executable, "-u", *script])
+    args.training_script, *rest = started_by(sys.executable, script)
+    args.training_script_args = escape(rest)
     config, command, command_args = run.config_from_args(args)
     ignore_sigterm()
     end_when_told(node)

@@ -19,7 +19,7 @@ from hpc_ddp import slurm
 from hpc_ddp.node import continuation
 from hpc_ddp.node.continuation import ask, say
 from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port, reach
-from hpc_ddp.node.verdict import Facts, Verdict, decide, over_budget
+from hpc_ddp.node.verdict import Facts, Verdict, decide, over_budget, silent_nodes
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job
@@ -164,8 +164,8 @@ def next_port(environ: dict[str, str]) -> int:
     """Clear away a start whose port was taken, and return another port to try."""
     attempt = attempt_of(environ)
     attempt.failed.write_text("")
-    for node in attempt.nodes():
-        node.record.unlink(missing_ok=True)
+    for record in [path for node in attempt.nodes() for path in node.records()]:
+        record.unlink(missing_ok=True)
     attempt.port_taken.unlink()
     return free_port(int(environ["HPC_DDP_PORT"]) + 1)
 
@@ -191,7 +191,7 @@ def judge(
     """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
     nodes, records = environ["HPC_DDP_NODES"].split(), attempt.records()
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
-    silent = set(nodes) - {record["node"] for record in records if not record.get("left")}
+    silent = silent_nodes(spec, nodes, records)
     facts = Facts(
         spec=spec,
         attempt=attempt.number,
@@ -201,7 +201,7 @@ def judge(
         restarts=int(environ.get("HPC_DDP_RESTARTS") or 0),
         nodes=nodes,
         records=records,
-        lost_nodes=slurm.unusable(sorted(silent)) if job else [],
+        lost_nodes=slurm.unusable(silent) if job else [],
         events=_since_submit(run.events()),
         gpu_hours=_gpu_hours(run, spec),
     )

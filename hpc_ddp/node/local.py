@@ -1,6 +1,6 @@
 """The batch shell's part on one machine: the same attempt, supervisors and verdict, no Slurm.
 
-``python <run>/lib/node.py local <torchrun command line>``
+``python <run>/lib/node.py local <torchrun command line, or python and the script>``
 
 Nodes are processes of this machine. SIGTERM or SIGINT here is the notice that a preempting
 Slurm would send. What Slurm would requeue goes on at once, except after such a notice: then
@@ -96,11 +96,14 @@ class LocalRun:
 
     def _supervise(self, environ: dict[str, str]) -> None:
         """Run one supervisor per node until all have ended; like srun, kill late ones."""
-        node = self.run.lib / "node.py"
-        argv = [sys.executable, str(node), "supervisor", *expand(self.command, environ)]
+        node, tasks = str(self.run.lib / "node.py"), self.spec.tasks_per_node
+        if self.spec.launcher == "srun":
+            argv = [sys.executable, node, "task", *self.command]
+        else:
+            argv = [sys.executable, node, "supervisor", *expand(self.command, environ)]
         self.supervisors = [
-            subprocess.Popen(argv, env=dict(environ, HPC_DDP_NODE_INDEX=str(index)))
-            for index in range(len(self.nodes))
+            subprocess.Popen(argv, env=environ | self._task(index, tasks))
+            for index in range(len(self.nodes) * tasks)
         ]
         if self.notified:  # before they were there to be told
             for supervisor in self.supervisors:
@@ -113,6 +116,15 @@ class LocalRun:
             if time.time() > end + KILL_WAIT_S:
                 for supervisor in self.supervisors:
                     supervisor.kill()
+
+    def _task(self, index: int, per_node: int) -> dict[str, str]:
+        """Return what Slurm would tell one task of the step."""
+        return {
+            "HPC_DDP_NODE_INDEX": str(index // per_node),
+            "SLURM_PROCID": str(index),
+            "SLURM_LOCALID": str(index % per_node),
+            "SLURM_NTASKS": str(len(self.nodes) * per_node),
+        }
 
 
 def _is_live(info: dict[str, Any]) -> bool:

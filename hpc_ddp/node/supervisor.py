@@ -28,7 +28,14 @@ from typing import Any
 
 from hpc_ddp.node import failure, leaderless, oom
 from hpc_ddp.node.network import LOOPBACK, interface_to, reach
-from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json, read_word, write_json
+from hpc_ddp.run.folder import (
+    AttemptFolder,
+    NodeFolder,
+    RunFolder,
+    read_json,
+    read_word,
+    write_json,
+)
 from hpc_ddp.run.patience import patiently
 
 LOOK_EVERY_S = 1.0
@@ -169,11 +176,28 @@ class Supervisor:
     _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
-        self.folder = self.place.attempt.node(self.place.node)
+        self.folder = self._own_folder()
         patiently(partial(self.folder.path.mkdir, exist_ok=True))
-        for stale in (*self.folder.path.glob("rank-*.pid"), self.folder.path / "failures.json"):
+        for stale in (*self._pids(), self.folder.failures):
             stale.unlink(missing_ok=True)
-        self.journal = self.place.run.journal(self.place.node, self.place.attempt.number)
+        self.journal = self.place.run.journal(self._name(), self.place.attempt.number)
+
+    # What a supervisor of one worker does otherwise: see node/task.py.
+
+    def _own_folder(self) -> NodeFolder:
+        return self.place.attempt.node(self.place.node)
+
+    def _name(self) -> str:
+        """Who this is among all supervisors of the attempt."""
+        return self.place.node
+
+    def _pids(self) -> list[Path]:
+        """Return the files with the process ids of the workers that have started."""
+        return list(self.folder.path.glob("rank-*.pid"))
+
+    def _peers(self) -> list[Path]:
+        """Return where all supervisors of the attempt record their ends."""
+        return [self.place.attempt.node(node).record for node in self.place.nodes]
 
     def run(self) -> int:
         """Run torchrun to its end and return the code for the task: 0 also for a polite stop."""
@@ -182,7 +206,7 @@ class Supervisor:
         try:
             agent = self._start()
         except OSError as error:
-            write_json(self.folder.path / "failures.json", {"agent": str(error)})
+            write_json(self.folder.failures, {"agent": str(error)})
             return self._end(127)
         leader_lost = leaderless.watch(self.place, dict(os.environ)) if self._elastic else None
         while agent.poll() is None:
@@ -196,7 +220,7 @@ class Supervisor:
     def _start(self) -> subprocess.Popen[bytes]:
         with open(self.folder.agent_log, "ab") as log:
             return subprocess.Popen(
-                self._torchrun(),
+                self._command(),
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -204,7 +228,7 @@ class Supervisor:
                 start_new_session=True,
             )
 
-    def _torchrun(self) -> list[str]:
+    def _command(self) -> list[str]:
         """Add what differs between nodes: who hosts the store, and this node's own name.
 
         torchrun would guess both from host names, and guesses wrong with several interfaces,
@@ -272,7 +296,7 @@ class Supervisor:
             self._kill_at = now
 
     def _peer_failed(self) -> bool:
-        return read_word(self.place.attempt.failed) not in ("", self.place.node)
+        return read_word(self.place.attempt.failed) not in ("", self._name())
 
     def _give_notice(self, source: str, agent: subprocess.Popen[bytes]) -> None:
         """Tell the workers that the attempt must end soon; without workers yet, end it."""
@@ -298,7 +322,7 @@ class Supervisor:
     def _signal_workers(self, number: int) -> int:
         """Signal every worker that has started; return how many there were."""
         count = 0
-        for path in self.folder.path.glob("rank-*.pid"):
+        for path in self._pids():
             with contextlib.suppress(OSError, ValueError):  # gone, unreadable, or not yet written
                 os.kill(int(path.read_text()), number)
                 count += 1
@@ -346,7 +370,7 @@ class Supervisor:
             leaderless.decide(self.place, dict(os.environ), lambda: bool(self.signals.seen))
             return 1
         if not self.torn_down:
-            self._tell(partial(self.place.attempt.failed.write_text, self.place.node))
+            self._tell(partial(self.place.attempt.failed.write_text, self._name()))
         if not self.place.attempt.port_taken.exists():
             self._wait_for_peers()
         return 1
@@ -355,44 +379,43 @@ class Supervisor:
         try:
             patiently(write)
         except OSError as error:  # the verdict will say that nothing was heard of this node
-            print(f"hpc-ddp: {self.place.node} can't tell how it ended: {error}", file=sys.stderr)
+            print(f"hpc-ddp: {self._name()} can't tell how it ended: {error}", file=sys.stderr)
 
     def _failures(self, code: int) -> list[dict[str, Any]]:
-        told = read_json(self.folder.path / "failures.json")
-        found: list[dict[str, Any]] = told.get("failures", [])
+        told, now = read_json(self.folder.failures), time.time()
+        found = self._failed_workers(code, told)
         for each in found:
             log = self.folder.rank_log(each["rank"])
             each["error"] = failure.last_exception(log) if each["code"] > 0 else ""
         if not found:
-            error = told.get("agent", "")
-            found = [{"rank": None, "code": code, "time": time.time(), "error": error}]
+            found = [{"rank": None, "code": code, "time": now, "error": told.get("agent", "")}]
         if oom.kills() > self._oom_kills:
             for each in found:
                 if each["code"] == -signal.SIGKILL:
                     each["error"] = oom.KILLED
         return found
 
+    def _failed_workers(self, code: int, told: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return rank, code and time of each worker that failed, as torchrun has told them."""
+        found: list[dict[str, Any]] = told.get("failures", [])
+        return found
+
     def _wait_for_peers(self) -> None:
         """Let the peers end by themselves: srun kills them when this task fails."""
-        give_up = time.time() + PEERS_S
-        waiting = [self.place.attempt.node(node).record for node in self.place.nodes]
-        while time.time() < give_up and not all(record.exists() for record in waiting):
+        give_up, waiting = time.time() + PEERS_S, self._peers()
+        while time.time() < give_up and waiting:
+            while waiting and waiting[-1].exists():  # each is looked for until it is seen once
+                waiting.pop()
             time.sleep(0.2)
 
 
-def main(command: list[str]) -> int:
+def supervise(kind: type[Supervisor], command: list[str]) -> int:
     try:
-        return Supervisor(Place.from_env(dict(os.environ)), command).run()
+        return kind(Place.from_env(dict(os.environ)), command).run()
     except OSError as error:
         print(f"hpc-ddp: the run's folder can't be used here: {error}", file=sys.stderr)
         return 1
 
 
-def submitit_main(command: list[str]) -> None:
-    """The same as submitit's task, which would end with code 0 whatever a function returned.
-
-    One file with `command` serves all tasks of an array; the script's arguments are the run's own.
-    """
-    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
-    args = read_json(Place.from_env(dict(os.environ)).run.job_json)["args"]
-    sys.exit(main([*expand(command, os.environ), *args]))
+def main(command: list[str]) -> int:
+    return supervise(Supervisor, command)

@@ -19,6 +19,7 @@ failed         requeue up to ``max_failures`` times where it may help, else give
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -52,7 +53,7 @@ class Facts:
         the attempt's node names, and what the nodes recorded of their ends; a node that was lost
         and went on in vain, while an elastic job did without it, has `left`
     lost_nodes
-        nodes without a record that Slurm says are down or do not answer
+        silent nodes that Slurm says are down or do not answer
     gpu_hours
         what the run has used so far, with all tasks of its array; measured for a budget only
     events
@@ -101,7 +102,7 @@ class Facts:
         """Nobody is missing: of an elastic job, where anybody but the first may be lost."""
         if self.spec.elastic:
             return any(record["node"] == self.nodes[0] for record in self.ends)
-        return len(self.ends) == len(self.nodes)
+        return not silent_nodes(self.spec, self.nodes, self.records)
 
     @property
     def progress(self) -> bool:
@@ -141,6 +142,14 @@ class Verdict:
     action: str
     why: str
     exit_code: int = 0
+
+
+def silent_nodes(
+    spec: JobSpec, nodes: Sequence[str], records: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Return the nodes of which not every task has recorded its end."""
+    heard = Counter(record["node"] for record in records if not record.get("left"))
+    return sorted(node for node in nodes if heard[node] < spec.tasks_per_node)
 
 
 def decide(facts: Facts) -> Verdict:
@@ -286,6 +295,6 @@ def _describe(facts: Facts, cause: str) -> str:
     if facts.unfit and cause == "bad node":
         return f"preflight: {facts.unfit['why']}"
     if cause == "node lost":
-        silent = set(facts.nodes) - {record["node"] for record in facts.ends}
-        return f"no word from {', '.join(sorted(silent)) or 'a node'}"
+        silent = silent_nodes(facts.spec, facts.nodes, facts.records)
+        return f"no word from {', '.join(silent) or 'a node'}"
     return cause if facts.step is None else f"{cause}, at step {facts.step}"

@@ -1,9 +1,10 @@
-"""What torchrun starts in place of the user's script: sets the scene, then becomes it.
+"""What torchrun, or a task's supervisor, starts in place of the user's script: sets the scene,
+then becomes it.
 
 Run as a file, isolated (``python -ISs worker.py``), since it must not load anything of the
 user's environment before the script itself does. It gives the worker one log file, by global
-rank and on the shared disk, and ties its life to the agent's: torchrun's workers have sessions
-of their own, and outlive an agent that is killed.
+rank and on the shared disk, and ties its life to that of whoever started it: torchrun's workers
+have sessions of their own, and outlive an agent that is killed.
 """
 
 import os
@@ -16,12 +17,39 @@ PATIENCE_S = 60.0
 AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
+def started_by(python: str, script: list[str]) -> list[str]:
+    """Return the command that starts a script, with its arguments, as a worker."""
+    return [python, "-ISs", __file__, python, "-u", *script]
+
+
 def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the parent dies; holds across exec (Linux only)."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def as_task() -> dict[str, str]:
+    """Return Slurm's variables of a task as they are for a worker that is one, by `srun python`.
+
+    Below torchrun a worker would inherit those of its node's one task: the node's number for a
+    rank, and the number of nodes for a world size. What reads them would train alone.
+    """
+    size, per_node = os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+    nodes = int(size) // int(per_node)
+    by_node = f"{per_node}(x{nodes})" if nodes > 1 else per_node
+    return {
+        "SLURM_PROCID": os.environ["RANK"],
+        "SLURM_LOCALID": os.environ["LOCAL_RANK"],
+        "SLURM_NODEID": os.environ["GROUP_RANK"],
+        "SLURM_NTASKS": size,
+        "SLURM_NPROCS": size,
+        "SLURM_NTASKS_PER_NODE": per_node,
+        "SLURM_TASKS_PER_NODE": by_node,
+        "SLURM_STEP_NUM_TASKS": size,
+        "SLURM_STEP_TASKS_PER_NODE": by_node,
+    }
 
 
 def python_path() -> str:
@@ -59,7 +87,7 @@ def forget_other_ranks() -> None:
 def main(command: list[str]) -> None:
     die_with_parent()
     if os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
-        sys.exit("hpc-ddp: the torchrun agent has died")
+        sys.exit("hpc-ddp: what has started this worker has died")
     name = os.path.join(os.environ["HPC_DDP_NODE_FOLDER"], f"rank-{os.environ['RANK']}")
     log = open_log(name)
     if os.fstat(log).st_size:
@@ -68,8 +96,8 @@ def main(command: list[str]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    os.environ["PYTHONPATH"] = python_path()
-    os.execv(command[0], command)
+    os.environ.update(as_task(), PYTHONPATH=python_path())
+    os.execvp(command[0], command)
 
 
 if __name__ == "__main__":

@@ -233,7 +233,8 @@ CAUSES = (
         "rendezvous failure",
         r"RendezvousConnectionError|client socket has (timed out|failed to connect)",
         "a node could not reach the first node's store",
-        "{again}; if it comes again: --interface or the site's host suffix, or --exclude the node",
+        "{again}; if it comes again: --interface or the site's host suffix, or --exclude the node;"
+        " a script that sets MASTER_PORT itself needs --launcher srun",
     ),
     Cause(
         "rendezvous failure",

@@ -253,7 +253,7 @@ def _is_name(node: str) -> bool:
 
 
 def _failures(node: NodeFolder) -> list[Failure]:
-    listed = read_json(node.record).get("failures")
+    lists = [read_json(path).get("failures") for path in node.records()]
     return [
         Failure(
             rank=number(each, "rank"),
@@ -262,6 +262,7 @@ def _failures(node: NodeFolder) -> list[Failure]:
             code=number(each, "code") or 1,
             time=float(number(each, "time") or 0),
         )
+        for listed in lists
         for each in (listed if isinstance(listed, list) else [])
         if isinstance(each, dict)
     ]

@@ -11,6 +11,7 @@
         logs/slurm.out
         logs/attempt-<k>/attempt.json, notice, failed
         logs/attempt-<k>/<node>/rank-<r>.log, agent.log, notice, record.json,
+                                (where each worker is a task: notice-<r>, record-<r>.json)
                                 and of a hang stack-rank-<r>.txt, flight-rank-<r>
         checkpoints/step-<n>/
         tensorboard/
@@ -39,19 +40,34 @@ _RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
 
 @dataclass(frozen=True)
 class NodeFolder:
-    """One node's part of an attempt."""
+    """One node's part of an attempt, as the supervisor sees it that is a Slurm task there: of all
+    the node's workers, or of `rank` alone."""
 
     path: Path
+    rank: int | None = None
 
     @property
     def notice(self) -> Path:
         """Written by the supervisor, and only by it: the workers' signal was a notice."""
-        return self.path / "notice"
+        return self.path / f"notice{self._task}"
 
     @property
     def record(self) -> Path:
-        """How this node's torchrun ended, as JSON."""
-        return self.path / "record.json"
+        """How this node's torchrun, or this task's worker, ended, as JSON."""
+        return self.path / f"record{self._task}.json"
+
+    @property
+    def failures(self) -> Path:
+        """Which workers failed, as torchrun has told the supervisor; or why there are none."""
+        return self.path / f"failures{self._task}.json"
+
+    @property
+    def _task(self) -> str:
+        return "" if self.rank is None else f"-{self.rank}"
+
+    def records(self) -> list[Path]:
+        """Return what the node's tasks have recorded so far."""
+        return sorted(self.path.glob("record*.json"))
 
     @property
     def agent_log(self) -> Path:
@@ -102,15 +118,15 @@ class AttemptFolder:
     def port_taken(self) -> Path:
         return self.path / "port-taken"
 
-    def node(self, name: str) -> NodeFolder:
-        return NodeFolder(self.path / name)
+    def node(self, name: str, rank: int | None = None) -> NodeFolder:
+        return NodeFolder(self.path / name, rank)
 
     def nodes(self) -> list[NodeFolder]:
         return [NodeFolder(path) for path in sorted(self.path.iterdir()) if path.is_dir()]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return what the nodes have recorded of their ends so far."""
-        found = [read_json(node.record) for node in self.nodes()]
+        """Return what the nodes, or their tasks, have recorded of their ends so far."""
+        found = [read_json(path) for node in self.nodes() for path in node.records()]
         return [record for record in found if "code" in record]
 
 

@@ -13,6 +13,7 @@ from hpc_ddp.run.errors import UsageError, closest
 
 BACKENDS = ("slurm", "submitit", "local", "allocation")
 CONTINUE_BY = ("requeue", "resubmit")
+LAUNCHERS = ("torchrun", "srun")
 
 # The fields that are sbatch options of the same name, and need nothing but to be passed on.
 SBATCH_FIELDS = (
@@ -81,6 +82,8 @@ class JobSpec:
     mail_type: str | None = None
     mail_user: str | None = None
     sbatch: tuple[str, ...] = ()
+    launcher: str = "torchrun"
+    srun: tuple[str, ...] = ()
     fabric: str = "auto"
     interface: str | None = None
     host_suffix: str = ""
@@ -103,7 +106,8 @@ class JobSpec:
     budget_gpu_hours: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("args", "sbatch", "setup", "env_names", "torchrun"):  # JSON, TOML have lists
+        lists = ("args", "sbatch", "srun", "torchrun", "setup", "env_names")
+        for name in lists:  # JSON and TOML have lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.nodes, str) and self.nodes.isdecimal():
             object.__setattr__(self, "nodes", int(self.nodes))
@@ -136,6 +140,11 @@ class JobSpec:
     def workers_per_node(self) -> int:
         """torchrun's ``--nproc-per-node``: as said, else one per GPU, else one."""
         return self.nproc_per_node or self.gpu_count or 1
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Slurm tasks of the training step per node: torchrun, or each worker by itself."""
+        return self.workers_per_node if self.launcher == "srun" else 1
 
     @property
     def gpu_count(self) -> int:
@@ -244,6 +253,7 @@ def validate(spec: JobSpec) -> None:
     _check_numbers(spec)
     _choice("backend", spec.backend, BACKENDS)
     _choice("continue-by", spec.continue_by, CONTINUE_BY)
+    _choice("launcher", spec.launcher, LAUNCHERS)
     if not _NAME.fullmatch(spec.name):
         raise UsageError(
             f"job name {spec.name!r} can't be the name of a folder; accepted: up to 100 letters,"
@@ -260,6 +270,7 @@ def validate(spec: JobSpec) -> None:
     _check_env(spec)
     _check_container(spec)
     _check_torchrun(spec)
+    _check_tasks(spec)
     if spec.array:
         array_indexes(spec.array)
         if spec.continue_by == "resubmit":
@@ -282,6 +293,18 @@ def _check_sweep(spec: JobSpec) -> None:
         )
 
 
+def _check_tasks(spec: JobSpec) -> None:
+    """Refuse what srun could not start; `cpus_per_task` is for all workers of a node."""
+    for raw in spec.srun:
+        _split_raw(raw, "srun", "--gpu-bind=closest")
+    if spec.cpus_per_task is not None and spec.cpus_per_task < spec.tasks_per_node:
+        raise UsageError(
+            f"cpus-per-task {spec.cpus_per_task} is too few for {spec.tasks_per_node} tasks"
+            " per node: it counts all CPUs of a node, and each needs one",
+            hint=f"--cpus-per-task {spec.tasks_per_node}",
+        )
+
+
 def _check_container(spec: JobSpec) -> None:
     try:
         shlex.split(spec.container or "")
@@ -293,6 +316,11 @@ def _check_container(spec: JobSpec) -> None:
 
 
 def _check_torchrun(spec: JobSpec) -> None:
+    if spec.launcher == "srun" and (spec.torchrun or spec.restarts or spec.elastic):
+        raise UsageError(
+            "without torchrun there are no --max-restarts, --elastic and --torchrun",
+            hint="--launcher torchrun",
+        )
     if spec.elastic and spec.restarts < 1:
         raise UsageError(
             "an elastic job restarts its workers when a node is lost, and max-restarts is 0",
@@ -345,18 +373,20 @@ def directives(spec: JobSpec) -> list[tuple[str, str]]:
     pairs = [("job-name", spec.name)]
     for name in SBATCH_FIELDS:
         value = getattr(spec, name)
+        if value is not None and name == "cpus_per_task":
+            value //= spec.tasks_per_node  # ours counts a node's, and so Slurm's, with one task
         if value is not None:
             pairs.append((name.replace("_", "-"), str(value)))
     if spec.exclusive:
         pairs.append(("exclusive", ""))
-    return pairs + [_split_raw(raw) for raw in spec.sbatch]
+    return pairs + [_split_raw(raw, "sbatch", "--network=x") for raw in spec.sbatch]
 
 
-def _split_raw(raw: str) -> tuple[str, str]:
+def _split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
     if not re.match(r"--[a-z]", raw) or not raw.isprintable():
         raise UsageError(
-            f"sbatch option {raw!r} is not of the form --name or --name=value",
-            hint="--sbatch '--network=disable_rdzv_get'",
+            f"{command} option {raw!r} is not of the form --name or --name=value",
+            hint=f"--{command}={example}",
         )
     name, _, value = raw[2:].partition("=")
     return name, value

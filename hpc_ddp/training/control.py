@@ -25,12 +25,14 @@ def choose_devices(info: DistInfo, each: int = 1) -> list[torch.device]:
     Raises
     ------
     HpcDdpError
-        there are GPUs, but fewer than the workers on this node need
+        there are GPUs, but fewer than the workers of a torchrun on this node need
     """
     if not torch.cuda.is_available():
         return [torch.device("cpu")] * each
     count = torch.cuda.device_count()
-    first = info.local_rank * each
+    # Where each worker is a Slurm task, srun may have given each GPUs of its own to see.
+    own = count == each and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    first = 0 if own else info.local_rank * each
     if first + each > count:
         needs = f" of {each} GPUs" if each > 1 else ""
         raise HpcDdpError(

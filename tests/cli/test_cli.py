@@ -176,7 +176,8 @@ def test_the_options_are_these() -> None:
         *("--account", "--array", "--backend", "--budget-gpu-hours", "--constraint", "--container"),
         *("--continue-by",),
         *("--cpus-per-task", "--dependency", "--env", "--exclude", "--exclusive", "--fabric"),
-        *("--gpus-per-node", "--interface", "--job-name", "--json", "--mail-type", "--mail-user"),
+        *("--gpus-per-node", "--interface", "--job-name", "--json", "--launcher"),
+        *("--mail-type", "--mail-user"),
         *("--max-failures", "--max-requeues", "--mem", "--no-snapshot", "--nodelist", "--nodes"),
         *(
             "--nproc-per-node",
@@ -188,7 +189,7 @@ def test_the_options_are_these() -> None:
             "--run",
         ),
         *("--elastic", "--max-restarts", "--torchrun"),
-        *("--runs-dir", "--sbatch", "--setup", "--site", "--template", "--time"),
+        *("--runs-dir", "--sbatch", "--setup", "--site", "--srun", "--template", "--time"),
     }
 
 

@@ -128,6 +128,7 @@ def test_what_can_not_be_drilled_is_said(tmp_path: Path) -> None:
 
 SMALL = {
     "linear_regression.py": "--epochs 3",
+    "gpt.py": "--layers 2 --width 24 --heads 2 --length 32 --epochs 1 --batch-size 256",
     "mnist.py": "--epochs 2",
     "convnet_amp.py": "--epochs 3 --batch-size 8",
     "designsafe.py": "--data houses --size 32 --arch shufflenet_v2_x0_5 --epochs 2 --batch-size 4",

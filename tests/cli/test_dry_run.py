@@ -126,6 +126,38 @@ def test_an_error_before_the_first_step_ends_it(tmp_path: Path, trouble: str, co
     assert (told["kind"], told["node"], told["rank"]) == (kind, "local-1", 3)
 
 
+TASK = """
+import os, pathlib, sys, time
+print(*(os.environ[name] for name in sys.argv[1].split()), flush=True)
+if os.environ["RANK"] == "3":
+    logs = pathlib.Path(os.environ["HPC_DDP_NODE_FOLDER"]).parent
+    while sum(path.stat().st_size > 0 for path in logs.glob("*/rank-*.log")) < 4:
+        time.sleep(0.1)
+    raise ValueError("this rank fails")
+time.sleep(600)
+"""
+
+
+def test_each_worker_is_a_task_of_its_own(tmp_path: Path) -> None:
+    """The last rank fails, which ends the others; nothing here needs torch."""
+    script = tmp_path / "task.py"
+    script.write_text(TASK)
+    names = (
+        "RANK SLURM_PROCID LOCAL_RANK SLURM_LOCALID GROUP_RANK SLURM_NODEID"
+        " WORLD_SIZE SLURM_NTASKS LOCAL_WORLD_SIZE SLURM_NTASKS_PER_NODE"
+    )
+    dry = DryRun(tmp_path / "runs", "--launcher", "srun", *TWO_BY_TWO, str(script), names)
+    assert dry.end() == 1, dry.printed()
+    assert "rank 3 on local-1: ValueError: this rank fails" in dry.printed()
+    assert "rank 3" in dry.explain()["text"]
+    for rank in range(4):
+        log = dry.run.attempt(0).node(f"local-{rank // 2}").rank_log(rank).read_text()
+        told = [rank, rank, rank % 2, rank % 2, rank // 2, rank // 2, 4, 4, 2, 2]
+        assert log.splitlines()[0] == " ".join(map(str, told))
+    torn_down = [record["torn_down"] for record in dry.run.attempt(0).records()]
+    assert torn_down == ["local-1-3"] * 3 + [None]
+
+
 def test_nobody_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
     job = DryRun(tmp_path / "runs", *TWO_BY_TWO, str(SCRIPTS / "trouble.py"), "none")
     job.until("first_step")

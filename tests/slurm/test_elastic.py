@@ -20,14 +20,17 @@ LEAVE_S = 2 + 18  # a worker that is torn down waits 2 s for a word that it is n
 WITHOUT_S = 15 + 15 + 60
 
 
-def _samples(job: Job) -> int:
-    """Return how many samples all steps together have consumed, those of each step counted once."""
+def _whole(job: Job) -> bool:
+    """Tell whether the steps, each counted once, have consumed the epoch; the last may be short."""
     worlds: dict[int, int] = {}
     for event in job.events("first_step"):
         worlds = {step: world for step, world in worlds.items() if step < event["step"]}
         worlds[event["step"]] = event["world_size"]
     steps = [*worlds, job.events("finished")[-1]["step"] + 1]
-    return sum((end - begin) * worlds[begin] * 4 for begin, end in pairwise(steps))
+    room = sum((end - begin) * worlds[begin] * 4 for begin, end in pairwise(steps))
+    last: int = 4 * list(worlds.values())[-1]
+    whole: bool = 0 <= room - SAMPLES < last
+    return whole
 
 
 def _restarted(hpc: Hpc, backend: str, folder: Path) -> Job:
@@ -87,7 +90,7 @@ def test_as_many_nodes_as_there_are(hpc: Hpc, cluster: Cluster, backend: str) ->
     assert [len(e["nodes"]) for e in job.events("started")] == [4, 1]
     assert [e["world_size"] for e in job.events("first_step")] == [4, 1]
     assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
-    assert _samples(job) == SAMPLES
+    assert _whole(job)
 
 
 def _three_nodes(hpc: Hpc, cluster: Cluster, backend: str, *words: str) -> tuple[Job, list[str]]:
@@ -130,7 +133,7 @@ def test_the_rest_goes_on(
     assert job.verdicts() == [("finished", "none")]
     assert len(job.run.attempts()) == 1
     assert job.show()["Restarts"] == "0"
-    assert _samples(job) == SAMPLES
+    assert _whole(job)
 
 
 @pytest.mark.soak
@@ -143,7 +146,7 @@ def test_the_first_node_ends_the_attempt(hpc: Hpc, cluster: Cluster, backend: st
     assert nodes[0] not in job.events("started", 1)[0]["nodes"]
     cluster.heal(nodes[0])
     assert job.end() == "COMPLETED", job.output()
-    assert _samples(job) == SAMPLES
+    assert _whole(job)
 
 
 @pytest.mark.soak

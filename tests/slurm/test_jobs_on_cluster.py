@@ -14,6 +14,10 @@ JOBS = {
     "linear_regression": ("--epochs 400", "y = "),
     "mnist": ("--epochs 20 --batch-size 8", "test accuracy 0.9"),
     "convnet_amp": ("--epochs 10 --batch-size 8 --lr 5e-3", "test accuracy 0.9"),
+    "gpt": (
+        "--parallel fsdp --layers 2 --width 48 --length 64 --epochs 1 --batch-size 16 --sample 20",
+        "  test ",
+    ),
     "designsafe": (
         "--data houses --arch shufflenet_v2_x0_5 --size 32 --batch-size 4 --lr 1e-3",
         "test accuracy 0.",

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 EXCEPTIONS = {
     ("node/agent.py", "torch"),
     ("node/bandwidth.py", "torch"),
-    ("launch/backends.py", "hpc_ddp.node.supervisor"),
+    ("launch/backends.py", "hpc_ddp.node.task"),
 }
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hpc_ddp.launch.render import Rendering, sbatch_line
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.spec import LAUNCHERS, JobSpec
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES: dict[str, dict[str, Any]] = {
@@ -52,6 +52,15 @@ CASES: dict[str, dict[str, Any]] = {
     "preflight": {"preflight": True, "nodes": 2, "container": "apptainer exec 'my image.sif'"},
     "array": {"array": "0-3"},
     "elastic": {"nodes": "2-4", "elastic": True, "torchrun": ("--numa-binding=node",)},
+    "srun": {
+        "launcher": "srun",
+        "nodes": 2,
+        "gpus_per_node": "4",
+        "cpus_per_task": 32,
+        "srun": ("--gpu-bind=closest", "--export=ALL,A=b c"),
+        "args": ("a b",),
+        "container": "apptainer exec 'my image.sif'",
+    },
     "sweep": {"array": "0-1%1", "sweep": {"lr": ("1e-3",), "name": ("a b", "$HOME")}},
 }
 
@@ -112,9 +121,16 @@ def test_every_word_arrives_and_nothing_is_executed(
 
 
 @pytest.mark.parametrize("text", ["$(touch x)", "`touch x`", "a'b\"c", "\n; touch x", "é $HOME"])
-def test_the_named_hostile_words_arrive(text: str, tmp_path: Path) -> None:
-    assert _words_of_srun(_render(args=(text,)), tmp_path)[-1] == text
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_named_hostile_words_arrive(text: str, launcher: str, tmp_path: Path) -> None:
+    rendering = _render(args=(text,), launcher=launcher)
+    assert _words_of_srun(rendering, tmp_path)[-1] == text
     assert [path.name for path in tmp_path.iterdir()] == ["words"]
+
+
+def test_options_of_srun_stand_before_the_command(tmp_path: Path) -> None:
+    words = _words_of_srun(_render(srun=("--gpu-bind=closest", "--comment=a b")), tmp_path)
+    assert words.index("--comment=a b") < words.index("supervisor")
 
 
 def test_a_line_break_in_a_directive_is_refused() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.spec import JobSpec, parse_time
+from hpc_ddp.run.spec import JobSpec, directives, parse_time
 
 
 def test_survives_json() -> None:
@@ -48,6 +48,9 @@ def test_time(text: str, seconds: int) -> None:
         ({"time": "0"}, "'0'", "no time"),
         ({"backend": "slrum"}, "'slrum'", "did you mean 'slurm'?"),
         ({"continue_by": "magic"}, "'magic'", "requeue, resubmit"),
+        ({"launcher": "mpirun"}, "'mpirun'", "torchrun, srun"),
+        ({"srun": ("gpu-bind=x",)}, "srun option 'gpu-bind=x'", "--name=value"),
+        ({"launcher": "srun", "nproc_per_node": 4, "cpus_per_task": 2}, "2", "4 tasks"),
         ({"name": "../x"}, "'../x'", "letters"),
         ({"name": "a\nb"}, "", "#SBATCH"),
         ({"partition": "a\n#SBATCH --account=x"}, "partition", "#SBATCH"),
@@ -100,3 +103,12 @@ def test_how_many_nodes(
     spec = JobSpec("t.py", **values)
     assert (spec.node_range, spec.least_nodes, spec.restarts) == (nodes, least, restarts)
     assert JobSpec.from_json(spec.to_json()) == spec
+
+
+def test_cpus_are_a_nodes_under_both_launchers() -> None:
+    under_torchrun = JobSpec("t.py", gpus_per_node="4", cpus_per_task=32)
+    assert ("cpus-per-task", "32") in directives(under_torchrun)
+    assert under_torchrun.tasks_per_node == 1
+    under_srun = JobSpec("t.py", launcher="srun", gpus_per_node="4", cpus_per_task=32)
+    assert ("cpus-per-task", "8") in directives(under_srun)
+    assert under_srun.tasks_per_node == 4

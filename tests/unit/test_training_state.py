@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import randomness, state
+from hpc_ddp.training.control import choose_devices
 from hpc_ddp.training.facts import DistInfo, Surroundings
 from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.loader import Loader, Shard, to_device
@@ -239,6 +240,23 @@ def test_rank_facts_come_from_torchrun_or_are_those_of_one_process() -> None:
     assert DistInfo.from_env(env) == DistInfo(3, 1, 4, 2, launched=True)
     with pytest.raises(UsageError, match="WORLD_SIZE is None"):
         DistInfo.from_env({"RANK": "0", "LOCAL_RANK": "0"})
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_worker_that_srun_lets_see_one_gpu_takes_it(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.set_device", lambda index: None)
+    info = DistInfo(rank=6, local_rank=2, world_size=8, local_world_size=4, launched=True)
+    assert choose_devices(info) == [torch.device("cuda", 0 if gpus == 1 else 2)]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    if gpus == 1:
+        with pytest.raises(HpcDdpError, match="4 workers on this node, but 1 visible GPU"):
+            choose_devices(info)
+    else:
+        assert choose_devices(info) == [torch.device("cuda", 2)]
 
 
 def test_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,13 @@ def test_finished() -> None:
     assert _decide() == Verdict("finished", "none", "")
 
 
+def test_each_task_of_a_node_is_heard() -> None:
+    spec = JobSpec("t.py", launcher="srun", nproc_per_node=2)
+    assert _decide(spec=spec, records=FINE * 2).cause == "finished"
+    verdict = _decide(spec=spec, records=(*FINE, _record("n1")), events=())
+    assert (verdict.cause, verdict.why) == ("node lost", "no word from n2")
+
+
 def test_a_loop_without_a_finish_is_not_finished() -> None:
     events = (_event("training", step=0), _event("first_step", step=1))
     verdict = _decide(events=events)

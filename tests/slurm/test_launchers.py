@@ -1,0 +1,179 @@
+"""Who starts the workers, torchrun or srun, and scripts of other libraries under both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from harness import (
+    DIGITS,
+    DIGITS_ARGS,
+    ONE_BY_TWO,
+    SCRIPTS,
+    TWO_BY_TWO,
+    WALK,
+    Hpc,
+    Job,
+    in_one_go,
+    runs,
+    same_weights,
+    use,
+)
+
+LAUNCHERS = ("torchrun", "srun")
+
+
+@pytest.mark.parametrize("backend", ["slurm", pytest.param("submitit", marks=pytest.mark.soak)])
+def test_a_task_for_each_worker(hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str) -> None:
+    """Preempted once; the weights in the end are those of an undisturbed run under torchrun."""
+    use(cluster)
+    words = ("--launcher", "srun", "--backend", backend, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    job = hpc.submit(*words)
+    job.at_step(5)
+    job.preempt()
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
+    assert in_one_go(job)
+    assert same_weights(job, undisturbed)
+    assert "Traceback" not in job.output()
+    assert job.output().count("going on from step") == 1
+    logs = sorted(path.name for path in job.run.attempt(1).path.glob("*/rank-*.log"))
+    assert logs == [f"rank-{rank}.log" for rank in range(4)]
+
+
+@pytest.mark.soak
+def test_a_worker_killed_under_srun(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
+    use(cluster)
+    words = ("--launcher", "srun", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1"})
+    job.at_step(25)
+    workers = [job.worker(rank) for rank in range(4)]
+    os.kill(workers[1], signal.SIGKILL)
+    job.until(lambda: not any(map(runs, workers)), 10, "end of the survivors")
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("failed", "requeue"), ("finished", "none")]
+    assert "rank 1 on" in job.output()
+    assert "SIGKILL" in job.output()
+    assert same_weights(job, undisturbed)
+
+
+@pytest.mark.soak
+def test_a_task_killed_under_srun(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
+    use(cluster)
+    words = ("--launcher", "srun", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    job = hpc.submit(*words, "--step-seconds", "0.2", env={"HPC_DDP_SAVE_EVERY": "1"})
+    job.at_step(20)
+    os.kill(job.agent(), signal.SIGKILL)
+    job.until(lambda: not job.processes("code/0/", attempt=0), 30, "end of the first attempt")
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("node lost", "requeue"), ("finished", "none")]
+    assert same_weights(job, undisturbed)
+
+
+@pytest.mark.soak
+def test_errors_under_srun(hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Path) -> None:
+    """One that comes once is retried; one before the first step gives its code to the job."""
+    use(cluster)
+    words = ("--launcher", "srun", *ONE_BY_TWO)
+    once = hpc.submit(*words, str(WALK), "--raise-once-at", "55")
+    assert once.end() == "COMPLETED", once.output()
+    first = once.events("verdict")[0]
+    assert (first["rank"], first["error"]) == (1, "ValueError: this happens once")
+    assert same_weights(once, walked)
+    script = tmp_path / "ends.py"
+    script.write_text("import os, sys, time\nos.environ['RANK'] == '1' and sys.exit(7)\n")
+    with script.open("a") as file:
+        file.write("time.sleep(600)\n")
+    early = hpc.submit(*words, str(script))
+    assert early.end() == "FAILED"
+    assert early.show()["ExitCode"] == "7:0"
+    assert "rank 1 on" in early.output()
+    told = hpc("explain", early.id).stdout
+    assert "exit code 7" in told
+    assert "rank 1 on" in told
+
+
+@pytest.mark.soak
+def test_a_port_that_is_taken_under_srun(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
+    use(cluster)
+    script = tmp_path / "taken.py"
+    script.write_text(
+        "import os, socket, torch.distributed as dist\n"
+        f"marker = {str(tmp_path / 'marker')!r}\n"
+        "if os.environ['RANK'] == '0' and not os.path.exists(marker):\n"
+        "    open(marker, 'w').close()\n"
+        "    taken = socket.create_server(('', int(os.environ['MASTER_PORT'])))\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "print('together at port', os.environ['MASTER_PORT'], flush=True)\n"
+    )
+    job = hpc.submit("--launcher", "srun", *ONE_BY_TWO, str(script))
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("finished", "none")]
+    assert job.output().count("together at port") == 1
+
+
+def _begin(hpc: Hpc, script: str, launcher: str, folder: Path, pause_s: float = 0.5) -> Job:
+    """Submit a script of 80 steps, and wait until it has done some."""
+    words = ("--launcher", launcher, *TWO_BY_TWO, str(SCRIPTS / script), str(folder), str(pause_s))
+    job = hpc.submit(*words)
+    job.until(lambda: "step 20 of 80" in job.output(), 240, "step 20")
+    return job
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("script", "resumed"),
+    [
+        ("lightning_script.py", "Restored all states from the checkpoint"),
+        ("accelerate_script.py", "going on from step"),
+        ("procid_script.py", "going on from step"),
+    ],
+)
+def test_scripts_of_others_go_on_after_a_preemption(
+    hpc: Hpc, cluster: Cluster, tmp_path: Path, script: str, resumed: str, launcher: str
+) -> None:
+    use(cluster, "cgroup")
+    job = _begin(hpc, script, launcher, tmp_path)
+    job.preempt()
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
+    assert resumed in job.output()
+    assert job.output().count("step 20 of 80") == 1
+    assert job.output().count("done at step 80 with 4 ranks") == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_lightning_goes_on_where_slurm_signals_every_process(
+    hpc: Hpc, cluster: Cluster, tmp_path: Path, launcher: str
+) -> None:
+    """It takes two SIGTERM for two notices, and may hang; then the grace time ends it."""
+    use(cluster, "linuxproc")
+    job = _begin(hpc, "lightning_script.py", launcher, tmp_path)
+    job.preempt()
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts()[-1] == ("finished", "none")
+    assert "Restored all states from the checkpoint" in job.output()
+    assert "done at step 80 with 4 ranks; TorchElasticEnvironment" in job.output()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_cancelled_lightning_stays_cancelled(
+    hpc: Hpc, cluster: Cluster, tmp_path: Path, launcher: str
+) -> None:
+    """Its own requeue, which it makes on a signal, would bring it back."""
+    use(cluster, "linuxproc")
+    job = _begin(hpc, "lightning_script.py", launcher, tmp_path, pause_s=1.0)
+    cluster.run("scancel", job.id)
+    assert job.end(60) == "CANCELLED", job.output()
+    time.sleep(8)  # longer than it takes to be requeued
+    assert job.state() == "CANCELLED"
+    assert job.show()["Restarts"] == "0"
+    assert len(job.run.attempts()) == 1
