@@ -95,7 +95,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--download", action="store_true", help="fetch MNIST into --data, and end")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of Adam")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of Adam, per process")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.download and (args.data is None or int(os.environ.get("WORLD_SIZE", "1")) > 1):
@@ -120,7 +120,8 @@ def main() -> None:
     load = load_digits if args.data is None else lambda train: load_mnist(args.data, train)
     train_set, validation_set = split(load(True))
     model = run.wrap(make_model(side=train_set.tensors[0].shape[-1]))
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    # Each step averages over as many more images as there are processes, and there are fewer steps.
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr * run.world_size)
     batches = run.loader(train_set, batch_size=args.batch_size)
     run.track(model=model, optimizer=optimizer)
 
