@@ -27,7 +27,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -383,9 +384,9 @@ def find_run(root: Path, text: str) -> RunFolder:
         candidates += [
             root / ".jobs" / job / f"task-{task}",
             root / ".jobs" / text,
-            *root.glob(f"[!.]*/{name}"),
+            *_newest(root.glob(f"[!.]*/{name}")),  # a plain start's are all called `local`
         ]
-        candidates += sorted(root.glob(f"{name}/*"), reverse=True)
+        candidates += _newest(root.glob(f"{name}/*"))
     if re.fullmatch(r"[^/\0]+/task-\d+", text):  # an id, as `hpc-ddp status` shows it
         candidates += root.glob(f"[!.]*/{glob.escape(text)}")
     for path in candidates:
@@ -398,6 +399,21 @@ def find_run(root: Path, text: str) -> RunFolder:
 
 
 def all_runs(root: Path) -> list[RunFolder]:
-    """Return the runs below `root`, newest first (a run id starts with its time)."""
-    paths = [path.parent for path in root.glob("[!.]*/*/job.json")]
-    return [RunFolder(path) for path in sorted(paths, key=lambda path: path.name, reverse=True)]
+    """Return the runs below `root`, newest first."""
+    paths = (path.parent for path in root.glob("[!.]*/*/job.json"))
+    return [RunFolder(path) for path in _newest(paths)]
+
+
+def _newest(runs: Iterable[Path]) -> list[Path]:
+    return sorted(runs, key=_begun, reverse=True)
+
+
+def _begun(run: Path) -> tuple[str, float, str]:
+    """Return what sorts runs by when they began: their id has it, or else their job.json."""
+    if re.match(r"\d{8}-\d{6}-", run.name):
+        return run.name[:15], 0.0, run.name
+    try:
+        when = (run / "job.json").stat().st_mtime
+    except OSError:
+        return "", 0.0, run.name
+    return time.strftime("%Y%m%d-%H%M%S", time.localtime(when)), when, run.name

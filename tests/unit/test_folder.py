@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,21 @@ def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
     assert find_run(tmp_path, "n") == new
     assert find_run(tmp_path, "77") == old
     assert all_runs(tmp_path) == [new, old]
+
+
+def test_the_newest_is_the_one_begun_last_whatever_its_id(tmp_path: Path) -> None:
+    names = ["20250101-000000-aa", "local-1", "20250301-000000-aa", "local", "20250501-000000-aa"]
+    runs = [_run(tmp_path, run_id=name) for name in names]
+    for run, month in ((runs[1], 2), (runs[3], 4)):
+        when = time.mktime((2025, month, 1, 0, 0, 0, 0, 0, -1))
+        os.utime(run.job_json, (when, when))
+    (tmp_path / "n" / "zzz").mkdir()  # no run
+    assert all_runs(tmp_path) == runs[::-1]
+    assert find_run(tmp_path, "n") == runs[-1]
+    other = _run(tmp_path, "a", "local")
+    assert find_run(tmp_path, "local") == other
+    runs[-1].job_json.unlink()
+    assert find_run(tmp_path, "n") == runs[3]
 
 
 def test_a_task_of_an_array_is_found_by_the_id_that_is_shown(tmp_path: Path) -> None:
