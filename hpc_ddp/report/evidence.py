@@ -36,6 +36,13 @@ def text_of(event: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
+def is_by_hand(events: Sequence[Event]) -> bool:
+    """Tell whether the newest attempt is a plain ``python X.py``, or torchrun: nobody kept what
+    it printed, and nobody has judged its end."""
+    last = last_event(list(events), "submitted", "started")
+    return last is not None and last["event"] == "started" and last.get("backend") == "local"
+
+
 @dataclass(frozen=True)
 class Failure:
     """A rank (None: torchrun itself) that did not end well; `code` negative for a signal."""
@@ -128,8 +135,14 @@ class Facts:
         return bool(self.of("first_step", "restored", "training", "finished"))
 
     @property
+    def by_hand(self) -> bool:
+        return is_by_hand(self.events)
+
+    @property
     def again(self) -> str:
         """The command that goes on with the run."""
+        if self.by_hand:
+            return "the same command again"
         command = {
             "local": "hpc-ddp dry-run",
             "allocation": "hpc-ddp submit --backend allocation",
@@ -179,6 +192,7 @@ def _is_sound(event: Event) -> bool:
         event.get(name) is None
         or (isinstance(event[name], (int, float)) and abs(event[name]) < 1e15)
         for name in ("time", "attempt", *_NUMBERS)
+        if (event.get("event"), name) != ("started", "began")  # of a process: only compared
     )
 
 

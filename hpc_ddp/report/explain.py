@@ -91,6 +91,8 @@ def explain(facts: Facts) -> Explanation:
         found = replace(found, text=f"{found.text} Its last attempt {last.text}")
         if last.kind in _SILENT_KINDS:  # it would come again
             found = replace(found, hint=last.hint)
+        elif last.kind == "preempted" and facts.record and facts.record.reason in _QUEUE:
+            found = replace(found, hint="wait: it starts by itself")
     lost_steps, lost_s = _lost(facts)
     found = replace(
         found,
@@ -114,6 +116,7 @@ def _name(path: Path) -> str:
 # --- what is so for good, and what goes on --------------------------------------------------
 
 _LIVE = ("PENDING", "RUNNING", "CONFIGURING", "SUSPENDED", "COMPLETING", "REQUEUED", "STOPPED")
+_QUEUE = ("Priority", "Resources")  # it just has to wait its turn
 _GOES_ON = ("waiting", "running", "suspended", "ending")
 
 
@@ -188,7 +191,7 @@ def _running(facts: Facts, where: str) -> Explanation:
     started = last_event(events, "started")
     if started is None:
         return Explanation("running", f"has just been started on {where}.", "wait")
-    hint = f"hpc-ddp logs -f {_path(facts)}"
+    hint = "" if facts.by_hand else f"hpc-ddp logs -f {_path(facts)}"
     text = f"has been running on {where} for {age(max(0.0, facts.now - started['time']))}"
     if not last_event(events, "first_step"):
         known = "has not done its first step yet" if facts.is_ours else "has told of no step yet"
@@ -282,6 +285,11 @@ def _end(facts: Facts) -> Explanation:
     if cause == "failed" and "node" not in verdict:
         text = "left its training loop, but the script ended without run.finish()."
         return Explanation("unfinished", text, f"call run.finish() at its end; then {facts.again}")
+    stopped = facts.of("stopped", attempt=facts.newest)
+    if facts.by_hand and not verdict and stopped and not facts.failure:
+        source = text_of(stopped[-1], "source")
+        text = f"was asked to stop{_at(facts)}{source and f' ({source})'}, and did."
+        return Explanation("stopped", text, facts.again)
     if facts.failure and cause in ("failed", "", "host out of memory"):
         return _failed(facts, facts.failure)
     if cause == "time limit":
@@ -416,7 +424,7 @@ def _silent(facts: Facts, cause: str) -> Explanation:
     if cause == "host out of memory":
         text = f"ended{_at(facts)}: Slurm says that it used more memory than it may."
         return Explanation(cause, text, "more --mem, or fewer DataLoader workers")
-    logs = f"hpc-ddp logs {_path(facts)}; then {facts.again}"
+    logs = f"{_logs(facts)}; then {facts.again}"
     if cause in ("node lost", "superseded"):
         quiet = text_of(verdict, "why") or "so Slurm says"
         given_up = text_of(verdict, "action") == "give up"
@@ -458,7 +466,11 @@ _NO_WORD = "ended without a word"
 
 def _ends(facts: Facts) -> dict[int, str]:
     """Return how each attempt ended, by number."""
-    found = {e["attempt"]: _ENDS.get(text_of(e, "cause"), _NO_WORD) for e in facts.of("verdict")}
+    hands = {e["attempt"] for e in facts.of("started") if e.get("backend") == "local"}
+    told = [e for e in facts.of("stopped", "failed") if e["attempt"] in hands]
+    found = {e["attempt"]: _ENDS["notice" if e["event"] == "stopped" else "failed"] for e in told}
+    for e in facts.of("verdict"):
+        found[e["attempt"]] = _ENDS.get(text_of(e, "cause"), _NO_WORD)
     for event in facts.of("verdict"):
         # Where nothing came to life at all, the node may be well.
         if event.get("cause") == "node lost" and event.get("step") is None:
@@ -542,14 +554,20 @@ def _last_line(log: str) -> str:
 
 def _hint(facts: Facts, hint: str, named: Mapping[str, str], rank: int | None = None) -> str:
     """Fill in a hint; `rank` is the one whose log is worth a look."""
-    where = "" if rank is None else f" --rank {rank} --attempt {facts.newest}"
+    where = "" if rank is None or facts.by_hand else f" --rank {rank} --attempt {facts.newest}"
     known = {
         "again": facts.again,
         "path": _path(facts),
         "python": str(facts.spec.get("python", "python3")),
-        "logs": f"hpc-ddp logs {_path(facts)}{where}",
+        "logs": f"{_logs(facts)}{where}",
     }
     return hint.format(**{**named, **known})
+
+
+def _logs(facts: Facts) -> str:
+    if facts.by_hand:
+        return "see what it printed, where it was started"
+    return f"hpc-ddp logs {_path(facts)}"
 
 
 def _path(facts: Facts) -> str:

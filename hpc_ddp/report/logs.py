@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hpc_ddp.report.evidence import is_by_hand
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 
@@ -38,6 +40,11 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
         return []
     if not found and not run.attempts():
         raise UsageError(f"run {run.id} has printed nothing yet", hint=f"hpc-ddp explain {run.id}")
+    if not found and is_by_hand(run.events()):
+        raise UsageError(
+            f"run {run.path} was started by hand: what it printed went to its terminal",
+            hint=f"hpc-ddp explain {shlex.quote(str(run.path))}",
+        )
     if not found:
         ranks = {p.stem.removeprefix("rank-") for p in run.logs.glob("attempt-*/*/rank-*.log")}
         raise UsageError(
@@ -60,6 +67,8 @@ def follow(
     run: RunFolder, rank: int | None, attempt: int | None, ended: Callable[[], bool]
 ) -> None:
     """Copy the logs to stdout and go on with what is added, until `ended` says so."""
+    if is_by_hand(run.events()):
+        log_files(run, rank, attempt)  # where there are none, none will come
     read: dict[Path, int] = {}
     for poll in itertools.count():
         last = poll % ASK_EVERY == 0 and ended()  # asked first, so that all before it is shown

@@ -103,7 +103,7 @@ def _state(
     if last is None:
         return "rendered", "never submitted"
     if last["event"] != "verdict":
-        return _without_verdict(last, queued)
+        return _without_verdict(last, queued, events)
     if last["action"] == "requeue":
         return "stopped", f"{last['why']}; can go on with --run"
     return ("failed" if last["action"] == "give up" else last["cause"]), last["why"]
@@ -116,14 +116,23 @@ def _of_tasks(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[str, str]:
     return "finished" if done == total else "array", f"{done} of {total} tasks finished"
 
 
-def _without_verdict(last: Event, queued: Sequence[slurm.Queued]) -> tuple[str, str]:
-    """Tell what became of a job that is gone from the queue and has said nothing."""
+def _without_verdict(
+    last: Event, queued: Sequence[slurm.Queued], events: Sequence[Event]
+) -> tuple[str, str]:
+    """Tell what became of a job that is gone from the queue, or of a process of this machine."""
     if "pid" in last:
-        return (
-            ("running", "on this machine")
-            if process.is_live(last)
-            else ("lost", "ended without a word")
-        )
+        if process.is_live(last):
+            return "running", "on this machine"
+        # Nobody judges a plain start of the script: its own word is all there is.
+        here = [e for e in events if e["attempt"] == last["attempt"]]
+        end = last_event(here, "stopped", "failed") if last.get("backend") == "local" else None
+        if end and end["event"] == "stopped":
+            why = f"{end.get('reason')} ({end['source']})" if "source" in end else end.get("reason")
+            return "stopped", f"{why}, at step {end.get('step')}; can go on with the same command"
+        if end:
+            first = next(e for e in here if e["event"] == "failed")
+            return "failed", f"rank {first.get('rank')}: {first.get('error')}"
+        return "lost", "ended without a word"
     gone = next((job.state.lower() for job in queued), "gone from the queue")
     return "lost", gone
 

@@ -26,8 +26,12 @@ from hpc_ddp.node.verdict import decide
 from hpc_ddp.report.causes import CAUSES, recognise
 from hpc_ddp.report.evidence import gather
 from hpc_ddp.report.explain import Explanation, explain, explain_run, paragraph
+from hpc_ddp.report.logs import follow, log_files
 from hpc_ddp.report.reasons import in_words
+from hpc_ddp.report.status import status_of
+from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder, find_run
+from hpc_ddp.run.process import identity
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.slurm import Record
 
@@ -622,6 +626,61 @@ def test_continued_with_mended_code_it_is_not_failed_any_more(written: Written) 
     found = written.explain(_record("PENDING", "Priority"))
     assert found.kind == "waiting"
     assert "Its last attempt failed at step 20: rank 3 on n2 raised ValueError: boom" in found.text
+
+
+def _by_hand(root: Path) -> Written:
+    """Return what a plain `python t.py` leaves, which nobody judges; it did 20 steps."""
+    written = Written(root, backend="local")
+    written.run.attempt(0).path.mkdir(parents=True)
+    written.event("started", backend="local", host="h", pid=1, began="1")
+    written.event("training", step=0).event("first_step", step=1)
+    return written.event("metrics", step=20, total_steps=90, loss=0.5)
+
+
+def test_stopped_by_hand(tmp_path: Path) -> None:
+    written = _by_hand(tmp_path).event("stopped", step=20, reason="notice", source="SIGINT")
+    status = status_of(written.run, {})
+    assert status.state == "stopped"
+    assert status.why == "notice (SIGINT), at step 20; can go on with the same command"
+    found = written.explain()
+    assert (found.kind, found.hint, found.lost_steps) == ("stopped", "the same command again", 0)
+    assert "was asked to stop at step 20 (SIGINT), and did. Nothing is lost" in found.text
+    written.event("started", 1, backend="local", host="h", pid=1, began="1")
+    assert "Before that it was asked to stop once." in written.explain().text
+
+
+def test_failed_by_hand(tmp_path: Path) -> None:
+    written = _by_hand(tmp_path)
+    written.event("failed", rank=0, node="h", step=20, error="ValueError: boom", traceback="")
+    status = status_of(written.run, {})
+    assert (status.state, status.why) == ("failed", "rank 0: ValueError: boom")
+    found = written.explain()
+    assert found.kind == "python error"
+    assert "failed at step 20: rank 0 on h raised ValueError: boom" in found.text
+    assert found.hint == "mend it, then the same command again"
+
+
+def test_gone_by_hand_nobody_is_sent_to_its_logs(tmp_path: Path) -> None:
+    written = _by_hand(tmp_path)
+    assert status_of(written.run, {}).state == "lost"
+    assert written.explain().kind == "lost"
+    for found in (written.explain(), written.explain(live=True)):
+        assert "hpc-ddp logs" not in found.hint
+    for show in (log_files, lambda *args: follow(*args, ended=lambda: True)):
+        with pytest.raises(UsageError, match="by hand: what it printed went to its term") as caught:
+            show(written.run, None, None)
+        assert str(caught.value.hint).startswith("hpc-ddp explain ")
+
+
+def test_a_process_of_this_machine_is_seen_to_run(tmp_path: Path) -> None:
+    written = Written(tmp_path, backend="local").event("started", nodes=["a"], **identity())
+    assert written.explain().kind == "running"
+
+
+@pytest.mark.parametrize("reason", ["Priority", "Resources"])
+def test_preempted_it_has_only_to_wait(written: Written, reason: str) -> None:
+    written.attempt(0, steps=20, saved=20).verdict("preempted", "requeue")
+    assert written.explain(_record("PENDING", reason)).hint == "wait: it starts by itself"
 
 
 def test_an_array_is_summed_up(tmp_path: Path) -> None:
