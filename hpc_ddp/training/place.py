@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp.run import process
+from hpc_ddp.run.checkpoints import published
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.folder import RunFolder, write_json
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.training.control import Control
 from hpc_ddp.training.facts import DistInfo, Surroundings
@@ -43,30 +45,36 @@ def find(said: Surroundings, info: DistInfo, control: Control) -> tuple[RunFolde
 def _claim_local(said: Surroundings, info: DistInfo) -> tuple[Path, int]:
     """Make ``<runs>/<script's name>/local``, or take it up again where it is unfinished."""
     run = RunFolder(said.runs / said.stem / "local")
-    if run.path.exists() and run.finished():
-        _move_away(run.path)
+    kept = _move_away(run.path) if run.path.exists() and run.finished() else None
     run.make()
     attempt = run.claim_attempt(process.identity(), process.is_live)
+    job = _job(said, info)
     if not run.job_json.exists():
-        run.job_json.write_text(_job(said, info).to_json())
+        write_json(run.job_json, asdict(job))
     else:
-        _compare(run, JobSpec.from_json(run.job_json.read_text()), _script(said))
+        _compare(run, JobSpec.from_json(run.job_json.read_text()), job)
+    moved = f" (the finished one is now {kept})" if kept else ""
+    print(f"hpc-ddp: run: {run.path}{moved}", file=sys.stderr, flush=True)
     run.journal("rank-0", attempt.number).write("started", backend="local", **process.identity())
     return run.path, attempt.number
 
 
-def _compare(run: RunFolder, begun: JobSpec, script: str) -> None:
-    """Refuse to go on with another script's run; say so where the arguments are others."""
-    if begun.script != script:
+def _compare(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
+    """Refuse to go on with another script's run. Other arguments are the run's from here on:
+    the script has them in any case; say so where there is something to go on with."""
+    if begun.script != job.script:
         raise UsageError(
-            f"{run.path} is a run of {begun.script}, and this is {script}",
+            f"{run.path} is a run of {begun.script}, and this is {job.script}",
             hint=f"rename or remove {run.path}, or set HPC_DDP_RUNS to another folder",
         )
-    if list(begun.args) != sys.argv[1:]:
+    if list(begun.args) == list(job.args):
+        return
+    write_json(run.job_json, asdict(replace(begun, args=job.args, workdir=job.workdir)))
+    if published(run.checkpoints):
         args = " ".join(begun.args) or "none"
         print(
-            f"hpc-ddp: {run.path} was begun with other arguments ({args});"
-            " remove or rename the folder to start afresh",
+            f"hpc-ddp: {run.path} was last started with other arguments ({args}); it goes on with"
+            " the new ones; remove or rename the folder to start afresh",
             file=sys.stderr,
         )
 
@@ -86,8 +94,9 @@ def _script(said: Surroundings) -> str:
     return os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else said.stem
 
 
-def _move_away(path: Path) -> None:
+def _move_away(path: Path) -> Path:
     number = 1
     while (kept := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
     path.rename(kept)
+    return kept

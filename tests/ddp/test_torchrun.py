@@ -10,7 +10,12 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_ddp.run.folder import RunFolder
+import pytest
+
+from hpc_ddp.run import process
+from hpc_ddp.run.folder import RunFolder, read_json
+from hpc_ddp.training import place
+from hpc_ddp.training.facts import DistInfo, Surroundings
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -60,11 +65,35 @@ def test_digits_stops_and_goes_on_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_linear_regression_in_one_process(tmp_path: Path) -> None:
-    for _ in range(2):  # a finished run is put aside
+    run = RunFolder(tmp_path / "runs" / "linear_regression" / "local")
+    for moved in ("", f" (the finished one is now {run.path}-1)"):
         job = start(tmp_path, "linear_regression.py", 0)
         output, errors = job.communicate(timeout=60)
         assert job.returncode == 0, errors
         assert re.search(r"^y = (2\.9|3\.0)\d+ x \+ (0\.9|1\.0)\d+$", output, re.MULTILINE), output
-        assert re.fullmatch(r"hpc-ddp: goodput \d+ %: .* training, .* importing.*\n", errors)
-    names = sorted(path.name for path in (tmp_path / "runs" / "linear_regression").iterdir())
+        where, goodput = errors.splitlines()
+        assert where == f"hpc-ddp: run: {run.path}{moved}"
+        assert re.fullmatch(r"hpc-ddp: goodput \d+ %: .* training, .* importing.*", goodput)
+    names = sorted(path.name for path in run.path.parent.iterdir())
     assert names == ["local", "local-1"]
+
+
+def test_other_arguments_are_the_runs_from_there_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process, "is_live", lambda info: False)  # it is this process each time
+    run = RunFolder(tmp_path / "x" / "local")
+
+    def begin(*args: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["x.py", *args])
+        place._claim_local(Surroundings.from_env({"HPC_DDP_RUNS": str(tmp_path)}), DistInfo())
+        assert list(read_json(run.job_json)["args"]) == list(args)
+        return capsys.readouterr().err
+
+    said = f"hpc-ddp: run: {run.path}\n"
+    assert begin("--lr", "wrong") == said
+    assert begin("--lr", "1") == said  # nothing was done with the first ones
+    (run.checkpoints / "step-3").mkdir()
+    assert begin("--lr", "1") == said
+    other = begin("--lr", "2")
+    assert "other arguments (--lr 1); it goes on with the new ones" in other
