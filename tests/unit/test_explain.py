@@ -666,7 +666,8 @@ def test_gone_by_hand_nobody_is_sent_to_its_logs(tmp_path: Path) -> None:
     assert written.explain().kind == "lost"
     for found in (written.explain(), written.explain(live=True)):
         assert "hpc-ddp logs" not in found.hint
-    for show in (log_files, lambda *args: follow(*args, ended=lambda: True)):
+    shows = (log_files, lambda run, rank, attempt: follow(run, rank, attempt, lambda: True))
+    for show in shows:
         with pytest.raises(UsageError, match="by hand: what it printed went to its term") as caught:
             show(written.run, None, None)
         assert str(caught.value.hint).startswith("hpc-ddp explain ")
