@@ -15,7 +15,7 @@ from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import last_event
 from hpc_ddp.run.spec import JobSpec, array_indexes
 
-WAITING = "waiting"
+WAITING, NOT_BEGUN = "waiting", "not begun"
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def _task(
     jobs: Mapping[str, slurm.Queued],
     waits: bool,
 ) -> Task:
-    if run is None:
-        return Task(index, point, WAITING if waits else "not begun", None, None)
-    status = status_of(run, jobs)
+    status = status_of(run, jobs) if run else None
+    if run is None or status is None or status.state == "rendered":
+        return Task(index, point, WAITING if waits else NOT_BEGUN, None, None)
     state = WAITING if waits and _asked_again(run) else status.state
     return Task(index, point, state, _best(run), status)
 
