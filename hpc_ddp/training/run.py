@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import sys
 import time
@@ -27,7 +28,7 @@ from hpc_ddp.training.evaluating import in_eval_mode
 from hpc_ddp.training.exchange import Decision
 from hpc_ddp.training.failure import leave_quickly
 from hpc_ddp.training.loader import Loader, Shard
-from hpc_ddp.training.metrics import check_values
+from hpc_ddp.training.metrics import check_values, number
 from hpc_ddp.training.notice import NONE, REASONS
 from hpc_ddp.training.order import Share, make_cut
 from hpc_ddp.training.parts import Parts, assemble
@@ -495,7 +496,16 @@ class Run:
         -------
         torch.Tensor or None
             the gradients' norm before clipping, a scalar on the device; None without `clip_norm`
+
+        Raises
+        ------
+        UsageError
+            `clip_norm` is not above 0
         """
+        if clip_norm is not None and not number("run.update", "clip_norm", clip_norm) > 0:
+            raise UsageError(  # a negative one would turn the gradients around
+                f"clip_norm is {clip_norm}; accepted: a number above 0, or None for no clipping"
+            )
         if not self.ends_step:
             return None
         return self._parts.precision.update(optimizer, clip_norm, scheduler)
@@ -558,7 +568,7 @@ class Run:
         break`` is an early stop. All ranks call it, after an evaluation: at the end of an epoch,
         or behind `step`. (In the midst of a step, the checkpoint is the one after it.)
         """
-        found = self._parts.keeper.judge(float(value), higher)
+        found = self._parts.keeper.judge(number("run.best", "value", value), higher)
         if found and self._share is not None and self._stepped and not self._ends_epoch():
             self._parts.keeper.save()
         else:
@@ -579,10 +589,17 @@ class Run:
         ----------
         results
             what came out, as numbers by name: rank 0's go into the journal, from where
-            ``hpc-ddp status`` of a sweep takes them into its table
+            ``hpc-ddp status`` of a sweep takes them into its table; NaN goes there as null
+
+        Raises
+        ------
+        UsageError
+            a result is no number
         """
         if sys.exc_info()[0] is None:
-            numbers = {name: float(value) for name, value in results.items()}
+            found = {name: number("run.finish", name, each) for name, each in results.items()}
+            # JSON has neither NaN nor infinity.
+            numbers = {name: each if math.isfinite(each) else None for name, each in found.items()}
             self._end("finished", **({"results": numbers} if numbers else {}))
 
     def __enter__(self) -> Run:

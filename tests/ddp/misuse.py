@@ -17,6 +17,7 @@ class Choosy(nn.Module):
         return x if x.sum() > 0 else -x
 
 
+NOT_NUMBERS: dict[str, Any] = {"best None": None, "best word": "1", "best two": torch.ones(2)}
 case = sys.argv[1]
 run = start(keep_last=2.5 if case == "options" else 3)  # type: ignore[arg-type]
 data = TensorDataset(torch.randn(64, 4))
@@ -40,11 +41,15 @@ for _ in run.epochs(2):
     for (x,) in batches:
         loss = model(x).square().mean()
         run.backward(loss)
+        if case == "clip":
+            run.update(optimizer, clip_norm=0.0)
         optimizer.step()
         optimizer.zero_grad()
         run.step(loss=loss.expand(3) if case == "no scalar" else loss)
         if case == "two steps":
             run.step(loss=loss)
+if case in NOT_NUMBERS:
+    run.best(NOT_NUMBERS[case])
 if case == "no best":
     run.load_best(model)
 if case == "untracked":
@@ -54,5 +59,6 @@ if case == "untraceable":
 if case == "no finish":
     run._warn_unless_over()  # what happens at the exit
 else:
-    run.finish()
+    results: dict[str, Any] = {"result": {"accuracy": [1.0]}, "nan": {"loss": loss * torch.nan}}
+    run.finish(**results.get(case, {}))
     run.finish()

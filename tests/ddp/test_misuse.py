@@ -22,6 +22,11 @@ import pytest
         ("two steps", "run.step was called twice for one batch"),
         ("no best", "the run has no best checkpoint: run.best was not called"),
         ("untracked", "the model is none that run.track was given"),
+        ("clip", "clip_norm is 0.0; accepted: a number above 0"),
+        ("best None", "run.best was given value, a NoneType that is no number"),
+        ("best word", "run.best was given value, a str that is no number"),
+        ("best two", "run.best was given value, a Tensor that is no number"),
+        ("result", "run.finish was given accuracy, a list that is no number"),
         ("untraceable", "torch.export can't make a program of the model: Could not guard"),
     ],
 )
@@ -43,6 +48,11 @@ def test_a_second_finish_does_nothing(crew: Any) -> None:
     launch = crew.launch(1, "none", script="misuse.py")
     assert launch.wait() == [0], launch.output()
     assert len(crew.events("finished")) == 1
+
+
+def test_a_result_that_is_nan_is_null_in_the_journal(crew: Any) -> None:
+    crew.go(1, "nan", script="misuse.py")
+    assert [event["results"] for event in crew.events("finished")] == [{"loss": None}]
 
 
 def test_what_the_environment_says_wrong_is_said(crew: Any) -> None:
