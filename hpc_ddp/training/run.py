@@ -416,6 +416,8 @@ class Run:
             it was made with another seed or training set, or an object can't be saved
         """
         self._check_copies(objects.values())
+        if self._parts.grid.pp > 1:
+            self._check_stages(sorted(objects))
         data = {} if self._loader is None else self._loader.facts
         self._parts.keeper.track({**objects, "_precision": self._parts.precision}, data)
         for each in objects.values():
@@ -702,7 +704,8 @@ class Run:
         Raises
         ------
         UsageError
-            torch.export can't trace the model, or it is in parts (FSDP2, tensor parallel, stages)
+            torch.export can't trace the model, or it is in parts (FSDP2, tensor parallel, stages);
+            the example is no batch; or the run is finished
         HpcDdpError
             a file can't be written
         """
@@ -715,12 +718,27 @@ class Run:
                 "run.export was given a part of a model; accepted: one that each rank has whole",
                 hint="python -m hpc_ddp.training.export writes the weights of a checkpoint",
             )
+        if not isinstance(example, torch.Tensor) or example.dim() < 1:
+            scalar = " of no dimension" if isinstance(example, torch.Tensor) else ""
+            raise UsageError(
+                f"run.export was given a {type(example).__name__}{scalar} as an example; accepted:"
+                " a tensor, of which the"
+                " first dimension counts samples",
+                hint="run.export(model, inputs), or inputs[None] for one sample",
+            )
+        if self._over:
+            raise UsageError(
+                "run.export was called after run.finish, when the ranks have parted",
+                hint="call it before run.finish()",
+            )
         with self.evaluating(model) as plain:
             if self.rank == 0:
                 try:
                     export_model(plain, example, folder)
                 except HpcDdpError as error:
                     failed = error
+                except Exception as error:  # the others wait for an answer
+                    failed = HpcDdpError(f"the model can't be exported into {folder}: {error}")
         failed = self._parts.control.from_first(failed)
         beat()
         if failed is not None:
@@ -752,6 +770,18 @@ class Run:
                     " gradients nobody averages; accepted: an optimizer of what has gone through"
                     " run.fully_shard or run.wrap",
                     hint="run.fully_shard(model, units) after run.parallelize, or run.wrap(stage)",
+                )
+
+    def _check_stages(self, names: list[str]) -> None:
+        """Refuse stages of a pipeline that track other objects: a checkpoint would lack them."""
+        control = self._parts.control
+        for rank, theirs in enumerate(control.from_first(control.to_first(names))):
+            if theirs != names:
+                raise UsageError(
+                    f"run.track was given {', '.join(names) or 'nothing'} on rank {self.rank}, and"
+                    f" {', '.join(theirs) or 'nothing'} on rank {rank}; accepted: the same names"
+                    " on all ranks",
+                    hint="each stage has its own model and optimizer, under the same names",
                 )
 
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -10,6 +10,13 @@ from torch.utils.data import TensorDataset
 from hpc_ddp.training import start
 
 
+class Pair(nn.Module):
+    """Takes two inputs."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+
 class Choosy(nn.Module):
     """Takes a way that depends on the numbers in its input."""
 
@@ -18,7 +25,13 @@ class Choosy(nn.Module):
 
 
 NOT_NUMBERS: dict[str, Any] = {"best None": None, "best word": "1", "best two": torch.ones(2)}
+EXAMPLES: dict[str, Any] = {"export tuple": (torch.ones(1, 4),), "export scalar": torch.ones(())}
 case = sys.argv[1]
+if case == "stages":  # the optimizer on one stage only
+    run = start(pp=2)
+    stage = run.wrap(nn.Linear(4, 4))
+    own = torch.optim.SGD(stage.parameters(), lr=0.1)
+    run.track(**({"model": stage, "optimizer": own} if run.rank else {"model": stage}))
 run = start(keep_last=2.5 if case == "options" else 3)  # type: ignore[arg-type]
 data = TensorDataset(torch.randn(64, 4))
 model = run.wrap(nn.Linear(4, 1))
@@ -54,6 +67,13 @@ if case == "no best":
     run.load_best(model)
 if case == "untracked":
     run.load_best(nn.Linear(4, 1))
+if case in EXAMPLES:
+    run.export(model, EXAMPLES[case])
+if case == "export pair":
+    run.export(Pair(), x)
+if case == "export nowhere":
+    (run.folder.path / "export").write_text("")
+    run.export(model, x)
 if case == "untraceable":
     run.export(Choosy(), x)
 if case == "no finish":
@@ -61,4 +81,6 @@ if case == "no finish":
 else:
     results: dict[str, Any] = {"result": {"accuracy": [1.0]}, "nan": {"loss": loss * torch.nan}}
     run.finish(**results.get(case, {}))
+    if case == "export late":
+        run.export(model, x)
     run.finish()
