@@ -208,7 +208,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument("--workers", type=int, default=0, help="that load images, per process")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    # Batch norm can't train on a single value, and deep in the network an image is not many more.
+    for name, least in {"size": 1, "epochs": 1, "batch-size": 2, "workers": 0}.items():
+        if (given := getattr(args, name.replace("-", "_"))) < least:
+            parser.error(f"--{name} is {given}; accepted: a whole number from {least}")
+    return args
 
 
 def main() -> None:
