@@ -77,7 +77,10 @@ def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     return done.stdout
 
 
-_HINTS = {  # what to look at, by what Slurm says of a job that it refuses
+# What to look at, by what Slurm says of a job that it refuses.
+_HINTS = {
+    "Invalid job array": "fewer tasks: scontrol show config | grep MaxArraySize",
+    "Pathname of a file": "fewer tasks: scontrol show config | grep MaxArraySize",
     "nvalid partition": "sinfo -s shows the partitions",
     "node configuration": "sinfo -o '%P %D %c %m %G' shows nodes, CPUs, MB and GPUs by partition",
     "nvalid account": "sacctmgr show associations user=$USER shows your accounts and partitions",

@@ -18,6 +18,7 @@ from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.launch.render import header_pairs, job_env, node_command, srun_end
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
+from hpc_ddp.run.spec import array_indexes
 
 PICKLE = "supervisor.pkl"
 # For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
@@ -218,8 +219,10 @@ def start(prepared: Prepared) -> Started:
         raise
     # Only now: a refused one changes nothing about how the run has ended.
     journal.write("submitted", **asked)
-    for task in run.tasks():
-        task.journal("submit").write("submitted", first_attempt=len(task.attempts()))
+    for index in array_indexes(spec.array or "") if not run.is_task and spec.array else ():
+        task = run.task(index)
+        if task.path.exists() and not task.finished():
+            task.journal("submit").write("submitted", first_attempt=len(task.attempts()))
     if started.job_id:
         journal.write("queued", job_id=started.job_id)
         link_job(started.job_id, run)

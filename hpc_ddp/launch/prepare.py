@@ -79,16 +79,20 @@ def continued_run(
     if run.is_task:  # it alone goes on, and keeps its index
         changed["array"] = run.path.name.removeprefix("task-")
     elif spec.array:
-        changed.setdefault("array", _unfinished(run, spec.array))
+        changed.setdefault("array", _unfinished(run, spec))
     spec = replace(spec, **{key: value for key, value in changed.items() if key in names})
     if not Path(spec.script).is_file():
         raise UsageError(f"script {spec.script!r} does not exist any more", hint="name SCRIPT")
     return _fill(spec, run, settings, is_new=False)
 
 
-def _unfinished(run: RunFolder, array: str) -> str:
+def _unfinished(run: RunFolder, spec: JobSpec) -> str:
     """Return the indexes of the array's tasks that are not finished, with its bound (``%2``)."""
-    left = [str(index) for index in array_indexes(array) if not run.task(index).finished()]
+    array = spec.array or ""
+    begun = (int(task.path.name.removeprefix("task-")) for task in run.tasks())
+    # The last submit may have been of some of them only.
+    known = range(len(spec.points)) if spec.sweep else sorted({*begun, *array_indexes(array)})
+    left = [str(index) for index in known if not run.task(index).finished()]
     if not left:
         raise UsageError(f"all tasks of {run.path} are finished", hint=f"hpc-ddp status {run.id}")
     _, percent, bound = array.partition("%")

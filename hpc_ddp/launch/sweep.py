@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.spec import MOST_TASKS
 
 
 def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
     Raises
     ------
     UsageError
-        there is no parameter, or one is said twice or without a value
+        there is no parameter, or one is said twice or without a value, or there are too many points
     """
     if not sets:
         raise UsageError("a sweep without a parameter is no sweep", hint=_HINT)
@@ -34,13 +35,19 @@ def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
         if not equals or name in sweep:
             what = "is said twice" if name in sweep else "is not of the form name=value,value"
             raise UsageError(f"--set {text} {what}", hint=_HINT)
-        sweep[name] = tuple(each.replace("\\,", ",") for each in re.split(r"(?<!\\),", values))
+        parts = re.split(r"(?<!\\),", values)
+        sweep[name] = tuple(part.replace("\\,", ",").strip() for part in parts)
     if max_parallel is not None and max_parallel < 1:
         raise UsageError(
             f"max-parallel is {max_parallel}; accepted: a whole number from 1",
             hint="--max-parallel 4",
         )
     last = math.prod(map(len, sweep.values())) - 1
+    if last >= MOST_TASKS:
+        raise UsageError(
+            f"the sweep has {last + 1:,} points; accepted: up to {MOST_TASKS:,}",
+            hint="make several; what the site takes: scontrol show config | grep MaxArraySize",
+        )
     bound = f"%{max_parallel}" if max_parallel else ""
     return {"sweep": sweep, "array": f"0-{last}{bound}"}
 

@@ -49,7 +49,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
     continuation.check_wanted(run, restarts, is_link)
-    _check_budget(run, spec)
+    check_budget(run, spec)
     job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
@@ -69,11 +69,11 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     }
 
 
-def _check_budget(run: RunFolder, spec: JobSpec) -> None:
+def check_budget(run: RunFolder, spec: JobSpec) -> None:
     """Refuse to start what its array's other tasks have left no GPU hours for."""
     over = over_budget(spec, _gpu_hours(run, spec))
     if over:
-        journal = run.journal("batch", len(run.attempts()))
+        journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
         journal.write("verdict", cause="budget", action="give up", why=over, exit_code=1)
         raise HpcDdpError(over, hint=f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS")
 
@@ -112,10 +112,9 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
     own = run.task(index).make()
     whole = JobSpec.from_json(patiently(run.job_json.read_text))
     own.job_json.write_text(whole.task(index).to_json())
-    for shared in ("lib", "cancelled"):  # one cancel ends all tasks
-        link = own.path / shared
-        if not link.is_symlink():
-            link.symlink_to(Path("..") / shared)
+    link = own.path / "lib"
+    if not link.is_symlink():
+        link.symlink_to(Path("..") / "lib")
     return own
 
 

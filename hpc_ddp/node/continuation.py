@@ -65,7 +65,8 @@ def check_wanted(run: RunFolder, restarts: int, is_link: bool) -> None:
         nobody wants this attempt
     """
     if not restarts and not is_link:
-        run.cancelled.resolve().unlink(missing_ok=True)  # a task has a link to its array's mark
+        for each in (run, RunFolder(run.whole)):
+            each.cancelled.unlink(missing_ok=True)
     elif run.cancelled.exists() or (is_link and _chain_has_ended(run)):
         raise HpcDdpError(f"run {run.path} was cancelled, or given up")
 

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from hpc_ddp.node import preflight
-from hpc_ddp.node.batch import judge, task_of, variables
+from hpc_ddp.node.batch import check_budget, judge, task_of, variables
 from hpc_ddp.node.continuation import say
 from hpc_ddp.node.network import LOOPBACK, free_port
 from hpc_ddp.node.supervisor import expand
@@ -63,6 +63,7 @@ class LocalRun:
 
     def attempt(self) -> Verdict:
         """Run one attempt to its end, and decide how it goes on."""
+        check_budget(self.run, self.spec)
         info = process.identity()
         attempt = self.run.claim_attempt(info, _is_live)
         self.run.journal("batch", attempt.number).write("started", nodes=self.nodes, **info)
@@ -133,17 +134,21 @@ def _is_live(info: dict[str, Any]) -> bool:
 
 def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
     """Play the tasks of a sweep one after the other; return the first code that is not 0."""
-    codes = []
+    run.journal("batch").write("started", **process.identity())
+    codes = [0]
+    points = spec.points
+    before: LocalRun | None = None
     for index in array_indexes(spec.array or ""):
         task = task_of(run, index)
         if task.finished():
             continue
-        words = point_args(spec.points[index])
+        words = point_args(points[index])
+        local = LocalRun(task, [*command, *words])  # signals are for this one from now on
+        if run.cancelled.exists() or (before and before.notified):
+            return max(codes) or CAN_GO_ON
         say(f"task {index}: {' '.join(words)}")
-        local = LocalRun(task, [*command, *words])
         codes.append(local.play())
-        if local.notified:
-            break
+        before = local
     return next(filter(None, codes), 0)
 
 

@@ -261,7 +261,7 @@ def _had_ended(facts: Facts) -> bool:
     return last is not None and text_of(last, "action") == "give up"
 
 
-_GIVEN_UP = ("no progress", "unfinished")  # they say so themselves
+_GIVEN_UP = ("no progress", "unfinished", "budget spent")  # they say so themselves
 
 
 def _is_hopeless(verdict: Event) -> bool:
@@ -279,6 +279,9 @@ def _end(facts: Facts) -> Explanation:
         return _no_progress(facts, cause)
     if cause == "bad node" or _is_hopeless(verdict):
         return _unfit(facts, verdict)
+    if cause == "budget":
+        text = f"was not started again: {text_of(verdict, 'why')}."
+        return Explanation("budget spent", text, f"{facts.again} --budget-gpu-hours HOURS")
     if cause == "failed" and "node" not in verdict:
         text = "left its training loop, but the script ended without run.finish()."
         return Explanation("unfinished", text, f"call run.finish() at its end; then {facts.again}")

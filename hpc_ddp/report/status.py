@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -98,7 +99,8 @@ def _state(
         reason = live.reason if live.state == "PENDING" else live.nodes
         return _LIVE[live.state], reason
     tasks = run.tasks()
-    if tasks:
+    here = last is not None and "pid" in last and process.is_live(last)
+    if tasks and not here:
         return _of_tasks(run, tasks)
     if last is None:
         return "rendered", "never submitted"
@@ -111,7 +113,9 @@ def _state(
 
 def _of_tasks(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[str, str]:
     """Tell what became of an array that is gone from the queue."""
-    points = JobSpec.from_json(run.job_json.read_text()).points
+    points: list[dict[str, str]] = []
+    with suppress(HpcDdpError):  # a broken file of one run must not hide all others
+        points = JobSpec.from_json(run.job_json.read_text()).points
     done, total = sum(task.finished() for task in tasks), len(points) or len(tasks)
     return "finished" if done == total else "array", f"{done} of {total} tasks finished"
 
@@ -164,15 +168,29 @@ def cancel(run: RunFolder) -> None:
     """
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.id}")
-    run.cancelled.touch()
-    events = run.events()
-    run.journal("submit").write("cancelled")
-    started = last_event(events, "started")
-    if started and process.is_live(started):
-        os.kill(started["pid"], signal.SIGTERM)
-    jobs = run.job_ids(events)
+    jobs: list[str] = []
+    for each in (run, *run.tasks()):
+        if each.finished():
+            continue
+        each.cancelled.touch()
+        events = each.events()
+        each.journal("submit").write("cancelled")
+        started = last_event(events, "started")
+        if started and process.is_live(started):
+            os.kill(started["pid"], signal.SIGTERM)
+        jobs += each.job_ids(events)
+    if run.is_task:
+        jobs = _own_jobs(run, jobs)
     if jobs:
         slurm.cancel(jobs)
+
+
+def _own_jobs(task: RunFolder, jobs: Sequence[str]) -> list[str]:
+    """Return what names a task's jobs and no other one's: the last one of an array has its id."""
+    whole = RunFolder(task.whole)
+    arrays = whole.job_ids(whole.events())
+    index = task.path.name.removeprefix("task-")
+    return [*(f"{each}_{index}" for each in arrays), *(job for job in jobs if job not in arrays)]
 
 
 COLUMNS = ("name", "id", "job", "state", "attempt", "step", "loss", "saved", "goodput", "why")

@@ -12,9 +12,10 @@ from hpc_ddp import slurm
 from hpc_ddp.report.status import Status, columns, queue, status_of
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.journal import last_event
 from hpc_ddp.run.spec import JobSpec, array_indexes
 
-WAITING = "waiting"
+WAITING, NOT_BEGUN = "waiting", "not begun"
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,17 @@ def _task(
     jobs: Mapping[str, slurm.Queued],
     waits: bool,
 ) -> Task:
-    if run is None:
-        return Task(index, point, WAITING if waits else "not begun", None, None)
-    status = status_of(run, jobs)
-    return Task(index, point, status.state, _best(run), status)
+    status = status_of(run, jobs) if run else None
+    if run is None or status is None or status.state == "rendered":
+        return Task(index, point, WAITING if waits else NOT_BEGUN, None, None)
+    state = WAITING if waits and _asked_again(run) else status.state
+    return Task(index, point, state, _best(run), status)
+
+
+def _asked_again(run: RunFolder) -> bool:
+    """Tell whether a task was submitted again, and has not begun since."""
+    asked = last_event(run.events(), "submitted")
+    return asked is not None and asked.get("first_attempt") == len(run.attempts())
 
 
 def _best(run: RunFolder) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from hpc_ddp.run.journal import Event
+from hpc_ddp.run.journal import FROM_LOGIN_NODE, Event
 
 PARTS = {
     "training": "steps, and what the script does between them, less the following two",
@@ -22,7 +22,6 @@ PARTS = {
     "lost": "after an attempt's last sign of progress, until its end was known",
     "queued": "before an attempt, also one that waited for somebody to continue the run",
 }
-_FROM_LOGIN_NODE = ("submitted", "queued", "cancelled")
 _OURS = ("worker", "restored", "training", "first_step")
 _MARKS = ("first_step", "metrics", "stopped", "finished")  # written as their step ends
 
@@ -52,7 +51,7 @@ def account(
         return dict.fromkeys(PARTS, 0.0)
     attempts: dict[int, list[Event]] = {}
     for event in events:
-        if event["event"] not in _FROM_LOGIN_NODE:
+        if event["event"] not in FROM_LOGIN_NODE:
             attempts.setdefault(event["attempt"], []).append(event)
     # A task of an array has none of its own, unless it was submitted again alone.
     begun = [e for e in events if e["event"] == "submitted" and not e.get("first_attempt")]

@@ -20,6 +20,7 @@ from hpc_ddp.run.patience import patiently
 
 Event = dict[str, Any]
 
+FROM_LOGIN_NODE = ("submitted", "queued", "cancelled")  # of no attempt, and maybe days later
 _ALWAYS: dict[str, Any] = {"time": (int, float), "event": str, "attempt": int}
 
 
@@ -104,12 +105,14 @@ def node_seconds(events: list[Event], now: float | None = None) -> float:
 
     An attempt lasts until its verdict; the newest one, where it has none yet, until `now`.
     """
+    events = [event for event in events if event["event"] not in FROM_LOGIN_NODE]
     total = 0.0
     begun = [event for event in events if event["event"] == "started" and event.get("nodes")]
     for start in begun:
         here = [event for event in events if event["attempt"] == start["attempt"]]
-        end = max(event["time"] for event in here)
-        if now is not None and start is begun[-1] and not last_event(here, "verdict"):
+        verdict = last_event(here, "verdict")
+        end = verdict["time"] if verdict else max(event["time"] for event in here)
+        if now is not None and start is begun[-1] and not verdict:
             end = max(end, now)
         total += max(0.0, end - start["time"]) * len(start["nodes"])
     return total

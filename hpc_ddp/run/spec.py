@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -37,8 +38,16 @@ _SETTLED = {
         "nothing: each rank has a log, see `hpc-ddp logs --rank`",
     ),
     **dict.fromkeys(("module", "m", "no-python", "run-path"), "SCRIPT"),
+    **dict.fromkeys(("help", "print-completion"), "torchrun --help, in a shell"),
     "signals-to-handle": "nothing: signals are looked after",
 }
+_SRUN_SETTLED = (
+    *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "distribution", "output", "label"),
+    *("kill-on-bad-exit", "no-kill", "wait", "overlap"),
+)
+MOST_TASKS = (
+    100_000  # of an array: a site's MaxArraySize is mostly 1,001, and never above 4,000,001
+)
 ELASTIC_RESTARTS = 3  # what is left of a group fails too when a peer is gone: that takes one
 
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
@@ -46,7 +55,7 @@ _NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)", re.I)
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
-_INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?")
+_INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?", re.A)
 _PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 _GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
 
@@ -109,7 +118,7 @@ class JobSpec:
         lists = ("args", "sbatch", "srun", "torchrun", "setup", "env_names")
         for name in lists:  # JSON and TOML have lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if isinstance(self.nodes, str) and self.nodes.isdecimal():
+        if isinstance(self.nodes, str) and re.fullmatch(r"\d{1,6}", self.nodes, re.A):
             object.__setattr__(self, "nodes", int(self.nodes))
         sweep = {name: tuple(values) for name, values in self.sweep.items()}
         object.__setattr__(self, "sweep", sweep)
@@ -221,7 +230,13 @@ def array_indexes(array: str) -> list[int]:
                 hint="--array 0-5, or --array 1,3,10-20:5%2",
             )
         first = int(match["first"])
-        found += range(first, int(match["last"] or first) + 1, int(match["step"] or 1))
+        indexes = range(first, int(match["last"] or first) + 1, int(match["step"] or 1))
+        if len(found) + len(indexes) > MOST_TASKS:
+            raise UsageError(
+                f"array {array!r} has more than {MOST_TASKS:,} tasks",
+                hint="what the site takes: scontrol show config | grep MaxArraySize",
+            )
+        found += indexes
     return found
 
 
@@ -274,17 +289,32 @@ def validate(spec: JobSpec) -> None:
     if spec.array:
         array_indexes(spec.array)
         if spec.continue_by == "resubmit":
-            raise UsageError("a chain of jobs can't be an array", hint="leave out --array")
+            raise UsageError(
+                "a chain of jobs can't be an array, nor a sweep", hint="--continue-by requeue"
+            )
     _check_sweep(spec)
 
 
 def _check_sweep(spec: JobSpec) -> None:
     for name, values in spec.sweep.items():
-        if not _PARAMETER.fullmatch(name) or not values:
+        good = all(value and value.isprintable() for value in values)
+        if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):
             raise UsageError(
-                f"{name}={','.join(values)} is no parameter with values",
+                f"{name}={','.join(values)!r} is no parameter with values that differ and are not"
+                " empty",
                 hint="hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py",
             )
+    count = math.prod(map(len, spec.sweep.values())) if spec.sweep else None
+    if count and spec.array and max(array_indexes(spec.array)) >= count:
+        raise UsageError(
+            f"array {spec.array} goes beyond the sweep; accepted: indexes from 0 to {count - 1}",
+            hint="hpc-ddp status SWEEP lists them",
+        )
+    if spec.sweep and spec.backend == "allocation":
+        raise UsageError(
+            "a sweep is an array of jobs, and an allocation is one job",
+            hint="--backend slurm, or local to play it here",
+        )
     hours = spec.budget_gpu_hours
     if hours is not None and not (isinstance(hours, (int, float)) and hours > 0):
         raise UsageError(
@@ -296,7 +326,18 @@ def _check_sweep(spec: JobSpec) -> None:
 def _check_tasks(spec: JobSpec) -> None:
     """Refuse what srun could not start; `cpus_per_task` is for all workers of a node."""
     for raw in spec.srun:
-        _split_raw(raw, "srun", "--gpu-bind=closest")
+        name, _ = _split_raw(raw, "srun", "--gpu-bind=closest")
+        if name in _SRUN_SETTLED:
+            raise UsageError(
+                f"srun option --{name} is set by hpc-ddp; accepted: others of srun's",
+                hint="nodes, workers and CPUs: --nodes, --nproc-per-node, --cpus-per-task",
+            )
+    if spec.launcher == "srun" and not isinstance(spec.nodes, int):
+        raise UsageError(
+            f"nodes is {spec.nodes}, and with --launcher srun Slurm has to know how many tasks"
+            " there are; accepted: a whole number",
+            hint="--nodes 2, or --launcher torchrun",
+        )
     if spec.cpus_per_task is not None and spec.cpus_per_task < spec.tasks_per_node:
         raise UsageError(
             f"cpus-per-task {spec.cpus_per_task} is too few for {spec.tasks_per_node} tasks"
@@ -393,10 +434,10 @@ def _split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
 
 
 def _check_nodes(nodes: int | str) -> None:
-    match = re.fullmatch(r"(\d+)-(\d+)", nodes) if isinstance(nodes, str) else None
+    match = re.fullmatch(r"(\d{1,6})-(\d{1,6})", nodes, re.A) if isinstance(nodes, str) else None
     if match and 1 <= int(match[1]) <= int(match[2]):
         return
-    if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1:
+    if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes < 10**6:
         raise UsageError(
             f"nodes is {nodes}; accepted: a whole number from 1, or a range of them, as 1-4",
             hint="--nodes 1, or --nodes 1-4",

@@ -275,6 +275,16 @@ def test_a_script_of_others_starts_over(written: Written) -> None:
     assert "it starts over, or from its own snapshot" in found.text
 
 
+def test_a_budget_that_is_spent(written: Written) -> None:
+    written.attempt(0, steps=20, saved=20).verdict("preempted", "requeue")
+    why = "3 of 2 GPU hours are spent (--budget-gpu-hours)"
+    written.event("verdict", cause="budget", action="give up", why=why)
+    found = written.explain()
+    assert found.kind == "budget spent"
+    assert f"was not started again: {why}." in found.text
+    assert found.hint.endswith("--budget-gpu-hours HOURS")
+
+
 def test_cancelled(written: Written, tmp_path: Path) -> None:
     written.attempt(0, steps=20, saved=12).verdict("cancelled", "none")
     assert written.explain().kind == "cancelled"

@@ -1,0 +1,99 @@
+"""A sweep that is played on this machine, by a script that needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+SCRIPT = """
+import sys, time
+seconds = float(sys.argv[1].removeprefix("--seconds="))
+time.sleep(seconds)
+"""
+
+
+class Sweep:
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
+        (folder / "train.py").write_text(SCRIPT)
+        self.process = self.start("sweep", "--backend", "local", *words)
+        self.until(lambda: self.paths() != [])
+        (self.path,) = self.paths()
+
+    def paths(self) -> list[Path]:
+        return list(self.folder.glob("runs/train/*"))
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        env = dict(os.environ, HPC_DDP_RUNS=str(self.folder / "runs"), PYTHONPATH=str(REPO))
+        argv = [sys.executable, "-m", "hpc_ddp", *words]
+        with open(self.log, "w") as log:
+            return subprocess.Popen(argv, cwd=self.folder, env=env, stdout=log, stderr=log)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "printed"
+
+    def call(self, *words: str) -> str:
+        """Run a command; return what it printed."""
+        self.start(*words).wait(60)
+        return self.log.read_text()
+
+    def status(self) -> tuple[str, list[str]]:
+        """Return the state of the whole, and those of the tasks."""
+        (told,) = json.loads(self.call("status", "--json", str(self.path)))
+        tasks: list[dict[str, Any]] = told["tasks"]
+        return told["state"], [task["state"] for task in tasks]
+
+    def until(self, true: Any, timeout_s: float = 60.0) -> None:
+        give_up = time.monotonic() + timeout_s
+        while not true():
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+
+    def until_task(self, index: int) -> None:
+        pids = f"task-{index}/logs/attempt-0/local-0/rank-0.pid"
+        self.until(lambda: (self.path / pids).exists())
+
+
+@pytest.fixture
+def slow_second(tmp_path: Path) -> Sweep:
+    sweep = Sweep(tmp_path, "--launcher", "srun", "--set", "seconds=0,60,0.1", "train.py")
+    sweep.until_task(1)
+    return sweep
+
+
+def test_stopped_it_says_so_and_goes_on(slow_second: Sweep) -> None:
+    sweep = slow_second
+    assert sweep.status() == ("running", ["finished", "running", "not begun"])
+    sweep.process.send_signal(signal.SIGTERM)
+    assert sweep.process.wait(60) == 75
+    assert sweep.status() == ("array", ["finished", "stopped", "not begun"])
+    again = sweep.start("submit", "--run", str(sweep.path), "--backend", "local", "--array", "2")
+    assert again.wait(60) == 0
+    assert sweep.status()[1] == ["finished", "stopped", "finished"]
+    rendered = sweep.call("render", "--run", str(sweep.path))
+    assert "#SBATCH --array=1\n" in rendered  # what one submit left out is not forgotten
+
+
+def test_cancelled_it_ends(slow_second: Sweep) -> None:
+    sweep = slow_second
+    sweep.call("cancel", str(sweep.path))
+    assert sweep.process.wait(60) != 0
+    assert sweep.status() == ("cancelled", ["finished", "cancelled", "not begun"])
+
+
+def test_a_budget_counts_here_too(tmp_path: Path) -> None:
+    words = ("--launcher", "srun", "--set", "seconds=1,0", "--budget-gpu-hours", "0.0001")
+    sweep = Sweep(tmp_path, *words, "train.py")
+    assert sweep.process.wait(60) == 1
+    assert "of 0.0001 GPU hours are spent" in sweep.log.read_text()
+    assert sweep.status()[1] == ["finished", "failed"]
