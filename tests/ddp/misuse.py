@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hpc_ddp.training import start
+from hpc_ddp.training import start, storage
 
 
 class Pair(nn.Module):
@@ -63,6 +63,19 @@ for _ in run.epochs(2):
             run.step(loss=loss)
 if case in NOT_NUMBERS:
     run.best(NOT_NUMBERS[case])
+if case == "full disk":  # for one save, that of the best
+    module: Any = storage
+    write = storage.write_manifest
+
+    def fail(*args: Any) -> None:
+        module.write_manifest = write
+        raise OSError("no space")
+
+    module.write_manifest = fail
+    run.best(1.0)
+    run._parts.keeper.save()
+    print("SAVED", run._parts.keeper.settle(), "BEST", run._parts.keeper.best.step)
+    run.print("LOADED", run.load_best(model))
 if case == "no best":
     run.load_best(model)
 if case == "untracked":

@@ -63,6 +63,12 @@ def test_without_a_finish_it_is_said(crew: Any) -> None:
     assert not crew.events("finished")
 
 
+def test_a_best_checkpoint_that_could_not_be_saved_has_no_step(crew: Any) -> None:
+    output = crew.go(1, "full disk", script="misuse.py")
+    assert "SAVED False BEST None" in output
+    assert "LOADED 16" in output
+
+
 def test_a_second_finish_does_nothing(crew: Any) -> None:
     launch = crew.launch(1, "none", script="misuse.py")
     assert launch.wait() == [0], launch.output()
