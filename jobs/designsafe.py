@@ -4,11 +4,11 @@ The images lie in DATA/Train/C0, C2, C4 (low, medium, high damage), likewise in 
 in DATA/Test if there is one; other classes do as well. To try it, draw some houses, and on a CPU
 take few pixels. In one process, on one node, on two nodes, and on two nodes played here::
 
-    python jobs/data/draw_houses.py houses
-    python jobs/designsafe.py --data houses --size 64
-    hpc-ddp submit --nodes 1 --gpus-per-node 4 jobs/designsafe.py --data houses --weights r34.pth
-    hpc-ddp submit --nodes 2 --gpus-per-node 4 jobs/designsafe.py --data houses --weights r34.pth
-    hpc-ddp dry-run --nodes 2 --gpus-per-node 2 jobs/designsafe.py --data houses --size 64
+    python jobs/data/draw_houses.py ~/houses
+    python jobs/designsafe.py --data ~/houses --size 64
+    hpc-ddp submit --nodes 1 --gpus-per-node 4 jobs/designsafe.py --data ~/houses --weights r34.pth
+    hpc-ddp submit --nodes 2 --gpus-per-node 4 jobs/designsafe.py --data ~/houses --weights r34.pth
+    hpc-ddp dry-run --nodes 2 --gpus-per-node 2 jobs/designsafe.py --data ~/houses --size 64
 
 Compute nodes have no internet, so pretrained weights come from a file, made on the login node::
 
@@ -208,7 +208,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument("--workers", type=int, default=0, help="that load images, per process")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    # Batch norm can't train on a single value, and deep in the network an image is not many more.
+    for name, least in {"size": 1, "epochs": 1, "batch-size": 2, "workers": 0}.items():
+        if (given := getattr(args, name.replace("-", "_"))) < least:
+            parser.error(f"--{name} is {given}; accepted: a whole number from {least}")
+    return args
 
 
 def main() -> None:

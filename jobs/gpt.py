@@ -34,15 +34,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from hpc_ddp.training import Run, start
+from hpc_ddp.training import Run, UsageError, start
 
 TEXT = Path(__file__).parent / "data" / "devils-dictionary.txt.gz"
 
 
 def read(path: Path) -> str:
     """Return a text, from a file that may be compressed."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
-        return file.read()
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            return str(file.read())
+    except Exception as error:  # no file, no gzip, no UTF-8: of many kinds
+        raise UsageError(f"--text {path} can't be read: {error}") from error
 
 
 def windows(numbers: torch.Tensor, length: int) -> TensorDataset:
@@ -51,6 +55,8 @@ def windows(numbers: torch.Tensor, length: int) -> TensorDataset:
     Both are of shape (windows, length).
     """
     count = (len(numbers) - 1) // length
+    if count < 1:
+        raise UsageError(f"the text is too short to train and to test with --length {length}")
     inputs, targets = numbers[: count * length], numbers[1 : count * length + 1]
     return TensorDataset(inputs.view(count, length), targets.view(count, length))
 
@@ -175,9 +181,8 @@ def cut_stage(model: GPT, stage: int, stages: int) -> None:
 
 def use_devices(model: GPT, devices: list[torch.device]) -> None:
     """Plain model parallel: the blocks over this worker's devices, one after the other."""
-    count = len(model.blocks)
     for i, (name, block) in enumerate(model.blocks.items()):
-        model.devices[name] = devices[i * len(devices) // count]
+        model.devices[name] = devices[i * len(devices) // len(model.blocks)]
         block.to(model.devices[name])
     for part, device in ((model.embedding, devices[0]), (model.head, devices[-1])):
         assert part
@@ -279,6 +284,13 @@ def parse_args() -> argparse.Namespace:
     add("--offload", action="store_true", help="fsdp: weights and their state in CPU memory")
     add("--activation-checkpointing", action="store_true", help="compute them again in backward")
     args = parser.parse_args()
+    for name in ("layers", "heads", "width", "length"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}; accepted: a whole number from 1")
+    if not 0 <= args.dropout < 1:
+        parser.error(f"--dropout is {args.dropout}; accepted: a number from 0, below 1")
+    if args.curve and not args.curve.absolute().parent.is_dir():
+        parser.error(f"--curve is {args.curve}; accepted: a file in a folder that is there")
     args.tp = args.tp or (2 if args.parallel == "tp" else 1)
     if args.tp > 1 and args.parallel not in ("tp", "fsdp"):
         parser.error(f"--tp with --parallel {args.parallel}; accepted: with tp or fsdp")
@@ -289,22 +301,16 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    run = start(
-        seed=args.seed,
-        precision=args.precision,
-        tp=args.tp,
-        pp=args.pp if args.parallel == "pp" else 1,
-        devices_per_worker=args.devices if args.parallel == "mp" else 1,
-    )
+    stages = args.pp if args.parallel == "pp" else 1
+    gpus = args.devices if args.parallel == "mp" else 1
+    run = start(args.seed, precision=args.precision, tp=args.tp, pp=stages, devices_per_worker=gpus)
     text = read(args.text)
     characters = sorted(set(text))
     number = {character: i for i, character in enumerate(characters)}
     numbers = torch.tensor([number[character] for character in text])
     held_out = max(len(numbers) // 20, args.length + 1)
-    train_set, test_set = (
-        windows(part, args.length) for part in (numbers[:-held_out], numbers[-held_out:])
-    )
-
+    train_set = windows(numbers[:-held_out], args.length)
+    test_set = windows(numbers[-held_out:], args.length)
     tracked, model = spread(run, GPT(len(characters), args), args)
     optimizer = make_optimizer(tracked, args)
     batches = run.loader(
@@ -315,7 +321,6 @@ def main() -> None:
         optimizer, lambda step: cosine(step, args.warm_up, total)
     )
     run.track(model=tracked, optimizer=optimizer, scheduler=scheduler)
-
     for epoch in run.epochs(args.epochs):
         for inputs, targets in batches:
             if args.parallel == "pp":
@@ -333,7 +338,7 @@ def main() -> None:
                         print(run.position.step + 1, of_all / count, float(norm or 0), file=file)
             run.step(loss=loss, norm=norm, lr=lr)
         score = validate(run, model, test_set, args.batch_size)
-        run.print(f"epoch {epoch}  step {run.position.step}  loss {loss:.4f}  test {score:.4f}")
+        run.print(f"epoch {epoch}  step {run.position.step}  test {score:.4f}")
 
     if args.sample:
         drawn = sample(run, model, test_set.tensors[0][0], args.sample)

@@ -100,6 +100,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.download and (args.data is None or int(os.environ.get("WORLD_SIZE", "1")) > 1):
         parser.error("--download needs --data, and one process: python jobs/mnist.py --data DIR …")
+    if args.epochs < 1:
+        parser.error(f"--epochs is {args.epochs}; accepted: a whole number from 1")
     return args
 
 

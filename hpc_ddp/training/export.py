@@ -87,10 +87,14 @@ def export_model(model: torch.nn.Module, example: torch.Tensor, folder: Path) ->
         program = torch.export.export(plain, (two,), dynamic_shapes=({0: batch},))
     except Exception as error:  # of many kinds, with pages of advice behind the first line
         why = (str(error).splitlines() or [repr(error)])[0]
+        if "required argument" in why:
+            cure = "export a module whose forward takes one tensor and passes on the rest"
+        else:
+            cure = "let its forward take no way that depends on numbers"
         raise UsageError(
             f"torch.export can't make a program of the model: {why}",
-            hint="let its forward take no way that depends on numbers; or leave out run.export:"
-            " python -m hpc_ddp.training.export writes the weights alone",
+            hint=f"{cure}; or leave out run.export: python -m hpc_ddp.training.export writes the"
+            " weights alone",
         ) from error
     with _replacing(folder / "model.pt2") as draft:
         torch.export.save(program, draft)

@@ -53,6 +53,7 @@ class Keeper:
         self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
         self._buffer = Buffer(device)
         self._written: tuple[Position, Best] | None = None  # saved, or being saved
+        self._names_best = False  # the last save is to be the best checkpoint
 
     def track(self, objects: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Name the objects, and put back the newest checkpoint if there is one.
@@ -120,7 +121,8 @@ class Keeper:
         if self._written == self._now():
             return
         began = time.monotonic()
-        if self.best.step is None and self.best.value is not None:
+        self._names_best = self.best.step is None and self.best.value is not None
+        if self._names_best:
             self.best.step = self._position.step
         found = state.collect(self._objects)
         self._buffer.fill(my_parts(found, self._grid))
@@ -189,6 +191,8 @@ class Keeper:
         done = self._checkpoints.settle()
         if not done:
             self._written = None
+            if self._names_best:  # it is not there, so the next one is the best checkpoint
+                self.best.step, self._names_best = None, False
         return done
 
     def save_surely(self) -> None:

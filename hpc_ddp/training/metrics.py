@@ -86,6 +86,18 @@ def check_values(values: dict[str, Any]) -> None:
             ) from None
 
 
+def number(call: str, name: str, value: Any) -> float:
+    """Return a number or a tensor of one as a float, or raise UsageError for what is none."""
+    try:
+        return float("no number" if isinstance(value, str) else _plain(value))
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
+        raise UsageError(
+            f"{call} was given {name}, a {type(value).__name__} that is no number; accepted:"
+            " numbers, and tensors of one number",
+            hint=f"float({name}) has to work, or {name}.mean() for a tensor of several",
+        ) from None
+
+
 def _plain(value: Any) -> Any:
     """Return a tensor's, or a numpy scalar's, value as a Python number; others as they are."""
     return value.item() if hasattr(value, "item") else value

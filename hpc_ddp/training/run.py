@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import sys
 import time
@@ -27,7 +28,7 @@ from hpc_ddp.training.evaluating import in_eval_mode
 from hpc_ddp.training.exchange import Decision
 from hpc_ddp.training.failure import leave_quickly
 from hpc_ddp.training.loader import Loader, Shard
-from hpc_ddp.training.metrics import check_values
+from hpc_ddp.training.metrics import check_values, number
 from hpc_ddp.training.notice import NONE, REASONS
 from hpc_ddp.training.order import Share, make_cut
 from hpc_ddp.training.parts import Parts, assemble
@@ -415,6 +416,8 @@ class Run:
             it was made with another seed or training set, or an object can't be saved
         """
         self._check_copies(objects.values())
+        if self._parts.grid.pp > 1:
+            self._check_stages(sorted(objects))
         data = {} if self._loader is None else self._loader.facts
         self._parts.keeper.track({**objects, "_precision": self._parts.precision}, data)
         for each in objects.values():
@@ -495,7 +498,16 @@ class Run:
         -------
         torch.Tensor or None
             the gradients' norm before clipping, a scalar on the device; None without `clip_norm`
+
+        Raises
+        ------
+        UsageError
+            `clip_norm` is not above 0
         """
+        if clip_norm is not None and not number("run.update", "clip_norm", clip_norm) > 0:
+            raise UsageError(  # a negative one would turn the gradients around
+                f"clip_norm is {clip_norm}; accepted: a number above 0, or None for no clipping"
+            )
         if not self.ends_step:
             return None
         return self._parts.precision.update(optimizer, clip_norm, scheduler)
@@ -558,7 +570,7 @@ class Run:
         break`` is an early stop. All ranks call it, after an evaluation: at the end of an epoch,
         or behind `step`. (In the midst of a step, the checkpoint is the one after it.)
         """
-        found = self._parts.keeper.judge(float(value), higher)
+        found = self._parts.keeper.judge(number("run.best", "value", value), higher)
         if found and self._share is not None and self._stepped and not self._ends_epoch():
             self._parts.keeper.save()
         else:
@@ -579,10 +591,17 @@ class Run:
         ----------
         results
             what came out, as numbers by name: rank 0's go into the journal, from where
-            ``hpc-ddp status`` of a sweep takes them into its table
+            ``hpc-ddp status`` of a sweep takes them into its table; NaN goes there as null
+
+        Raises
+        ------
+        UsageError
+            a result is no number
         """
         if sys.exc_info()[0] is None:
-            numbers = {name: float(value) for name, value in results.items()}
+            found = {name: number("run.finish", name, each) for name, each in results.items()}
+            # JSON has neither NaN nor infinity.
+            numbers = {name: each if math.isfinite(each) else None for name, each in found.items()}
             self._end("finished", **({"results": numbers} if numbers else {}))
 
     def __enter__(self) -> Run:
@@ -685,7 +704,8 @@ class Run:
         Raises
         ------
         UsageError
-            torch.export can't trace the model, or it is in parts (FSDP2, tensor parallel, stages)
+            torch.export can't trace the model, or it is in parts (FSDP2, tensor parallel, stages);
+            the example is no batch; or the run is finished
         HpcDdpError
             a file can't be written
         """
@@ -698,12 +718,27 @@ class Run:
                 "run.export was given a part of a model; accepted: one that each rank has whole",
                 hint="python -m hpc_ddp.training.export writes the weights of a checkpoint",
             )
+        if not isinstance(example, torch.Tensor) or example.dim() < 1:
+            scalar = " of no dimension" if isinstance(example, torch.Tensor) else ""
+            raise UsageError(
+                f"run.export was given a {type(example).__name__}{scalar} as an example; accepted:"
+                " a tensor, of which the"
+                " first dimension counts samples",
+                hint="run.export(model, inputs), or inputs[None] for one sample",
+            )
+        if self._over:
+            raise UsageError(
+                "run.export was called after run.finish, when the ranks have parted",
+                hint="call it before run.finish()",
+            )
         with self.evaluating(model) as plain:
             if self.rank == 0:
                 try:
                     export_model(plain, example, folder)
                 except HpcDdpError as error:
                     failed = error
+                except Exception as error:  # the others wait for an answer
+                    failed = HpcDdpError(f"the model can't be exported into {folder}: {error}")
         failed = self._parts.control.from_first(failed)
         beat()
         if failed is not None:
@@ -735,6 +770,18 @@ class Run:
                     " gradients nobody averages; accepted: an optimizer of what has gone through"
                     " run.fully_shard or run.wrap",
                     hint="run.fully_shard(model, units) after run.parallelize, or run.wrap(stage)",
+                )
+
+    def _check_stages(self, names: list[str]) -> None:
+        """Refuse stages of a pipeline that track other objects: a checkpoint would lack them."""
+        control = self._parts.control
+        for rank, theirs in enumerate(control.from_first(control.to_first(names))):
+            if theirs != names:
+                raise UsageError(
+                    f"run.track was given {', '.join(names) or 'nothing'} on rank {self.rank}, and"
+                    f" {', '.join(theirs) or 'nothing'} on rank {rank}; accepted: the same names"
+                    " on all ranks",
+                    hint="each stage has its own model and optimizer, under the same names",
                 )
 
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

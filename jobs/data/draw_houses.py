@@ -123,8 +123,14 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=96, help="sides in pixels")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    for name, least in {"train": 0, "test": 0, "size": 1}.items():
+        if (given := getattr(args, name)) < least:
+            parser.error(f"--{name} is {given}; accepted: a whole number from {least}")
     counts = dict(zip(SPLITS, (args.train, args.test, args.test), strict=True))
-    draw_set(args.folder, counts, args.size, args.seed)
+    try:
+        draw_set(args.folder, counts, args.size, args.seed)
+    except OSError as error:
+        parser.error(f"{args.folder} is no folder to write into: {error}")
     print(f"{args.folder}: {len(CLASSES) * sum(counts.values())} images")
 
 

@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hpc_ddp.training import start
+from hpc_ddp.training import start, storage
+
+
+class Pair(nn.Module):
+    """Takes two inputs."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
 
 
 class Choosy(nn.Module):
@@ -17,7 +24,14 @@ class Choosy(nn.Module):
         return x if x.sum() > 0 else -x
 
 
+NOT_NUMBERS: dict[str, Any] = {"best None": None, "best word": "1", "best two": torch.ones(2)}
+EXAMPLES: dict[str, Any] = {"export tuple": (torch.ones(1, 4),), "export scalar": torch.ones(())}
 case = sys.argv[1]
+if case == "stages":  # the optimizer on one stage only
+    run = start(pp=2)
+    stage = run.wrap(nn.Linear(4, 4))
+    own = torch.optim.SGD(stage.parameters(), lr=0.1)
+    run.track(**({"model": stage, "optimizer": own} if run.rank else {"model": stage}))
 run = start(keep_last=2.5 if case == "options" else 3)  # type: ignore[arg-type]
 data = TensorDataset(torch.randn(64, 4))
 model = run.wrap(nn.Linear(4, 1))
@@ -40,19 +54,46 @@ for _ in run.epochs(2):
     for (x,) in batches:
         loss = model(x).square().mean()
         run.backward(loss)
+        if case == "clip":
+            run.update(optimizer, clip_norm=0.0)
         optimizer.step()
         optimizer.zero_grad()
         run.step(loss=loss.expand(3) if case == "no scalar" else loss)
         if case == "two steps":
             run.step(loss=loss)
+if case in NOT_NUMBERS:
+    run.best(NOT_NUMBERS[case])
+if case == "full disk":  # for one save, that of the best
+    module: Any = storage
+    write = storage.write_manifest
+
+    def fail(*args: Any) -> None:
+        module.write_manifest = write
+        raise OSError("no space")
+
+    module.write_manifest = fail
+    run.best(1.0)
+    run._parts.keeper.save()
+    print("SAVED", run._parts.keeper.settle(), "BEST", run._parts.keeper.best.step)
+    run.print("LOADED", run.load_best(model))
 if case == "no best":
     run.load_best(model)
 if case == "untracked":
     run.load_best(nn.Linear(4, 1))
+if case in EXAMPLES:
+    run.export(model, EXAMPLES[case])
+if case == "export pair":
+    run.export(Pair(), x)
+if case == "export nowhere":
+    (run.folder.path / "export").write_text("")
+    run.export(model, x)
 if case == "untraceable":
     run.export(Choosy(), x)
 if case == "no finish":
     run._warn_unless_over()  # what happens at the exit
 else:
-    run.finish()
+    results: dict[str, Any] = {"result": {"accuracy": [1.0]}, "nan": {"loss": loss * torch.nan}}
+    run.finish(**results.get(case, {}))
+    if case == "export late":
+        run.export(model, x)
     run.finish()

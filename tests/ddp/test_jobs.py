@@ -186,6 +186,29 @@ def test_no_mnist_there_is_said(crew: Any, job: str) -> None:
     assert "Traceback" not in launch.output()
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("gpt --text nowhere", "error: --text nowhere can't be read: [Errno 2]"),
+        ("gpt --text binary", "error: --text binary can't be read: 'utf-8' codec"),
+        ("gpt --text short", "error: the text is too short to train and to test with --length 128"),
+        ("gpt --heads 0", "--heads is 0; accepted: a whole number from 1"),
+        ("gpt --curve nowhere/curve", "--curve is nowhere/curve; accepted: a file in a folder"),
+        ("mnist --epochs 0", "--epochs is 0; accepted: a whole number from 1"),
+        ("data/draw_houses short", "short is no folder to write into"),
+        ("data/draw_houses new --size 0", "--size is 0; accepted: a whole number from 1"),
+    ],
+)
+def test_bad_arguments_are_said_plainly(crew: Any, line: str, words: str) -> None:
+    (crew.base / "short").write_text("short")
+    (crew.base / "binary").write_bytes(b"\xff")
+    job, *argv = line.split()
+    launch = crew.launch(0, *argv, script=str(JOBS / f"{job}.py"))
+    assert launch.wait() == [2], launch.output()
+    assert words in launch.output()
+    assert "Traceback" not in launch.output()
+
+
 def test_frozen_means_frozen() -> None:
     model = runpy.run_path(HOUSES.script)["make_model"]("shufflenet_v2_x0_5", None, 3, freeze=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -22,6 +22,15 @@ import pytest
         ("two steps", "run.step was called twice for one batch"),
         ("no best", "the run has no best checkpoint: run.best was not called"),
         ("untracked", "the model is none that run.track was given"),
+        ("clip", "clip_norm is 0.0; accepted: a number above 0"),
+        ("best None", "run.best was given value, a NoneType that is no number"),
+        ("best word", "run.best was given value, a str that is no number"),
+        ("best two", "run.best was given value, a Tensor that is no number"),
+        ("result", "run.finish was given accuracy, a list that is no number"),
+        ("export tuple", "run.export was given a tuple as an example; accepted: a tensor"),
+        ("export scalar", "run.export was given a Tensor of no dimension as an example"),
+        ("export pair", "hint: export a module whose forward takes one tensor"),
+        ("export late", "run.export was called after run.finish"),
         ("untraceable", "torch.export can't make a program of the model: Could not guard"),
     ],
 )
@@ -32,6 +41,21 @@ def test_a_mistake_ends_in_a_sentence(crew: Any, case: str, words: str) -> None:
     assert "Traceback" not in launch.output()
 
 
+def test_stages_that_track_other_objects_end_in_a_sentence(crew: Any) -> None:
+    crew.zygote.ask({"import": ["torch.distributed.pipelining"]})
+    launch = crew.launch(2, "stages", script="misuse.py")
+    assert launch.wait() == [2, 2], launch.output()
+    assert "given model on rank 0, and model, optimizer on rank 1" in launch.output()
+    assert "Traceback" not in launch.output()
+
+
+def test_an_export_that_rank_0_cannot_write_ends_all_ranks(crew: Any) -> None:
+    launch = crew.launch(2, "export nowhere", script="misuse.py")
+    assert launch.wait() == [1, 1], launch.output()
+    assert launch.output().count("the model can't be exported into") == 2
+    assert "Traceback" not in launch.output()
+
+
 def test_without_a_finish_it_is_said(crew: Any) -> None:
     launch = crew.launch(1, "no finish", script="misuse.py")
     launch.wait()
@@ -39,10 +63,21 @@ def test_without_a_finish_it_is_said(crew: Any) -> None:
     assert not crew.events("finished")
 
 
+def test_a_best_checkpoint_that_could_not_be_saved_has_no_step(crew: Any) -> None:
+    output = crew.go(1, "full disk", script="misuse.py")
+    assert "SAVED False BEST None" in output
+    assert "LOADED 16" in output
+
+
 def test_a_second_finish_does_nothing(crew: Any) -> None:
     launch = crew.launch(1, "none", script="misuse.py")
     assert launch.wait() == [0], launch.output()
     assert len(crew.events("finished")) == 1
+
+
+def test_a_result_that_is_nan_is_null_in_the_journal(crew: Any) -> None:
+    crew.go(1, "nan", script="misuse.py")
+    assert [event["results"] for event in crew.events("finished")] == [{"loss": None}]
 
 
 def test_what_the_environment_says_wrong_is_said(crew: Any) -> None:
