@@ -65,7 +65,14 @@ LIST = [
         0.05,
     ),
 ]
-each_job = pytest.mark.parametrize("job", LIST, ids=lambda job: job.name)
+LATER = ("mnist",)  # only in `make soak`
+each_job = pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, id=job.name, marks=[pytest.mark.soak] if job.name in LATER else [])
+        for job in LIST
+    ],
+)
 HOUSES = Job(
     "designsafe", f"{SMALL_HOUSES} --batch-size 4", "--batch-size 16", 5, TEST_ACCURACY, 0.5
 )
