@@ -39,7 +39,7 @@ class Status:
     goodput: float | None
     seconds: dict[str, float]
     why: str
-    results: dict[str, float]
+    results: dict[str, float | None]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

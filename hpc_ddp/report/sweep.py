@@ -132,7 +132,7 @@ def _told(status: Status | None) -> list[Any]:
     return [status.attempt, step, _short(status.loss)]
 
 
-def _results(task: Task) -> Mapping[str, float]:
+def _results(task: Task) -> Mapping[str, float | None]:
     return task.status.results if task.status else {}
 
 

@@ -45,9 +45,8 @@ _SRUN_SETTLED = (
     *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "distribution", "output", "label"),
     *("kill-on-bad-exit", "no-kill", "wait", "overlap"),
 )
-MOST_TASKS = (
-    100_000  # of an array: a site's MaxArraySize is mostly 1,001, and never above 4,000,001
-)
+# Of an array: a site's MaxArraySize is mostly 1,001, and never above 4,000,001.
+MOST_TASKS = 100_000
 ELASTIC_RESTARTS = 3  # what is left of a group fails too when a peer is gone: that takes one
 
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")

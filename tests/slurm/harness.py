@@ -29,6 +29,8 @@ DIGITS = REPO / "jobs" / "digits.py"
 DIGITS_ARGS = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.05")
 WALK = SCRIPTS / "walk.py"
 BACKENDS = ("slurm", "submitit")
+# Where the back-ends do not differ.
+SUBMITIT_LATER = ("slurm", pytest.param("submitit", marks=pytest.mark.soak))
 ONE_BY_TWO = ("--nodes", "1", "--gpus-per-node", "2")
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
 

@@ -12,10 +12,10 @@ import pytest
 from cluster import Cluster
 from cluster_build import Proctrack
 from harness import (
-    BACKENDS,
     DIGITS,
     DIGITS_ARGS,
     SCRIPTS,
+    SUBMITIT_LATER,
     TWO_BY_TWO,
     Hpc,
     Job,
@@ -68,7 +68,7 @@ def test_preempted_with_and_without_notice(
 @pytest.mark.row(
     "preemption of a script that uses nothing of hpc-ddp", "started again, though it dies of it"
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SUBMITIT_LATER)
 def test_a_plain_script_that_dies_of_the_notice_is_requeued(
     hpc: Hpc, cluster: Cluster, backend: str, tmp_path: Path
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_plain_script_that_dies_of_the_notice_is_requeued(
     "one worker killed (-9)",
     "the others end within 10 s; goes on from the last checkpoint; the cause is named",
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SUBMITIT_LATER)
 def test_a_killed_worker_is_recovered_from(
     hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str
 ) -> None:
