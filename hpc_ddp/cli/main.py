@@ -219,8 +219,9 @@ def status(runs: Sequence[str], runs_dir: str | None, as_json: bool) -> None:
     """Show the state of runs (default: all), newest first; of one array or sweep, its tasks."""
     root = _runs_dir(runs_dir)
     found = [find_run(root, text) for text in runs] if runs else all_runs(root)
-    rows = report_status.overview(found)
-    tasks = report_sweep.tasks(found[0]) if len(runs) == 1 else []
+    jobs = report_status.queue()
+    rows = [report_status.status_of(run, jobs) for run in found]
+    tasks = report_sweep.tasks(found[0], jobs) if len(runs) == 1 else []
     if as_json:
         told = [row.to_dict() for row in rows]
         click.echo(

@@ -219,9 +219,9 @@ def start(prepared: Prepared) -> Started:
         raise
     # Only now: a refused one changes nothing about how the run has ended.
     journal.write("submitted", **asked)
-    for index in array_indexes(spec.array or "") if not run.is_task and spec.array else ():
-        task = run.task(index)
-        if task.path.exists() and not task.finished():
+    asked_for = set(array_indexes(spec.array)) if spec.array else set()
+    for task in run.tasks():
+        if task.index in asked_for and not task.finished():
             task.journal("submit").write("submitted", first_attempt=len(task.attempts()))
     if started.job_id:
         journal.write("queued", job_id=started.job_id)

@@ -77,7 +77,7 @@ def continued_run(
     # The back-end is not the run's: what was tried here may go on there, and the other way round.
     changed.setdefault("backend", settings.get("backend", "slurm"))
     if run.is_task:  # it alone goes on, and keeps its index
-        changed["array"] = run.path.name.removeprefix("task-")
+        changed["array"] = str(run.index)
     elif spec.array:
         changed.setdefault("array", _unfinished(run, spec))
     spec = replace(spec, **{key: value for key, value in changed.items() if key in names})
@@ -89,7 +89,7 @@ def continued_run(
 def _unfinished(run: RunFolder, spec: JobSpec) -> str:
     """Return the indexes of the array's tasks that are not finished, with its bound (``%2``)."""
     array = spec.array or ""
-    begun = (int(task.path.name.removeprefix("task-")) for task in run.tasks())
+    begun = (task.index for task in run.tasks())
     # The last submit may have been of some of them only.
     known = range(len(spec.points)) if spec.sweep else sorted({*begun, *array_indexes(array)})
     left = [str(index) for index in known if not run.task(index).finished()]

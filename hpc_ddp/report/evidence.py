@@ -212,10 +212,7 @@ def _job_log(run: RunFolder) -> str:
 
 
 def _tasks(run: RunFolder) -> dict[str, Facts]:
-    paths = _try(lambda: list(run.path.glob("task-*")), list[Path]())
-    found = {path.name.removeprefix("task-"): path for path in paths}
-    numbers = sorted((n for n in found if n.isdecimal()), key=int)
-    return {n: gather(RunFolder(found[n])) for n in numbers}
+    return {str(task.index): gather(task) for task in _try(run.tasks, list[RunFolder]())}
 
 
 def _asked(jobs: Sequence[str]) -> dict[str, Any]:

@@ -141,12 +141,6 @@ def _without_verdict(
     return "lost", gone
 
 
-def overview(runs: Sequence[RunFolder]) -> list[Status]:
-    """Return the states of runs, with one call to Slurm; without a Slurm, from journals alone."""
-    jobs = queue()
-    return [status_of(run, jobs) for run in runs]
-
-
 def queue() -> Mapping[str, slurm.Queued]:
     """Return what Slurm still has, by job id; nothing without a Slurm, or an answer."""
     try:
@@ -198,8 +192,8 @@ def _own_jobs(task: RunFolder, jobs: Sequence[str]) -> list[str]:
     """Return what names a task's jobs and no other one's: the last one of an array has its id."""
     whole = RunFolder(task.whole)
     arrays = whole.job_ids(whole.events())
-    index = task.path.name.removeprefix("task-")
-    return [*(f"{each}_{index}" for each in arrays), *(job for job in jobs if job not in arrays)]
+    mine = [f"{each}_{task.index}" for each in arrays]
+    return [*mine, *(job for job in jobs if job not in arrays)]
 
 
 COLUMNS = ("name", "id", "job", "state", "attempt", "step", "loss", "saved", "goodput", "why")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_ddp import slurm
-from hpc_ddp.report.status import Status, columns, queue, status_of
+from hpc_ddp.report.status import Status, columns, status_of
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import last_event
@@ -45,14 +45,16 @@ class Task:
         }
 
 
-def tasks(run: RunFolder) -> list[Task]:
-    """Return all tasks of an array in the order of their indexes; none for another run."""
+def tasks(run: RunFolder, jobs: Mapping[str, slurm.Queued]) -> list[Task]:
+    """Return all tasks of an array in the order of their indexes; none for another run.
+
+    `jobs` is what Slurm still has, by job id.
+    """
     spec = JobSpec.from_json(run.job_json.read_text())
     if not spec.array or run.is_task:
         return []
-    jobs = queue()
     points = spec.points
-    begun = {int(task.path.name.removeprefix("task-")): task for task in run.tasks()}
+    begun = {task.index: task for task in run.tasks()}
     indexes = range(len(points)) if points else sorted({*begun, *array_indexes(spec.array)})
     waits = any(jobs[job].state == "PENDING" for job in run.job_ids(run.events()) if job in jobs)
     return [

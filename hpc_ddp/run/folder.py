@@ -147,14 +147,19 @@ class RunFolder:
         """The array's folder for a task of it, else the run's own."""
         return self.path.parent if self.is_task else self.path
 
-    def task(self, index: int | str) -> RunFolder:
+    @property
+    def index(self) -> int:
+        """Of a task, its index in the array."""
+        return int(self.path.name.removeprefix("task-"))
+
+    def task(self, index: int) -> RunFolder:
         """The folder of one task of an array."""
         return RunFolder(self.path / f"task-{index}")
 
     def tasks(self) -> list[RunFolder]:
         """Return the tasks of an array that have begun, by index; none for another run."""
-        found = [path for path in self.path.glob("task-*") if path.name[5:].isdecimal()]
-        return [RunFolder(path) for path in sorted(found, key=lambda path: int(path.name[5:]))]
+        found = [RunFolder(path) for path in self.path.glob("task-*") if path.name[5:].isdecimal()]
+        return sorted(found, key=lambda task: task.index)
 
     @property
     def id(self) -> str:

@@ -335,8 +335,7 @@ class Checkpoints:
         passed_over: list[str] = []
         chosen = None
         for folder in map(self._run.checkpoints.joinpath, names):
-            # Asked again after a "no", since it may have been the disk's and not the file's.
-            why = self._problem_of(folder) and self._problem_of(folder)
+            why = self._problem_of(folder)
             if why is None:
                 chosen = folder
                 break
@@ -358,7 +357,7 @@ class Checkpoints:
             it is not there, or damaged
         """
         folder = self._run.checkpoints / f"step-{step}"
-        if problem := self._problem_of(folder) and self._problem_of(folder):
+        if problem := self._problem_of(folder):
             raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {self._run.path}")
         return self._open(folder)
 
@@ -369,6 +368,11 @@ class Checkpoints:
         return Restored(checkpoints.step_of(folder), shared, every, reader)
 
     def _problem_of(self, folder: Path) -> str | None:
+        """Return why a checkpoint can't be trusted, None where it can; the same on all ranks."""
+        # Asked again after a "no", since it may have been the disk's and not the file's.
+        return self._verify(folder) and self._verify(folder)
+
+    def _verify(self, folder: Path) -> str | None:
         """Let the ranks verify a checkpoint together; all get the same answer."""
         rank, world_size = self._control.rank, self._control.world_size
         problems = self._control.to_first(checkpoints.verify(folder, rank, world_size))

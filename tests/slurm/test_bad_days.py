@@ -86,12 +86,19 @@ def test_a_plain_script_that_dies_of_the_notice_is_requeued(
     "one worker killed (-9)",
     "the others end within 10 s; goes on from the last checkpoint; the cause is named",
 )
-@pytest.mark.parametrize("backend", SUBMITIT_LATER)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(("--backend", "slurm"), id="slurm"),
+        pytest.param(("--backend", "submitit"), id="submitit", marks=pytest.mark.soak),
+        pytest.param(("--launcher", "srun"), id="srun", marks=pytest.mark.soak),
+    ],
+)
 def test_a_killed_worker_is_recovered_from(
-    hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str
+    hpc: Hpc, cluster: Cluster, undisturbed: Job, how: tuple[str, str]
 ) -> None:
     use(cluster, "linuxproc")
-    words = ("--backend", backend, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    words = (*how, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
     job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1"})
     job.at_step(25)
     workers = [job.worker(rank) for rank in range(4)]

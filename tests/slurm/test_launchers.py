@@ -19,7 +19,6 @@ from harness import (
     Hpc,
     Job,
     in_one_go,
-    runs,
     same_weights,
     use,
 )
@@ -43,22 +42,6 @@ def test_a_task_for_each_worker(hpc: Hpc, cluster: Cluster, undisturbed: Job, ba
     assert job.output().count("going on from step") == 1
     logs = sorted(path.name for path in job.run.attempt(1).path.glob("*/rank-*.log"))
     assert logs == [f"rank-{rank}.log" for rank in range(4)]
-
-
-@pytest.mark.soak
-def test_a_worker_killed_under_srun(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
-    use(cluster)
-    words = ("--launcher", "srun", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
-    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1"})
-    job.at_step(25)
-    workers = [job.worker(rank) for rank in range(4)]
-    os.kill(workers[1], signal.SIGKILL)
-    job.until(lambda: not any(map(runs, workers)), 10, "end of the survivors")
-    assert job.end() == "COMPLETED", job.output()
-    assert job.verdicts() == [("failed", "requeue"), ("finished", "none")]
-    assert "rank 1 on" in job.output()
-    assert "SIGKILL" in job.output()
-    assert same_weights(job, undisturbed)
 
 
 @pytest.mark.soak
