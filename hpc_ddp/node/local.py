@@ -146,6 +146,7 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
         local = LocalRun(task, [*command, *words])  # signals are for this one from now on
         if run.cancelled.exists() or (before and before.notified):
             return max(codes) or CAN_GO_ON
+        task.cancelled.unlink(missing_ok=True)  # of an earlier start: whoever goes on wants it
         say(f"task {index}: {' '.join(words)}")
         codes.append(local.play())
         before = local

@@ -59,8 +59,8 @@ class Sweep:
             assert time.monotonic() < give_up
             time.sleep(0.05)
 
-    def until_task(self, index: int) -> None:
-        pids = f"task-{index}/logs/attempt-0/local-0/rank-0.pid"
+    def until_task(self, index: int, attempt: int = 0) -> None:
+        pids = f"task-{index}/logs/attempt-{attempt}/local-0/rank-0.pid"
         self.until(lambda: (self.path / pids).exists())
 
 
@@ -89,6 +89,10 @@ def test_cancelled_it_ends(slow_second: Sweep) -> None:
     sweep.call("cancel", str(sweep.path))
     assert sweep.process.wait(60) != 0
     assert sweep.status() == ("cancelled", ["finished", "cancelled", "not begun"])
+    again = sweep.start("submit", "--run", str(sweep.path), "--backend", "local", "--array", "1")
+    sweep.until_task(1, attempt=1)  # whoever goes on with it wants its tasks to run
+    again.send_signal(signal.SIGTERM)
+    assert again.wait(60) == 75
 
 
 def test_a_budget_counts_here_too(tmp_path: Path) -> None:
