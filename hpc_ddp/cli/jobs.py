@@ -1,0 +1,161 @@
+"""Before a job, and its start: submit, sweep, render, dry-run, drill, preflight."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpc_ddp.cli.common import root_of, say
+from hpc_ddp.cli.options import given, job_options, local_options, node_options
+from hpc_ddp.launch import backends, config, prepare
+from hpc_ddp.launch import drill as rehearsal
+from hpc_ddp.launch import preflight as launch_preflight
+from hpc_ddp.launch import sweep as launch_sweep
+from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.report import preflight as report_preflight
+from hpc_ddp.report.progress import watch
+from hpc_ddp.run.errors import CAN_GO_ON, UsageError
+from hpc_ddp.run.folder import RunFolder, find_run
+
+PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
+
+
+def _prepare(options: dict[str, Any], **forced: Any) -> Prepared:
+    run_text = options.pop("run_text")
+    said = given(options) | forced
+    cwd = Path.cwd()
+    settings = config.load(said, cwd, Path.home())
+    project = config.find_project_file(cwd)
+    if project and project.parent != cwd:
+        say(f"settings: {project}")
+    if run_text is None:
+        return prepare.new_run(settings, cwd, root_of(settings))
+    run = find_run(root_of(settings), run_text)
+    return prepare.continued_run(run, said, settings, cwd)
+
+
+@click.command(context_settings=PASS_ON)
+@job_options
+def submit(as_json: bool, **options: Any) -> None:
+    """Submit SCRIPT with ARGS to Slurm; prints the job id."""
+    _start(_prepare(options), as_json)
+
+
+def _start(prepared: Prepared, as_json: bool) -> None:
+    started = backends.start(prepared)
+    if started.process:
+        sys.exit(_foreground(prepared.run, started))
+    say(f"run: {prepared.run.path}")
+    told = {"job_id": started.job_id, "run": str(prepared.run.path)}
+    click.echo(json.dumps(told) if as_json else started.job_id)
+
+
+@click.command(context_settings=PASS_ON)
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="NAME=VALUE,VALUE…",
+    help="A parameter of the script and its values; repeatable. It gets --NAME=VALUE.",
+)
+@click.option("--max-parallel", type=int, metavar="N", help="Run at most so many at once.")
+@job_options
+def sweep(as_json: bool, sets: Sequence[str], max_parallel: int | None, **options: Any) -> None:
+    """Submit SCRIPT once for each combination of values, as one array; prints the job id.
+
+    Each has a run of its own. `hpc-ddp status SWEEP` shows their results; `hpc-ddp submit --run
+    SWEEP` goes on with those that have not finished. `--backend local` plays them here.
+    """
+    if options["array"] or options["run_text"]:
+        raise UsageError(
+            "a sweep is an array of its own, and a new one",
+            hint="--max-parallel 4; to go on with a sweep: hpc-ddp submit --run SWEEP",
+        )
+    _start(_prepare(options, **launch_sweep.settings(sets, max_parallel)), as_json)
+
+
+@click.command(context_settings=PASS_ON)
+@job_options
+def render(as_json: bool, **options: Any) -> None:
+    """Print the batch script that `submit` would run. It can be submitted by hand."""
+    prepared = _prepare(options)
+    text = backends.render(prepared)
+    say(f"run: {prepared.run.path}")
+    if prepared.spec.backend in ("slurm", "submitit"):
+        say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")
+    told = {"script": text, "run": str(prepared.run.path)}
+    click.echo(json.dumps(told) if as_json else text, nl=as_json)
+
+
+@click.command("dry-run", context_settings=PASS_ON)
+@job_options
+def dry_run(as_json: bool, **options: Any) -> None:
+    """Play the same job on this machine: gloo on CPU, nodes as processes, in the foreground.
+
+    Exit code 75 means that it was stopped and can go on with --run.
+    """
+    prepared = _prepare(options, backend="local")
+    say(f"run: {prepared.run.path}")
+    code = _foreground(prepared.run, backends.start(prepared))
+    if code == CAN_GO_ON:
+        say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(str(prepared.run.path))}")
+    if as_json:
+        click.echo(json.dumps({"exit_code": code, "run": str(prepared.run.path)}))
+    sys.exit(code)
+
+
+@click.command(context_settings=PASS_ON)
+@local_options
+@click.option(
+    "--steps", type=int, help="End all runs at this step (default: its end, or 30 s of training)."
+)
+def drill(as_json: bool, steps: int | None, **options: Any) -> None:
+    """Try here whether SCRIPT resumes right: end it in several ways, go on, and compare.
+
+    It is stopped politely, killed, killed while it saves, and has a byte of a checkpoint flipped.
+    Each step and the final weights are compared with an undisturbed run's, bit for bit; what
+    differs first is named. Exit code 1 where it does not resume right. Whatever else the script
+    writes, it writes here, too.
+    """
+    cwd = Path.cwd()
+    # What it kills has to end: a project file may have workers started again within an attempt.
+    forced = {"backend": "local", "max-restarts": 0, "elastic": False}
+    settings = config.load(given(options) | forced, cwd, Path.home())
+    report = rehearsal.drill(settings, cwd, root_of(settings), steps, say)
+    click.echo(json.dumps(report.to_dict()) if as_json else report.text())
+    if not report.ok:
+        say(f"its runs: {report.folder}")
+    sys.exit(not report.ok)
+
+
+@click.command()
+@node_options
+def preflight(as_json: bool, **options: Any) -> None:
+    """Look whether the nodes of this allocation are fit for a job, and which are not.
+
+    Run it inside a salloc. Exit code 1 where a node is not. `submit --preflight` does the same as
+    the first thing in a job, and leaves bad nodes out of the next attempt.
+    """
+    settings = config.load(given(options), Path.cwd(), Path.home())
+    event = launch_preflight.look(settings, Path.cwd(), root_of(settings))
+    if as_json:
+        click.echo(json.dumps(event))
+    elif event["report"]:
+        click.echo(report_preflight.table(event))
+    sys.exit(not event["ok"])
+
+
+def _foreground(run: RunFolder, started: backends.Started) -> int:
+    """Wait for a run in the foreground; Ctrl-C and SIGTERM are passed on to it as a notice."""
+    process = started.process
+    assert process is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: process.terminate())
+    return watch(run, process)

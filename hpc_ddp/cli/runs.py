@@ -1,0 +1,103 @@
+"""Looking after runs: status, explain, logs, verify, cancel."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import click
+
+from hpc_ddp.cli.common import folder_of, folder_option, json_option, say
+from hpc_ddp.report import explain as report_explain
+from hpc_ddp.report import health as report_health
+from hpc_ddp.report import logs as report_logs
+from hpc_ddp.report import status as report_status
+from hpc_ddp.report import sweep as report_sweep
+from hpc_ddp.run import checkpoints
+from hpc_ddp.run.folder import all_runs, find_run
+
+
+@click.command()
+@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@folder_option
+@json_option
+def status(runs: Sequence[str], runs_dir: str | None, as_json: bool) -> None:
+    """Show the state of runs (default: all), newest first; of one array or sweep, its tasks."""
+    root = folder_of(runs_dir)
+    found = [find_run(root, text) for text in runs] if runs else all_runs(root)
+    jobs = report_status.queue()
+    rows = [report_status.status_of(run, jobs) for run in found]
+    tasks = report_sweep.tasks(found[0], jobs) if len(runs) == 1 else []
+    if as_json:
+        told = [row.to_dict() for row in rows]
+        click.echo(
+            json.dumps([told[0] | {"tasks": [t.to_dict() for t in tasks]}] if tasks else told)
+        )
+    elif not rows:
+        say(f"no runs in {root}")
+    else:
+        click.echo(report_status.table(rows))
+    if tasks and not as_json:
+        click.echo(f"\n{report_sweep.table(tasks)}\n\n{report_sweep.summary(found[0], tasks)}")
+
+
+@click.command()
+@click.argument("run")
+@folder_option
+@json_option
+def explain(run: str, runs_dir: str | None, as_json: bool) -> None:
+    """Tell what became of RUN (a folder, id, name or job id), why, and what to do about it."""
+    found = report_explain.explain_run(find_run(folder_of(runs_dir), run))
+    if as_json:
+        click.echo(json.dumps(found.to_dict()))
+    else:
+        click.echo(report_explain.paragraph(found))
+
+
+@click.command()
+@click.argument("run")
+@click.option("-f", "--follow", is_flag=True, help="Go on with what is added, until it has ended.")
+@click.option("--rank", type=click.IntRange(0), help="One rank's log (default: the job's output).")
+@click.option("--attempt", type=click.IntRange(0), help="One attempt's (default: all).")
+@folder_option
+def logs(
+    run: str, follow: bool, rank: int | None, attempt: int | None, runs_dir: str | None
+) -> None:
+    """Print what RUN (a folder, id, name or job id) has printed."""
+    folder = find_run(folder_of(runs_dir), run)
+    if follow:
+        report_logs.follow(folder, rank, attempt, lambda: report_status.has_ended(folder))
+    else:
+        report_logs.show(folder, rank, attempt)
+
+
+@click.command()
+@click.argument("run")
+@folder_option
+@json_option
+def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
+    """Read RUN's checkpoints through and tell whether every byte is as it was written.
+
+    Exit code 1 where one is not. A resume passes over those, to the newest good one.
+    """
+    rows = checkpoints.health(find_run(folder_of(runs_dir), run).checkpoints)
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in rows]))
+    elif not rows:
+        say("no checkpoints yet")
+    else:
+        click.echo(report_health.table(rows))
+    sys.exit(any(row.problem for row in rows))
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@folder_option
+def cancel(runs: Sequence[str], runs_dir: str | None) -> None:
+    """Cancel runs for good: nothing requeues them after this."""
+    root = folder_of(runs_dir)
+    for run in [find_run(root, text) for text in runs]:
+        report_status.cancel(run)
+        say(f"cancelled: {run.path}")
