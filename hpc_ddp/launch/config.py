@@ -25,6 +25,8 @@ _LISTS = (
 )
 _NUMBERS = ("nproc-per-node", "cpus-per-task", "max-requeues", "max-failures", "max-restarts")
 _BOUNDS = ("budget-gpu-hours",)
+# A file's table [when.partition.NAME] counts only for jobs that name this partition.
+CHOICES = ("partition", "qos")
 _FLAGS = ("exclusive", "snapshot", "preflight", "elastic")
 
 
@@ -55,7 +57,8 @@ def find_project_file(start: Path) -> Path | None:
 def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     """Merge all layers; the first that has a key wins: option, project, own site file, profile.
 
-    `env` is merged name by name; all other values are taken whole.
+    `env` is merged name by name; all other values are taken whole. A file's tables for the job's
+    partition and QOS come before the rest of that file.
 
     Raises
     ------
@@ -70,20 +73,46 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
             layer["script"] = str(project.parent / layer["script"])
         layers.append(layer)
     site = next((layer["site"] for layer in layers if layer.get("site")), None)
+    said = tuple(layers)
     layers += _site_layers(site, home)
+    layers = [each for layer in layers for each in (*_tables_for(layers, layer), layer)]
     values: dict[str, Any] = {}
     for each in reversed(layers):
         for key, value in each.items():
             values[key] = {**values.get(key, {}), **value} if key == "env" else value
+    values.pop("when", None)
+    if values.get("array") and not any("continue-by" in layer for layer in said):
+        values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
     return Settings(values)
 
 
+def _tables_for(layers: Sequence[Mapping[str, Any]], layer: Mapping[str, Any]) -> list[Any]:
+    """Return those of a layer's ``[when]`` tables that count for the job that `layers` describe."""
+    chosen = {key: next((each[key] for each in layers if each.get(key)), "") for key in CHOICES}
+    when = layer.get("when", {})
+    return [
+        when[key][name]
+        for key in CHOICES
+        for name in chosen[key].split(",")  # Slurm takes a list of partitions
+        if name in when.get(key, {})
+    ]
+
+
 def _site_layers(site: str | None, home: Path) -> list[Mapping[str, Any]]:
-    """Return the layers of a site: the user's own file, then the shipped profile.
+    return [_read_layer(path) for path in site_files(site, home)]
+
+
+def site_files(site: str | None, home: Path) -> list[Path]:
+    """Return the files of a site: the user's own file, then the shipped profile.
 
     Without a name the user's ``site.toml`` is the site, where there is one.
+
+    Raises
+    ------
+    UsageError
+        there is no such site
     """
-    own = home / ".config" / "hpc-ddp" / f"{site or 'site'}.toml"
+    own = own_sites(home) / f"{site or 'site'}.toml"
     shipped = folder("templates") / "sites" / f"{site or 'generic'}.toml"
     paths = [path for path in (own, shipped) if path.is_file()]
     if site and not paths:
@@ -92,11 +121,41 @@ def _site_layers(site: str | None, home: Path) -> list[Mapping[str, Any]]:
             f"site {site!r} is unknown; accepted: {', '.join(known)}{closest(site, known)}",
             hint=f"describe it in {own}",
         )
-    return [_read_layer(path) for path in paths]
+    return paths
+
+
+def own_sites(home: Path) -> Path:
+    """Return the folder of the user's own site files."""
+    return home / ".config" / "hpc-ddp"
 
 
 def _read_layer(path: Path) -> dict[str, Any]:
     layer, known = read_toml(path), known_keys()
+    when = layer.pop("when", {})
+    layer = _checked(path, layer, known)
+    inner = [key for key in known if key not in (*CHOICES, "site")]
+    for key, tables in when.items() if isinstance(when, dict) else [(when, None)]:
+        if key not in CHOICES or not isinstance(tables, dict):
+            raise UsageError(
+                f"{path}: no table [when.{key}.…]; accepted: [when.partition.NAME], [when.qos.NAME]",
+                hint=f"look at {path}",
+            )
+        layer.setdefault("when", {})[key] = {
+            name: _checked(path, table, inner) for name, table in tables.items()
+        }
+    return layer
+
+
+def _checked(path: Path, layer: Any, known: Sequence[str]) -> dict[str, Any]:
+    """Return a file's keys and values, or those of one of its tables.
+
+    Raises
+    ------
+    UsageError
+        a key is not one of the known, or has a value of the wrong kind
+    """
+    if not isinstance(layer, dict):
+        raise UsageError(f"{path}: {layer!r} must be a table", hint=f"see {path}")
     for key, value in layer.items():
         if key not in known:
             raise UsageError(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from hpc_ddp.launch.container import DEFAULT_TOOL
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.spec import parse_time
 
@@ -43,7 +44,7 @@ class Facts:
         variables of the shell that name a shared disk, with the folder, and whether it can be
         written
     containers
-        the tools that are there, and ``pyxis`` where srun takes ``--container-image``
+        the tools that are there, by the names of ``templates/containers``
     modules
         environment modules with torch in their name; None where there are no modules at all
     """
@@ -162,8 +163,9 @@ class Partition:
 
     @property
     def is_whole(self) -> bool:
-        """Its nodes are given to one job as a whole."""
-        return self.values.get("OverSubscribe", "").startswith("EXCLUSIVE")
+        """Its nodes are given to one job as a whole. Slurm 26.05 says so in another place."""
+        told = self.values.get("OverSubscribe", ""), self.values.get("Exclusive", "")
+        return told[0].startswith("EXCLUSIVE") or told[1] == "NODE"
 
     @property
     def tier(self) -> int:
@@ -277,12 +279,9 @@ def describe(facts: Facts) -> Site:
     """Return the site file for a cluster, and what follows in words."""
     partitions = partitions_of(facts)
     threats = preempted(facts, partitions)
-    settings = [*_chains(threats), *_requests(partitions), *_runs_dir(facts)]
-    tables = {each.when: "" for each in settings if each.when}
-    tables = {
-        when: next((str(p) for p in partitions if when == ("partition", p.name)), "a QOS")
-        for when in tables
-    }
+    settings = [*_chains(threats), *_requests(partitions), *_scratch(facts), *_tool(facts)]
+    tables = {("partition", p.name): str(p) for p in partitions}
+    tables |= {("qos", qos["Name"]): "a QOS" for qos in facts.qos}
     return Site(
         title=_title(facts, partitions),
         settings=[*_default(facts, partitions, settings), *_accounts(facts), *settings],
@@ -296,7 +295,7 @@ def describe(facts: Facts) -> Site:
             *_accounting(facts),
             *_software(facts),
         ],
-        tables=tables,
+        tables={when: tables[when] for when in tables if any(s.when == when for s in settings)},
     )
 
 
@@ -369,11 +368,18 @@ def _requests(partitions: Sequence[Partition]) -> list[Setting]:
     return found
 
 
-def _runs_dir(facts: Facts) -> list[Setting]:
+def _scratch(facts: Facts) -> list[Setting]:
+    """Name the disk for runs, where it is not the one that is taken without a word."""
     good = [name for name, _, writable in facts.scratch if writable]
     if not good or good[0] == "SCRATCH":
         return []
-    return [Setting("runs-dir", f"${good[0]}/hpc-ddp", f"${good[0]} is set here, and writable")]
+    return [Setting("scratch", f"${good[0]}", "is set here, and can be written")]
+
+
+def _tool(facts: Facts) -> list[Setting]:
+    if not facts.containers or facts.containers[0] == DEFAULT_TOOL:
+        return []
+    return [Setting("container-tool", facts.containers[0], "what there is here for --image")]
 
 
 # --- in words ------------------------------------------------------------------------------
@@ -431,26 +437,27 @@ def _share(facts: Facts, partitions: Sequence[Partition]) -> list[str]:
 
 
 def _limits(facts: Facts, partitions: Sequence[Partition]) -> list[str]:
-    refused = facts.value("EnforcePartLimits").upper() not in ("", "NO")
-    more = "is refused" if refused else "is not refused, but the job never starts"
+    limits = facts.value("EnforcePartLimits")
+    refused = limits.upper() not in ("", "NO")
+    more = "is refused" if refused else "is not refused, but the job would never start"
+    more += f" (EnforcePartLimits={limits})" if limits else ""
     rows = []
     for p in partitions:
         longest, default = p.value("MaxTime"), p.value("DefaultTime")
-        if default:
-            rows.append((("partition", p.name), f"without --time an attempt has {default}."))
+        text = f"without --time an attempt has {default or longest}"
         if longest:
-            text = (
-                f"an attempt has at most {longest}; a longer training goes on in the next one by"
-                f" itself. A longer --time {more} (EnforcePartLimits)."
+            text += (
+                f", and with it at most {longest}; a longer training goes on in the next attempt by"
+                f" itself. A longer --time {more}"
             )
-            rows.append((("partition", p.name), text))
+        rows.append((("partition", p.name), f"{text}." if default or longest else ""))
     return _grouped(rows)
 
 
 def _going_on(facts: Facts) -> list[str]:
     found = [
-        f"Before the time limit jobs are warned 60 s ahead (warn-s), and earlier once a save was"
-        f" seen to take longer: KillWait ({facts.kill_wait_s} s) is not needed for it."
+        "Jobs are warned 60 s before their time limit (--signal), and earlier once a save was seen"
+        f" to take longer: there no save has to fit into KillWait ({facts.kill_wait_s} s)."
     ]
     if facts.value("JobRequeue") == "0":
         found.append(
@@ -489,11 +496,12 @@ def _software(facts: Facts) -> list[str]:
         found.append(f"Runs are kept in ${good[0]}/hpc-ddp.")
     else:
         found.append(
-            "No variable names a scratch disk: runs are kept in ./runs, where you submit; runs-dir"
-            " names another folder. All nodes must see it."
+            "No variable of this shell names a scratch disk: runs are kept in ./runs, where you"
+            ' submit, unless scratch = "/folder" names one. All nodes must see it.'
         )
     if facts.containers:
-        found.append(f"For containers there is {_or(facts.containers, 'and')}.")
+        others = f"; there is {_or(facts.containers[1:], 'and')}, too" * bool(facts.containers[1:])
+        found.append(f"--image runs a training in a container by {facts.containers[0]}{others}.")
     if facts.modules is not None:
         named = f", as 'module load {facts.modules[-1]}'" if facts.modules else ""
         found.append(f"There are environment modules: --setup loads them{named}.")

@@ -18,7 +18,7 @@ from hpc_ddp.launch.detect import Facts
 # Sites' own names for a disk that all nodes see, the fastest first. Those of a node's own disk,
 # such as SLURM_TMPDIR, mean nothing here.
 SCRATCH = ("SCRATCH", "PSCRATCH", "CINECA_SCRATCH", "FAST", "WORK", "GROUP_SCRATCH")
-CONTAINERS = ("apptainer", "singularity", "enroot", "shifter", "podman-hpc")
+CONTAINERS = ("apptainer", "singularity", "shifter", "podman-hpc")
 MODULES_S = 10.0  # a large tree of modules on a slow disk is not waited for
 
 
