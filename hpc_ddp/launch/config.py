@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from hpc_ddp.launch import sites
 from hpc_ddp.launch.fabric import read_toml
-from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError, closest
 from hpc_ddp.run.spec import JobSpec
 
@@ -26,6 +27,9 @@ _LISTS = (
 _NUMBERS = ("nproc-per-node", "cpus-per-task", "max-requeues", "max-failures", "max-restarts")
 _BOUNDS = ("budget-gpu-hours",)
 _FLAGS = ("exclusive", "snapshot", "preflight", "elastic")
+# What a site has of these comes first, and what the job has of them after it: neither can do
+# without the other. Of an option that is there twice Slurm takes the last.
+_JOINED = ("setup", "sbatch", "srun")
 
 
 def known_keys() -> list[str]:
@@ -37,9 +41,10 @@ def known_keys() -> list[str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Merged values, by key."""
+    """Merged values, by key. `recognised` names a site that nobody has named, and by what."""
 
     values: Mapping[str, Any]
+    recognised: str = ""
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
@@ -55,7 +60,9 @@ def find_project_file(start: Path) -> Path | None:
 def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     """Merge all layers; the first that has a key wins: option, project, own site file, profile.
 
-    `env` is merged name by name; all other values are taken whole.
+    `env` is merged name by name, and a site's `setup`, `sbatch` and `srun` come before the job's;
+    all other values are taken whole. The site is the one that is named, else the user's own, else
+    one that is recognised by the environment.
 
     Raises
     ------
@@ -70,33 +77,29 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
             layer["script"] = str(project.parent / layer["script"])
         layers.append(layer)
     site = next((layer["site"] for layer in layers if layer.get("site")), None)
-    layers += _site_layers(site, home)
+    found = None if site else sites.recognised(home, os.environ)
+    paths = sites.files(found[0] if found else site, home)
+    of_site = _merged([_read_layer(path, sites.KEYS) for path in paths])
+    values = _merged([*layers, of_site])
+    for key in _JOINED:
+        said = next((layer[key] for layer in layers if key in layer), None)
+        if said is not None:
+            values[key] = [*of_site.get(key, ()), *said]
+    return Settings(values, f"{found[0]} ({found[1]})" if found else "")
+
+
+def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for each in reversed(layers):
         for key, value in each.items():
             values[key] = {**values.get(key, {}), **value} if key == "env" else value
-    return Settings(values)
+    return values
 
 
-def _site_layers(site: str | None, home: Path) -> list[Mapping[str, Any]]:
-    """Return the layers of a site: the user's own file, then the shipped profile.
-
-    Without a name the user's ``site.toml`` is the site, where there is one.
-    """
-    own = home / ".config" / "hpc-ddp" / f"{site or 'site'}.toml"
-    shipped = folder("templates") / "sites" / f"{site or 'generic'}.toml"
-    paths = [path for path in (own, shipped) if path.is_file()]
-    if site and not paths:
-        known = sorted(p.stem for f in (own, shipped) for p in f.parent.glob("*.toml"))
-        raise UsageError(
-            f"site {site!r} is unknown; accepted: {', '.join(known)}{closest(site, known)}",
-            hint=f"describe it in {own}",
-        )
-    return [_read_layer(path) for path in paths]
-
-
-def _read_layer(path: Path) -> dict[str, Any]:
+def _read_layer(path: Path, more_keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a file's values; it may have `more_keys`, which are none of a job's."""
     layer, known = read_toml(path), known_keys()
+    layer = {key: value for key, value in layer.items() if key not in more_keys}
     for key, value in layer.items():
         if key not in known:
             raise UsageError(
