@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from hpc_ddp.launch import sites
 from hpc_ddp.launch.fabric import read_toml
-from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError, closest
 from hpc_ddp.run.spec import JobSpec
 
@@ -28,6 +29,9 @@ _BOUNDS = ("budget-gpu-hours",)
 # A file's table [when.partition.NAME] counts only for jobs that name this partition.
 CHOICES = ("partition", "qos")
 _FLAGS = ("exclusive", "snapshot", "preflight", "elastic")
+# What a site has of these comes first, and what the job has of them after it: neither can do
+# without the other. Of an option that is there twice Slurm takes the last.
+_JOINED = ("setup", "sbatch", "srun")
 
 
 def known_keys() -> list[str]:
@@ -39,9 +43,10 @@ def known_keys() -> list[str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Merged values, by key."""
+    """Merged values, by key. `recognised` names a site that nobody has named, and by what."""
 
     values: Mapping[str, Any]
+    recognised: str = ""
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
@@ -57,8 +62,10 @@ def find_project_file(start: Path) -> Path | None:
 def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     """Merge all layers; the first that has a key wins: option, project, own site file, profile.
 
-    `env` is merged name by name; all other values are taken whole. A file's tables for the job's
-    partition and QOS come before the rest of that file.
+    `env` is merged name by name, and a site's `setup`, `sbatch` and `srun` come before the job's;
+    all other values are taken whole. A file's tables for the job's partition and QOS come before
+    the rest of that file. The site is the one that is named, else the user's own, else one that is
+    recognised by the environment.
 
     Raises
     ------
@@ -73,66 +80,54 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
             layer["script"] = str(project.parent / layer["script"])
         layers.append(layer)
     site = next((layer["site"] for layer in layers if layer.get("site")), None)
-    said = tuple(layers)
-    layers += _site_layers(site, home)
-    layers = [each for layer in layers for each in (*_tables_for(layers, layer), layer)]
+    found = None if site else sites.recognised(home, os.environ)
+    paths = sites.files(found[0] if found else site, home)
+    site_layers = [_read_layer(path, sites.KEYS) for path in paths]
+    chosen = {k: _first([*layers, *site_layers], k) or "" for k in CHOICES}
+    layers, site_layers = _with_tables(layers, chosen), _with_tables(site_layers, chosen)
+    of_site = _merged(site_layers)
+    values = _merged([*layers, of_site])
+    for key in _JOINED:
+        said = _first(layers, key)
+        if said is not None:
+            values[key] = [*of_site.get(key, ()), *said]
+    if values.get("array") and _first(layers, "continue-by") is None:
+        values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
+    return Settings(values, f"{found[0]} ({found[1]})" if found else "")
+
+
+def _first(layers: Sequence[Mapping[str, Any]], key: str) -> Any:
+    return next((layer[key] for layer in layers if key in layer), None)
+
+
+def _with_tables(
+    layers: Sequence[Mapping[str, Any]], chosen: Mapping[str, str]
+) -> list[Mapping[str, Any]]:
+    """Return the layers, and before each those of its ``[when]`` tables that count for a job in the
+    chosen partition and QOS."""
+    found: list[Mapping[str, Any]] = []
+    for layer in layers:
+        when = layer.get("when", {})
+        for key, names in chosen.items():
+            tables = when.get(key, {})
+            found += [tables[name] for name in names.split(",") if name in tables]  # Slurm has lists
+        found.append({key: value for key, value in layer.items() if key != "when"})
+    return found
+
+
+def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for each in reversed(layers):
         for key, value in each.items():
             values[key] = {**values.get(key, {}), **value} if key == "env" else value
-    values.pop("when", None)
-    if values.get("array") and not any("continue-by" in layer for layer in said):
-        values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
-    return Settings(values)
+    return values
 
 
-def _tables_for(layers: Sequence[Mapping[str, Any]], layer: Mapping[str, Any]) -> list[Any]:
-    """Return those of a layer's ``[when]`` tables that count for the job that `layers` describe."""
-    chosen = {key: next((each[key] for each in layers if each.get(key)), "") for key in CHOICES}
-    when = layer.get("when", {})
-    return [
-        when[key][name]
-        for key in CHOICES
-        for name in chosen[key].split(",")  # Slurm takes a list of partitions
-        if name in when.get(key, {})
-    ]
-
-
-def _site_layers(site: str | None, home: Path) -> list[Mapping[str, Any]]:
-    return [_read_layer(path) for path in site_files(site, home)]
-
-
-def site_files(site: str | None, home: Path) -> list[Path]:
-    """Return the files of a site: the user's own file, then the shipped profile.
-
-    Without a name the user's ``site.toml`` is the site, where there is one.
-
-    Raises
-    ------
-    UsageError
-        there is no such site
-    """
-    own = own_sites(home) / f"{site or 'site'}.toml"
-    shipped = folder("templates") / "sites" / f"{site or 'generic'}.toml"
-    paths = [path for path in (own, shipped) if path.is_file()]
-    if site and not paths:
-        known = sorted(p.stem for f in (own, shipped) for p in f.parent.glob("*.toml"))
-        raise UsageError(
-            f"site {site!r} is unknown; accepted: {', '.join(known)}{closest(site, known)}",
-            hint=f"describe it in {own}",
-        )
-    return paths
-
-
-def own_sites(home: Path) -> Path:
-    """Return the folder of the user's own site files."""
-    return home / ".config" / "hpc-ddp"
-
-
-def _read_layer(path: Path) -> dict[str, Any]:
-    layer, known = read_toml(path), known_keys()
-    when = layer.pop("when", {})
-    layer = _checked(path, layer, known)
+def _read_layer(path: Path, more_keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a file's values; it may have `more_keys`, which are none of a job's."""
+    read, known = read_toml(path), known_keys()
+    when = read.pop("when", {})
+    layer = _checked(path, {k: v for k, v in read.items() if k not in more_keys}, known)
     inner = [key for key in known if key not in (*CHOICES, "site")]
     for key, tables in when.items() if isinstance(when, dict) else [(when, None)]:
         if key not in CHOICES or not isinstance(tables, dict):

@@ -10,7 +10,7 @@ import json
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -275,16 +275,21 @@ def _preemption_remark(each: Preempted, facts: Facts) -> str:
 # --- all of it -----------------------------------------------------------------------------
 
 
-def describe(facts: Facts) -> Site:
-    """Return the site file for a cluster, and what follows in words."""
+def describe(facts: Facts, known: Collection[str] = ()) -> Site:
+    """Return the site file for a cluster, and what follows in words.
+
+    `known` are the keys that a file for this site has already, by people who know it: left out.
+    """
     partitions = partitions_of(facts)
     threats = preempted(facts, partitions)
-    settings = [*_chains(threats), *_requests(partitions), *_scratch(facts), *_tool(facts)]
+    found = [*_chains(threats), *_requests(partitions), *_scratch(facts), *_tool(facts)]
+    found = [*_default(partitions, found), *_accounts(facts), *found]
+    settings = [each for each in found if each.key not in known]
     tables = {("partition", p.name): str(p) for p in partitions}
     tables |= {("qos", qos["Name"]): "a QOS" for qos in facts.qos}
     return Site(
         title=_title(facts, partitions),
-        settings=[*_default(facts, partitions, settings), *_accounts(facts), *settings],
+        settings=settings,
         remarks=[
             *_version(facts),
             *_partition_remarks(partitions),
@@ -316,9 +321,7 @@ def _version(facts: Facts) -> list[str]:
     return []
 
 
-def _default(
-    facts: Facts, partitions: Sequence[Partition], settings: Sequence[Setting]
-) -> list[Setting]:
+def _default(partitions: Sequence[Partition], settings: Sequence[Setting]) -> list[Setting]:
     """Name Slurm's default partition, where its table is to count for jobs that name none."""
     for p in partitions:
         if p.is_default and any(s.when == ("partition", p.name) for s in settings):
