@@ -408,10 +408,11 @@ def _partition_remarks(partitions: Sequence[Partition]) -> list[str]:
 
 
 def _gpu_remark(p: Partition) -> str:
-    if p.is_whole:
-        what = f"all its GPUs ({_or(p.asked)}) and CPUs" if p.asked else "all its CPUs"
-        text = f"nodes are given whole (OverSubscribe=EXCLUSIVE): a job has {what} without asking"
-        return f"{text}; gpus-per-node says how many workers to start." if p.asked else f"{text}."
+    whole = "nodes are given whole (OverSubscribe=EXCLUSIVE), so a job has all their CPUs"
+    if p.is_whole and not p.asked:
+        return f"{whole} without asking."
+    if p.is_whole:  # measured: the batch shell sees the GPUs, a step that has not asked does not
+        return f"{whole}; for their GPUs it must ask all the same: --gpus-per-node {_or(p.asked)}."
     if not p.asked:
         return ""
     if len(p.asked) > 1:

@@ -64,7 +64,8 @@ def test_the_same_cluster_is_the_same_in_each_version(path: Path) -> None:
         site,
         "low, low0, high, lowc: --gpus-per-node 4 asks for all of a node's GPUs",
         "low, low0, high, lowc: without --cpus-per-task a job has one core of each node, and 1000",
-        "whole: nodes are given whole",
+        "whole: nodes are given whole (OverSubscribe=EXCLUSIVE), so a job has all their CPUs; for"
+        " their GPUs it must ask all the same: --gpus-per-node 4",
         "whole: without --time an attempt has 00:10:00, and with it at most 01:00:00",
         "is not refused, but the job would never start (EnforcePartLimits=NO)",
         "low: jobs can be preempted by high, whole, are requeued, and go on. A save then has the"
@@ -137,7 +138,7 @@ def test_whole_nodes_of_which_slurm_knows_no_gpus() -> None:
     site = describe(
         _made("PartitionName=gh Default=NO OverSubscribe=EXCLUSIVE", _nodes("gh", "(null)", 9))
     )
-    _says(site, "no default partition", 'gpu-request = "none"', "a job has all its CPUs without")
+    _says(site, "no default partition", 'gpu-request = "none"', "gh: nodes are given whole")
 
 
 def test_preemption_by_qos() -> None:
