@@ -94,7 +94,7 @@ class Session:
         self._shell.wait(60)
 
 
-@pytest.mark.parametrize("page", _with_commands())
+@pytest.mark.parametrize("page", list(_with_commands()))
 def test_page(page: Path, cluster: Cluster, tmp_path: Path) -> None:
     """To accept what was printed, run with ``HPC_DDP_ACCEPT=1``, and read the diff."""
     use(cluster)
