@@ -34,16 +34,13 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
     known = sites.shipped_keys(name)
     if known:
         say(f"{name} is known: `hpc-ddp site show {name}`. Here is what its file does not say.")
-    facts = login.look(os.environ)
-    found = detect.describe(facts, known)
-    origin = f"As `hpc-ddp site detect` found it from {facts.host} on {time.strftime('%Y-%m-%d')}."
-    text = found.to_toml(origin)
+    found = detect.describe(login.look(os.environ), known)
+    text = found.to_toml(time.strftime("%Y-%m-%d"))
     if only_print:
         click.echo(text, nl=False)
         return
-    say(found.title)
-    for remark in found.remarks:
-        say(f"- {remark}")
+    for line in (found.title, *found.words()):
+        say(line)
     click.echo(sites.write(home, name, text, force))
 
 

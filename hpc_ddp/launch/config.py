@@ -84,14 +84,13 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     paths = sites.files(found[0] if found else site, home)
     site_layers = [_read_layer(path, sites.KEYS) for path in paths]
     chosen = {k: _first([*layers, *site_layers], k) or "" for k in CHOICES}
-    layers, site_layers = _with_tables(layers, chosen), _with_tables(site_layers, chosen)
-    of_site = _merged(site_layers)
-    values = _merged([*layers, of_site])
+    of_job, of_site = _with_tables(layers, chosen), _merged(_with_tables(site_layers, chosen))
+    values = _merged([*of_job, of_site])
     for key in _JOINED:
-        said = _first(layers, key)
+        said = _first(of_job, key)
         if said is not None:
             values[key] = [*of_site.get(key, ()), *said]
-    if values.get("array") and _first(layers, "continue-by") is None:
+    if values.get("array") and _first(of_job, "continue-by") is None:
         values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
     return Settings(values, f"{found[0]} ({found[1]})" if found else "")
 
@@ -110,7 +109,9 @@ def _with_tables(
         when = layer.get("when", {})
         for key, names in chosen.items():
             tables = when.get(key, {})
-            found += [tables[name] for name in names.split(",") if name in tables]  # Slurm has lists
+            found += [
+                tables[name] for name in names.split(",") if name in tables
+            ]  # Slurm has lists
         found.append({key: value for key, value in layer.items() if key != "when"})
     return found
 
@@ -132,7 +133,8 @@ def _read_layer(path: Path, more_keys: Sequence[str] = ()) -> dict[str, Any]:
     for key, tables in when.items() if isinstance(when, dict) else [(when, None)]:
         if key not in CHOICES or not isinstance(tables, dict):
             raise UsageError(
-                f"{path}: no table [when.{key}.…]; accepted: [when.partition.NAME], [when.qos.NAME]",
+                f"{path}: no table [when.{key}.…]; accepted: [when.partition.NAME] and"
+                " [when.qos.NAME]",
                 hint=f"look at {path}",
             )
         layer.setdefault("when", {})[key] = {

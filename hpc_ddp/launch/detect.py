@@ -43,19 +43,21 @@ class Facts:
     scratch
         variables of the shell that name a shared disk, with the folder, and whether it can be
         written
+    runs
+        what HPC_DDP_RUNS says
     containers
         the tools that are there, by the names of ``templates/containers``
     modules
         environment modules with torch in their name; None where there are no modules at all
     """
 
-    host: str
     config: Record
     partitions: Sequence[Record]
     nodes: Sequence[Record]
     qos: Sequence[Record] = ()
     accounts: Sequence[Record] = ()
     scratch: Sequence[tuple[str, str, bool]] = ()
+    runs: str = ""
     containers: Sequence[str] = ()
     modules: Sequence[str] | None = None
 
@@ -92,11 +94,15 @@ class Site:
     remarks: Sequence[str]
     tables: Mapping[tuple[str, str], str]
 
-    def to_toml(self, origin: str) -> str:
-        """Return the file; `origin` tells who found all this, where and when."""
-        lines = [f"# {self.title}", f"# {origin}", "# What follows:"]
-        for remark in self.remarks:
-            lines += textwrap.wrap(remark, 98, initial_indent="# - ", subsequent_indent="#   ")
+    def words(self) -> list[str]:
+        """Return what follows, in lines of a width that can be read."""
+        wrapper = textwrap.TextWrapper(96, initial_indent="- ", subsequent_indent="  ")
+        return [line for text in self.remarks for line in wrapper.wrap(text)]
+
+    def to_toml(self, date: str) -> str:
+        """Return the file, as it was found on a day."""
+        lines = [f"# {self.title}", f"# As `hpc-ddp site detect` found it on {date}.", "#"]
+        lines += [f"# {line}" for line in self.words()]
         lines += [_line(each) for each in self.settings if each.when is None]
         for (kind, name), summary in self.tables.items():
             bare = re.fullmatch(r"[\w-]+", name, re.A)
@@ -130,7 +136,7 @@ class Kind(NamedTuple):
         return sum(count for _, count in self.gpus)
 
     def __str__(self) -> str:
-        gpus = "".join(f", GPUs {each}" for each in self.asked)
+        gpus = "".join(f", {count} {f'{type} GPUs'.strip()}" for type, count in self.gpus)
         return f"{self.cpus} CPUs, {self.memory / 1000:.0f} GB{gpus}"
 
 
@@ -298,6 +304,7 @@ def describe(facts: Facts, known: Collection[str] = ()) -> Site:
             *_grouped((each.when, _preemption_remark(each, facts)) for each in threats),
             *_going_on(facts),
             *_accounting(facts),
+            *([] if {"scratch", "runs-dir"} & {*known} else _place(facts)),
             *_software(facts),
         ],
         tables={when: tables[when] for when in tables if any(s.when == when for s in settings)},
@@ -374,7 +381,7 @@ def _requests(partitions: Sequence[Partition]) -> list[Setting]:
 def _scratch(facts: Facts) -> list[Setting]:
     """Name the disk for runs, where it is not the one that is taken without a word."""
     good = [name for name, _, writable in facts.scratch if writable]
-    if not good or good[0] == "SCRATCH":
+    if not good or good[0] == "SCRATCH" or facts.runs:
         return []
     return [Setting("scratch", f"${good[0]}", "is set here, and can be written")]
 
@@ -431,7 +438,11 @@ def _share(facts: Facts, partitions: Sequence[Partition]) -> list[str]:
             continue
         told = f"{p.value('JobDefaults')},{facts.value('JobDefaults')}"
         default = re.search(r"DefCpuPerGPU=(\d+)", told)
-        has = f"{default[1]} CPUs for each of its GPUs" if default else "one core of each node"
+        has = (
+            f"{default[1]} CPUs for each of its GPUs"
+            if default
+            else "one core of each node for torchrun's workers"
+        )
         memory = p.value("DefMemPerCPU") or facts.value("DefMemPerCPU")
         has += f", and {memory} MB of memory for each CPU" if memory else ""
         even = f"{kind.cpus // kind.gpu_count} for each GPU"
@@ -490,19 +501,26 @@ def _accounting(facts: Facts) -> list[str]:
     return []
 
 
-def _software(facts: Facts) -> list[str]:
-    found = []
-    for name, folder, writable in facts.scratch:
-        if not writable:
-            found.append(f"${name} ({folder}) can't be written here.")
+def _place(facts: Facts) -> list[str]:
+    if facts.runs:
+        return [f"Runs are kept in {facts.runs}, as HPC_DDP_RUNS says."]
+    bad = [
+        f"${name} ({folder}) can't be written here."
+        for name, folder, writable in facts.scratch
+        if not writable
+    ]
     good = [name for name, _, writable in facts.scratch if writable]
     if good:
-        found.append(f"Runs are kept in ${good[0]}/hpc-ddp.")
-    else:
-        found.append(
-            "No variable of this shell names a scratch disk: runs are kept in ./runs, where you"
-            ' submit, unless scratch = "/folder" names one. All nodes must see it.'
-        )
+        return [*bad, f"Runs are kept in ${good[0]}/hpc-ddp."]
+    return [
+        *bad,
+        "No variable of this shell names a scratch disk: runs are kept in ./runs, where you submit,"
+        ' unless scratch = "/folder" names one. All nodes must see it.',
+    ]
+
+
+def _software(facts: Facts) -> list[str]:
+    found = []
     if facts.containers:
         others = f"; there is {_or(facts.containers[1:], 'and')}, too" * bool(facts.containers[1:])
         found.append(f"--image runs a training in a container by {facts.containers[0]}{others}.")

@@ -6,7 +6,6 @@ import getpass
 import os
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -31,13 +30,13 @@ def look(environ: Mapping[str, str]) -> Facts:
         there is no Slurm here, or its controller does not answer
     """
     return Facts(
-        host=socket.gethostname(),
         config=slurm.show_config(),
         partitions=slurm.show_all("partition"),
         nodes=slurm.show_all("node"),
         qos=slurm.show_qos(),
         accounts=slurm.show_accounts(getpass.getuser()),
         scratch=_scratch(environ),
+        runs=environ.get("HPC_DDP_RUNS", ""),
         containers=_containers(),
         modules=_modules(environ),
     )
@@ -57,7 +56,7 @@ def _modules(environ: Mapping[str, str]) -> list[str] | None:
     """Return the modules with torch in their name; None where the shell has no `module`."""
     if not {"LMOD_CMD", "MODULESHOME", "MODULEPATH"} & set(environ):
         return None
-    asked = "module --terse avail torch 2>&1"
+    asked = "module --terse avail 2>&1"
     # `module` is a function, which shells that read a profile define; it may be exported, too.
     argv = ["bash", "-c" if "BASH_FUNC_module%%" in environ else "-lc", asked]
     printed = ""

@@ -38,7 +38,7 @@ def test_list_and_show(home: Path) -> None:
     own.write_text('account = "mine"\n')
     assert f"* site             {own}" in _site("list").stdout
     shown = _site("show").stdout
-    assert shown.startswith(f"# --- {own}\naccount = \"mine\"\n")
+    assert shown.startswith(f'# --- {own}\naccount = "mine"\n')
     assert shown.index(str(own)) < shown.index("generic.toml")
     done = _site("show", "nowhere")
     assert done.exit_code == 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,14 +27,12 @@ CLUSTERS = sorted((Path(__file__).parent / "clusters").glob("slurm-*.txt"))
 
 def _real(path: Path) -> Facts:
     _, config, partitions, nodes = re.split(r"### \w+\n", path.read_text())
-    return Facts("login", parse_config(config), parse_records(partitions), parse_records(nodes))
+    return Facts(parse_config(config), parse_records(partitions), parse_records(nodes))
 
 
-def _made(
-    partitions: str, nodes: str, config: dict[str, str] | None = None, **more: object
-) -> Facts:
+def _made(partitions: str, nodes: str, config: dict[str, str] | None = None, **more: Any) -> Facts:
     given = {"ClusterName": "made", "SLURM_VERSION": "24.05.1", **(config or {})}
-    return Facts("login", given, parse_records(partitions), parse_records(nodes), **more)  # type: ignore[arg-type]
+    return Facts(given, parse_records(partitions), parse_records(nodes), **more)
 
 
 def _says(site: Site, *texts: str) -> None:
@@ -41,10 +40,9 @@ def _says(site: Site, *texts: str) -> None:
         assert any(text in remark for remark in site.remarks), "\n".join(site.remarks)
 
 
-def _when(site: Site, kind: str, name: str) -> dict[str, object]:
+def _when(site: Site, kind: str, name: str) -> Any:
     """Return a table of the file as TOML has it: what stands behind a # does not count."""
-    table: dict[str, object] = tomllib.loads(site.to_toml("x")).get("when", {}).get(kind, {})
-    return dict(table.get(name, {}))  # type: ignore[call-overload]
+    return tomllib.loads(site.to_toml("x")).get("when", {}).get(kind, {}).get(name, {})
 
 
 def test_there_are_texts_of_several_versions() -> None:
@@ -63,7 +61,7 @@ def test_the_same_cluster_is_the_same_in_each_version(path: Path) -> None:
     _says(
         site,
         "low, low0, high, lowc: --gpus-per-node 4 asks for all of a node's GPUs",
-        "low, low0, high, lowc: without --cpus-per-task a job has one core of each node, and 1000",
+        "low, low0, high, lowc: without --cpus-per-task a job has one core of each node for",
         "whole: nodes are given whole (OverSubscribe=EXCLUSIVE), so a job has all their CPUs; for"
         " their GPUs it must ask all the same: --gpus-per-node 4",
         "whole: without --time an attempt has 00:10:00, and with it at most 01:00:00",
@@ -72,7 +70,7 @@ def test_the_same_cluster_is_the_same_in_each_version(path: Path) -> None:
         " 20 s of GraceTime",
         "low0: jobs can be preempted by high, whole, are requeued, and go on. A save then has the"
         " 5 s of KillWait",
-        'lowc: jobs can be preempted by high, whole, and Slurm requeues none of them',
+        "lowc: jobs can be preempted by high, whole, and Slurm requeues none of them",
         "waits 6 s before it may start again",
         "1,001 points",
     )
@@ -122,7 +120,7 @@ def test_types_of_gpus_and_a_default_without_any() -> None:
     )
     _says(
         site,
-        "Jobs go to cpu, which has no GPUs, unless they name another partition; with GPUs: gpu, odd",
+        "Jobs go to cpu, which has no GPUs, unless they name another partition; with GPUs: gpu, o",
         "gpu: --gpus-per-node a100:4 asks for all",
         "odd: nodes differ: ask for one type, --gpus-per-node a100:4 or h100:8",
         "gpu: without --cpus-per-task a job has 8 CPUs for each of its GPUs; an even share of the"
@@ -181,7 +179,7 @@ def test_what_suspends_and_what_preempts_nobody() -> None:
 
 def test_the_default_is_named_where_its_table_counts() -> None:
     partitions = (
-        'PartitionName=a.b Default=YES PriorityTier=1 PreemptMode=CANCEL GraceTime=60\n'
+        "PartitionName=a.b Default=YES PriorityTier=1 PreemptMode=CANCEL GraceTime=60\n"
         "PartitionName=top PriorityTier=2 PreemptMode=OFF\n"
     )
     facts = _made(partitions, _nodes("a.b,top", "gpu:4", 1), {"PreemptType": "x/partition_prio"})
@@ -225,8 +223,17 @@ def test_accounts_scratch_containers_and_modules() -> None:
     assert not any("accounting" in remark for remark in site.remarks)
 
 
+def test_where_runs_are_kept_is_said_once() -> None:
+    facts = _made("PartitionName=a Default=YES", "", {}, scratch=[("WORK", "/w", True)], runs="/r")
+    site = describe(facts)
+    _says(site, "Runs are kept in /r, as HPC_DDP_RUNS says.")
+    assert not any(each.key == "scratch" for each in site.settings)
+    known = describe(_made("PartitionName=a Default=YES", ""), known=["scratch", "continue-by"])
+    assert not any("kept" in remark for remark in known.remarks)
+
+
 def test_a_slurm_that_says_next_to_nothing() -> None:
-    site = describe(Facts("login", {"SLURM_VERSION": "19.05.8"}, [], []))
+    site = describe(Facts({"SLURM_VERSION": "19.05.8"}, [], []))
     _says(site, "Slurm 19.05 is older than 20.11")
     assert tomllib.loads(site.to_toml("x")) == {}
 
