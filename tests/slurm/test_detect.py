@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from harness import SCRIPTS, Hpc
+from harness import Hpc
 
 from hpc_ddp import slurm
-
-PLAIN = str(SCRIPTS / "plain.py")
 
 
 @pytest.fixture
@@ -33,6 +31,8 @@ def test_a_site_file_is_written_and_jobs_do_as_it_says(
 ) -> None:
     scratch = {"SCRATCH": "/nowhere/me", "WORK": str(tmp_path), "HPC_DDP_RUNS": ""}
     home = {"HOME": str(tmp_path), **scratch}
+    script = tmp_path / "hello.py"
+    script.write_text("print('hello')\n")
     done = hpc("site", "detect", env=home)
     path = tmp_path / ".config" / "hpc-ddp" / "site.toml"
     assert done.stdout == f"{path}\n"
@@ -55,10 +55,10 @@ def test_a_site_file_is_written_and_jobs_do_as_it_says(
     hpc("site", "detect", "--force", env=home)
     assert path.read_text() == written
 
-    whole = hpc("render", "-p", "whole", PLAIN, env=home).stdout
+    whole = hpc("render", "-p", "whole", str(script), env=home).stdout
     assert "#SBATCH --gpus-per-node=4\n" in whole
     assert "--nproc-per-node=4\n" in whole
-    job = hpc.submit("-p", "lowc", PLAIN, env=home)
+    job = hpc.submit("-p", "lowc", "--launcher", "srun", str(script), env=home)
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("finished", "none")]
     assert len(job.run.job_ids(job.run.events())) == 2  # the next one had been queued
