@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +76,9 @@ def _read(text: str, nodes: int, script: str) -> Script:
     assert all(len(shlex.split(line)) == 1 for line in lines)
     head = text[text.index("export HPC_DDP_RUN") : text.index("\ncd ")]
     step = text[text.index("\npython=") : text.index("\n    step=$!")].replace(" &", "")
-    fakes = "".join(f"{n}() {{ printf '%s\\0' {n} \"$@\"; }}\n" for n in ("srun", "ibrun", "mpirun"))
+    fakes = "".join(
+        f"{n}() {{ printf '%s\\0' {n} \"$@\"; }}\n" for n in ("srun", "ibrun", "mpirun")
+    )
     shell = (
         f"{head}\nenv -0\nprintf 'WORDS\\0'\n"
         f"node=node.py cpus={directives.get('cpus-per-task', 1)} SLURM_NNODES={nodes}\n"
@@ -102,16 +103,18 @@ def _read(text: str, nodes: int, script: str) -> Script:
 
 
 @pytest.fixture
-def login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home and a working directory on a login node that is known for nothing."""
-    for variable in {name for path in SHIPPED.values() for name in read_toml(path).get("match", {})}:
+    for variable in {
+        name for path in SHIPPED.values() for name in read_toml(path).get("match", {})
+    }:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("USER", "me")
     work = tmp_path / "project"
     (work / "work").mkdir(parents=True)
     monkeypatch.chdir(work)
-    yield work
+    return work
 
 
 def _rendered(example: dict[str, Any], work: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
@@ -157,7 +160,9 @@ def _missing_words(example: Mapping[str, Any], script: Script) -> Iterator[str]:
         name, value = _option(text)
         if text.split("/")[-1] in python:
             torchrun = "torch" in text
-            found = "agent" in script.words if torchrun else any("python" in w for w in script.words)
+            found = (
+                "agent" in script.words if torchrun else any("python" in w for w in script.words)
+            )
         elif f" {text} " in said or text.endswith(".py"):
             found = True
         else:
@@ -173,7 +178,9 @@ def _missing(example: Mapping[str, Any], script: Script) -> Iterator[str]:
         if name not in DIFFERS and script.env.get(name) != value:
             yield name
     yield from (line for line in example.get("setup", ()) if line not in script.setup)
-    yield from (f"{name} is there" for name in example.get("absent", ()) if name in script.directives)
+    yield from (
+        f"{name} is there" for name in example.get("absent", ()) if name in script.directives
+    )
     if script.suffix != example.get("suffix", ""):
         yield f"suffix {script.suffix!r}"
 
@@ -189,3 +196,123 @@ def test_a_sites_own_example_can_be_said(
     script = _rendered(example, login, monkeypatch)
     assert sorted(_missing(example, script)) == sorted(example.get("differs", {}))
     assert all(example.get("differs", {}).values())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_site_makes_a_job_of_the_shortest_command(
+    name: str, login: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = {"site": name, "command": f"--site {name} --nodes 2 --account p1 train.py"}
+    script = _rendered(example, login, monkeypatch)
+    gpus = str(read_toml(SHIPPED[name]).get("gpus-per-node", 1))
+    workers = script.options.get("nproc-per-node") or script.options["ntasks-per-node"]
+    assert workers == [gpus.split(":")[-1]]
+
+
+@pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"generic"}))
+def test_each_value_of_a_shipped_site_has_a_source(name: str) -> None:
+    text = SHIPPED[name].read_text()
+    assert re.search(r"^# Sources, seen on 20\d\d-\d\d-\d\d:$", text, re.M)
+    numbers = set(_sources(text))
+    values = [line for line in text.splitlines() if re.match(r'"?[\w-]+"? = ', line)][1:]
+    assert len(values) >= 1
+    for line in values:  # the first is the title
+        cited = set(re.findall(r"\[(\d+)\]", line.rpartition("#")[2]))
+        assert cited, line
+        assert cited <= numbers, line
+
+
+def _sources(text: str) -> dict[str, str]:
+    """Return a site file's sources by number; one may go on in a line that is further in."""
+    found = re.findall(r"^# \[(\d+)\] (.*(?:\n#     .*)*)", text, re.M)
+    return {number: " ".join(source.replace("\n#", "").split()) for number, source in found}
+
+
+def _row(name: str) -> str:
+    values = read_toml(SHIPPED[name])
+    known = ", ".join(f"`{key}`" for key in values.pop("match", {}))
+    title, env = values.pop("title", ""), values.pop("env", {})
+    told = [f"`{key}` {_shown(value)}" for key, value in values.items()]
+    told += [f"env: {', '.join(env)}"] if env else []
+    sources = "<br>".join(_sources(SHIPPED[name].read_text()).values())
+    return f"| `{name}` | {title} | {known} | {'; '.join(told)} | {sources} |"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def test_the_page_has_all_shipped_sites() -> None:
+    """To accept a change, run with ``HPC_DDP_ACCEPT=1``."""
+    page = Path(__file__).parents[2] / "docs" / "sites.md"
+    before, marker, _ = page.read_text().partition("HPC_DDP_ACCEPT=1. -->\n")
+    head = "| site | system | known by | set | sources |\n|---|---|---|---|---|\n"
+    text = f"{before}{marker}{head}" + "".join(f"{_row(n)}\n" for n in SHIPPED if n != "generic")
+    if os.environ.get("HPC_DDP_ACCEPT"):
+        page.write_text(text)
+    assert text == page.read_text()
+
+
+def _own(name: str, text: str) -> None:
+    path = Path.home() / ".config" / "hpc-ddp" / f"{name}.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def _loaded(login: Path, **options: Any) -> config.Settings:
+    return config.load(options, login, Path.home())
+
+
+def test_a_named_site_an_own_one_and_a_recognised_one(
+    login: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TACC_SYSTEM", "ls6")
+    settings = _loaded(login)
+    assert settings.recognised == "lonestar6 (TACC_SYSTEM)"
+    assert (settings.get("starter"), settings.get("gpus-per-node")) == ("ibrun", "3")
+    assert _loaded(login, site="generic").values == {"site": "generic"}
+    _own("lonestar6", 'partition = "gpu-h100"\ngpus-per-node = 2')
+    assert _loaded(login).values == {
+        **settings.values,
+        "partition": "gpu-h100",
+        "gpus-per-node": "2",
+    }
+    _own("site", 'qos = "q"')
+    assert _loaded(login) == config.Settings({"qos": "q"})
+    assert _loaded(login, site="mahti").get("partition") == "gpumedium"
+
+
+def test_all_variables_of_a_site_have_to_fit_and_wholly(
+    login: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _own("ours", '[match]\nOUR_SYSTEM = "x[0-9]"\nOUR_PART = ".*gpu.*"')
+    monkeypatch.setenv("OUR_SYSTEM", "x1")
+    assert not _loaded(login).recognised
+    monkeypatch.setenv("OUR_PART", "the gpu part")
+    assert _loaded(login).recognised == "ours (OUR_SYSTEM, OUR_PART)"
+    monkeypatch.setenv("OUR_SYSTEM", "x12")
+    assert not _loaded(login).recognised
+
+
+@pytest.mark.parametrize("text", ['match = "x"', '[match]\nA = "("', "[match]\nA = 1"])
+def test_a_broken_match_is_an_error_with_its_file(text: str, login: Path) -> None:
+    _own("ours", text)
+    with pytest.raises(UsageError, match=r"ours\.toml: match must be a table"):
+        sites.recognised(Path.home(), {"A": "1"})
+
+
+def test_a_project_file_has_no_match(login: Path) -> None:
+    (login / "hpc-ddp.toml").write_text('[match]\nA = "1"')
+    with pytest.raises(UsageError, match="unknown key 'match'"):
+        _loaded(login)
+
+
+def test_what_a_site_can_not_do_without_stays(login: Path) -> None:
+    (login / "hpc-ddp.toml").write_text('setup = ["module load b"]\nsbatch = ["--comment=x"]')
+    _own("ours", 'setup = ["module load a"]\nsbatch = ["--hint=nomultithread"]\nsrun = ["--x"]')
+    settings = _loaded(login, site="ours", sbatch=["--comment=y"])
+    assert settings.get("setup") == ["module load a", "module load b"]
+    assert settings.get("sbatch") == ["--hint=nomultithread", "--comment=y"]
+    assert settings.get("srun") == ["--x"]
