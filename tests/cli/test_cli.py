@@ -14,6 +14,7 @@ import pytest
 
 from hpc_ddp.cli.main import COMMANDS
 from hpc_ddp.cli.main import main as cli
+from hpc_ddp.cli.options import GROUPS
 
 REPO = Path(__file__).parents[2]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -205,6 +206,11 @@ def test_the_options_are_these() -> None:
         *("--chdir", "--gpu-request", "--image", "--signal", "--starter"),
         *("--runs-dir", "--sbatch", "--setup", "--site", "--srun", "--template", "--time"),
     }
+
+
+def test_every_job_option_has_a_heading() -> None:
+    names = {p.name for p in command("submit").params if isinstance(p, click.Option)}
+    assert names - {name for group in GROUPS.values() for name in group} == {"as_json"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
