@@ -192,7 +192,7 @@ def runs_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
 
 
 def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
-    values = {**environ, "account": settings.get("account") or ""}
+    values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
     try:
         filled = Template(text.replace("{account}", "${account}")).substitute(values)
     except KeyError as error:

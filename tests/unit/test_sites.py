@@ -235,6 +235,7 @@ def _row(name: str) -> str:
     told = [f"`{key}` {_shown(value)}" for key, value in values.items()]
     told += [f"env: {', '.join(env)}"] if env else []
     sources = "<br>".join(_sources(SHIPPED[name].read_text()).values())
+    sources = re.sub(r"(https?://[^\s,<]+)", r"<\1>", sources)
     return f"| `{name}` | {title} | {known} | {'; '.join(told)} | {sources} |"
 
 
@@ -307,6 +308,18 @@ def test_a_project_file_has_no_match(login: Path) -> None:
     (login / "hpc-ddp.toml").write_text('[match]\nA = "1"')
     with pytest.raises(UsageError, match="unknown key 'match'"):
         _loaded(login)
+
+
+def test_scratch_is_by_account_which_slurm_may_have_been_told(
+    login: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CSC_SYSTEM_NAME", "mahti")
+    with pytest.raises(UsageError, match="no account is named"):
+        config.runs_dir(_loaded(login), os.environ)
+    monkeypatch.setenv("SBATCH_ACCOUNT", "project_1")
+    assert config.runs_dir(_loaded(login), os.environ) == Path("/scratch/project_1/me/hpc-ddp")
+    named = config.runs_dir(_loaded(login, account="project_2"), os.environ)
+    assert named == Path("/scratch/project_2/me/hpc-ddp")
 
 
 def test_what_a_site_can_not_do_without_stays(login: Path) -> None:
