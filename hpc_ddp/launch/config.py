@@ -80,12 +80,21 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     found = None if site else sites.recognised(home, os.environ)
     paths = sites.files(found[0] if found else site, home)
     of_site = _merged([_read_layer(path, sites.KEYS) for path in paths])
-    values = _merged([*layers, of_site])
+    job = _merged(layers)
+    values = _merged([job, {**of_site, **_share(of_site, job)}])
     for key in _JOINED:
-        said = next((layer[key] for layer in layers if key in layer), None)
-        if said is not None:
-            values[key] = [*of_site.get(key, ()), *said]
+        if key in job:
+            values[key] = [*of_site.get(key, ()), *job[key]]
     return Settings(values, f"{found[0]} ({found[1]})" if found else "")
+
+
+def _share(of_site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a node's CPUs for a job that takes some of its GPUs: a site says them for all."""
+    counts = (re.search(r"\d+$", str(each.get("gpus-per-node", ""))) for each in (of_site, job))
+    whole, some = (int(found[0]) if found else 0 for found in counts)
+    if "cpus-per-task" not in of_site or not 0 < some < whole:
+        return {}
+    return {"cpus-per-task": max(1, of_site["cpus-per-task"] * some // whole)}
 
 
 def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

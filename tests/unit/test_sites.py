@@ -322,6 +322,23 @@ def test_scratch_is_by_account_which_slurm_may_have_been_told(
     assert named == Path("/scratch/project_2/me/hpc-ddp")
 
 
+@pytest.mark.parametrize(
+    ("options", "cpus"),
+    [
+        ({}, 128),
+        ({"gpus-per-node": "1"}, 32),
+        ({"gpus-per-node": "a100:3"}, 96),
+        ({"gpus-per-node": "8"}, 128),
+        ({"gpus-per-node": "many"}, 128),  # refused later on
+        ({"gpus-per-node": "1", "cpus-per-task": 8}, 8),
+    ],
+)
+def test_a_part_of_a_nodes_gpus_gets_that_part_of_its_cpus(
+    options: dict[str, Any], cpus: int, login: Path
+) -> None:
+    assert _loaded(login, site="mahti", **options).get("cpus-per-task") == cpus
+
+
 def test_what_a_site_can_not_do_without_stays(login: Path) -> None:
     (login / "hpc-ddp.toml").write_text('setup = ["module load b"]\nsbatch = ["--comment=x"]')
     _own("ours", 'setup = ["module load a"]\nsbatch = ["--hint=nomultithread"]\nsrun = ["--x"]')
