@@ -71,6 +71,7 @@ def _option(text: str) -> tuple[str, str]:
 
 def _read(text: str, nodes: int, script: str) -> Script:
     """Take a script apart: its lines, and what bash makes of its variables and its launch line."""
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
     directives = dict(_option(shlex.split(line)[0]) for line in lines)
     assert all(len(shlex.split(line)) == 1 for line in lines)
