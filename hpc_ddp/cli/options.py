@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from hpc_ddp.run.spec import BACKENDS, CONTINUE_BY, LAUNCHERS
+from hpc_ddp.run.spec import BACKENDS, CONTINUE_BY, GPU_REQUESTS, LAUNCHERS, STARTERS
 
 Command = Callable[..., Any]
 
@@ -32,6 +32,7 @@ _SCENE = [
         metavar="COMMAND",
         help="What enters a container, as 'apptainer exec --nv image.sif'.",
     ),
+    click.option("--image", metavar="IMAGE", help="A container, by the site's tool."),
     click.option("--python", metavar="PATH", help="The Python that has torch."),
     click.option(
         "--env",
@@ -64,6 +65,17 @@ _OPTIONS = [
     click.option("-a", "--array", metavar="INDEXES", help="One run for each index."),
     click.option("-d", "--dependency"),
     click.option("-J", "--job-name", metavar="NAME", help="Default: the script's name."),
+    click.option("-D", "--chdir", metavar="DIR", help="Working directory (default: this one)."),
+    click.option(
+        "--signal",
+        metavar="SIGNAL[@S]",
+        help="Tell the script that the end is near, S seconds before (default TERM@60).",
+    ),
+    click.option(
+        "--gpu-request",
+        metavar="|".join(GPU_REQUESTS),
+        help="The option of sbatch that --gpus-per-node becomes.",
+    ),
     click.option("--mail-type"),
     click.option("--mail-user"),
     click.option(
@@ -76,6 +88,11 @@ _OPTIONS = [
         "--launcher",
         metavar="|".join(LAUNCHERS),
         help="What starts the workers (default torchrun); srun: each is a Slurm task.",
+    ),
+    click.option(
+        "--starter",
+        metavar="|".join(STARTERS),
+        help="What starts torchrun on each node (default srun).",
     ),
     click.option(
         "--srun",

@@ -16,13 +16,13 @@ from typing import IO, Any, Protocol
 from hpc_ddp import slurm
 from hpc_ddp.launch import template
 from hpc_ddp.launch.prepare import Prepared
-from hpc_ddp.launch.render import header_pairs, job_env, node_command, srun_end
+from hpc_ddp.launch.render import job_env, node_command, srun_end
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
 from hpc_ddp.run.spec import array_indexes
 
 PICKLE = "supervisor.pkl"
-SET_UP, TEAR_DOWN = ("settings", "setup", "attempt", "preflight"), ("verdict",)
+SET_UP, TEAR_DOWN = ("settings", "setup", "attempt", "preflight"), ("teardown", "verdict")
 # For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
 SRUN = """srun() {{
     command srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * {tasks_per_node}))" "$@" &
@@ -148,7 +148,7 @@ class SubmititBackend(SlurmBackend):
         import submitit
 
         spec, run = prepared.spec, prepared.run
-        if spec.container:
+        if spec.container or spec.image:
             raise UsageError("the submitit back-end has no containers", hint="--backend slurm")
         template.check_used(spec.template, (*SET_UP, "unfit", *TEAR_DOWN))
         lib = shlex.quote(str(run.lib))
@@ -159,7 +159,7 @@ class SubmititBackend(SlurmBackend):
             )
         except RuntimeError:
             raise HpcDdpError("srun was not found: this machine has no Slurm client") from None
-        pairs = {name: value or True for name, value in header_pairs(spec, run)}
+        pairs = {name: value or True for name, value in prepared.rendering.header}
         folder = shlex.quote(str(run.path / "submitit"))
         executor.update_parameters(
             job_name=str(pairs.pop("job-name")),

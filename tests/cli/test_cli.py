@@ -71,6 +71,11 @@ def _names(folder: Path) -> list[str]:
         (["sweep", "train.py"], "a sweep without a parameter is no sweep"),
         (["sweep", "--set", "lr=1", "--array", "0-1", "train.py"], "is an array of its own"),
         (["submit", "--time", "soon", "train.py"], "not a Slurm time"),
+        (["submit", "--signal", "SIGKILL@9", "train.py"], "accepted names: TERM, INT, USR1, USR2"),
+        (["submit", "--gpu-request", "gpu", "train.py"], "accepted: gpus-per-node, gres"),
+        (["submit", "--starter", "mpirun", "--launcher", "srun", "train.py"], "without srun, by"),
+        (["submit", "--chdir", "gone", "train.py"], "gone' does not exist"),
+        (["submit", "--image", "a.sif", "--container", "b", "train.py"], "two ways to say"),
         (["submit", "--runs-dir", "/proc/x", "train.py"], "can't be written"),
         (["logs", "nope"], "no run 'nope'"),
         (["cancel", "nope"], "no run 'nope'"),
@@ -197,6 +202,7 @@ def test_the_options_are_these() -> None:
             "--run",
         ),
         *("--elastic", "--max-restarts", "--torchrun"),
+        *("--chdir", "--gpu-request", "--image", "--signal", "--starter"),
         *("--runs-dir", "--sbatch", "--setup", "--site", "--srun", "--template", "--time"),
     }
 
