@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, Literal
 
 from hpc_ddp.launch.fabric import read_toml
 from hpc_ddp.launch.resources import folder
@@ -36,13 +36,35 @@ def known_keys() -> list[str]:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """Values by key, and where they were said: the command line, or the file at `path`, which is a
+    project's, a user's own about a site, or a shipped profile."""
+
+    kind: Literal["option", "project", "site", "profile"]
+    values: dict[str, Any]
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
-    """Merged values, by key."""
+    """Merged values, by key, and the layers that they come from, the first to count first."""
 
     values: Mapping[str, Any]
+    layers: Sequence[Layer] = ()
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
+
+    def layer(self, key: str, name: str | None = None) -> Layer | None:
+        """Return the layer that a key's value comes from, or that of one `name` of ``env``."""
+        return next(
+            (
+                layer
+                for layer in self.layers
+                if key in layer.values and (name is None or name in layer.values[key])
+            ),
+            None,
+        )
 
 
 def find_project_file(start: Path) -> Path | None:
@@ -62,23 +84,20 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     UsageError
         a file has an unknown key, a value of the wrong kind, or there is no such site
     """
-    layers = [options]
+    layers = [Layer("option", dict(options))]
     project = find_project_file(cwd)
     if project:
-        layer = _read_layer(project)
-        if "script" in layer:  # a path in a file is meant from there
-            layer["script"] = str(project.parent / layer["script"])
-        layers.append(layer)
-    site = next((layer["site"] for layer in layers if layer.get("site")), None)
+        layers.append(Layer("project", _read_layer(project), project))
+    site = next((layer.values["site"] for layer in layers if layer.values.get("site")), None)
     layers += _site_layers(site, home)
     values: dict[str, Any] = {}
     for each in reversed(layers):
-        for key, value in each.items():
+        for key, value in each.values.items():
             values[key] = {**values.get(key, {}), **value} if key == "env" else value
-    return Settings(values)
+    return Settings(values, layers)
 
 
-def _site_layers(site: str | None, home: Path) -> list[Mapping[str, Any]]:
+def _site_layers(site: str | None, home: Path) -> list[Layer]:
     """Return the layers of a site: the user's own file, then the shipped profile.
 
     Without a name the user's ``site.toml`` is the site, where there is one.
@@ -92,7 +111,7 @@ def _site_layers(site: str | None, home: Path) -> list[Mapping[str, Any]]:
             f"site {site!r} is unknown; accepted: {', '.join(known)}{closest(site, known)}",
             hint=f"describe it in {own}",
         )
-    return [_read_layer(path) for path in paths]
+    return [Layer("site" if path == own else "profile", _read_layer(path), path) for path in paths]
 
 
 def _read_layer(path: Path) -> dict[str, Any]:
@@ -108,6 +127,8 @@ def _read_layer(path: Path) -> dict[str, Any]:
             raise UsageError(f"{path}: {key} is {value!r}, but must be {kind}", hint=f"see {path}")
         if isinstance(value, list) and not all(isinstance(item, str) for item in value):
             raise UsageError(f"{path}: {key} must be {kind}", hint=f"see {path}")
+    for key in {"script", "template"} & layer.keys():  # a path in a file is meant from there
+        layer[key] = str(path.parent / Path(layer[key]).expanduser())
     if "env" in layer:
         layer["env"] = {name: str(value) for name, value in layer["env"].items()}
     if isinstance(layer.get("gpus-per-node"), int):
@@ -151,6 +172,8 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     values = {key.replace("-", "_"): value for key, value in settings.values.items()}
     given = {key: value for key, value in values.items() if key in names}
     given |= {"script": str(script), "workdir": working_directory(cwd, settings.get("chdir", ""))}
+    if "template" in given:
+        given["template"] = str(cwd / given["template"])
     given["name"] = settings.get("job-name") or name_for(script)
     in_container = bool(given.get("container") or given.get("image"))
     given.setdefault("python", default_python(given.get("setup", ()), in_container))
