@@ -158,6 +158,10 @@ class Rendering:
         """Return the whole script."""
         return template.whole(self._spec.template, self._context, self._marker)
 
+    def left_out(self) -> list[str]:
+        """Return what a user's template leaves out, and what follows from it."""
+        return template.missing(self.whole()) if self._spec.template else []
+
     def block(self, name: str) -> str:
         """Return one named block."""
         return template.block(name, self._spec.template, self._context, self._marker)

@@ -9,16 +9,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jinja2
 from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.lexer import Token, TokenStream
 
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError, closest
 
 T = TypeVar("T")
-Block = Callable[[Any], Iterator[str]]
 
 BASE = "job.sbatch.j2"
 # What a job can't do without: a word of the script, and what happens when it is left out.
@@ -30,14 +31,10 @@ NEEDED = {
 }
 
 
-class Mark(NamedTuple):
-    """What a tracing environment puts into the text at both ends of a block."""
-
-    begin: str
-    end: str
-
-
-Marker = Callable[[str, str], Mark]
+# Around what is traced (see `origin`): noncharacters of Unicode, which stand in no text.
+OPEN, NUMBER, CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
+_MARKS = re.compile(f"{OPEN}[0-9]+{NUMBER}|{CLOSE}")
+Marker = Callable[[str, str], str]
 
 
 def whole(own: str | None, values: Mapping[str, Any], marker: Marker | None = None) -> str:
@@ -50,7 +47,7 @@ def whole(own: str | None, values: Mapping[str, Any], marker: Marker | None = No
     values
         the template's variables
     marker
-        gives what to put around each block, by the block's name and its file; None: nothing
+        gives what to put before each block, by the block's name and its file; None: nothing
 
     Raises
     ------
@@ -85,7 +82,7 @@ def _load(own: str | None, marker: Marker | None) -> jinja2.Template:
         raise UsageError(f"template {str(path)!r} does not exist", hint="--template FILE")
     environment = _environment(path.parent if path else None)
     if marker:
-        environment = environment.overlay(cache_size=0)
+        environment = environment.overlay(cache_size=0, extensions=[_Marking])
         environment.marker = marker
 
     def checked() -> jinja2.Template:
@@ -249,28 +246,27 @@ def _tree(environment: jinja2.Environment, name: str) -> nodes.Template:
 
 
 class _Environment(jinja2.Environment):
-    """Puts marks around the blocks of the templates that it loads, where it has a marker."""
-
-    marker: Marker | None = None
-
-    def get_template(self, *args: Any, **options: Any) -> jinja2.Template:
-        template = super().get_template(*args, **options)
-        if self.marker:  # such an environment keeps no templates: this one is new
-            template.blocks = _around(template.blocks, template.filename or "", self.marker)
-        return template
+    marker: Marker
 
 
-def _around(blocks: Mapping[str, Block], file: str, marker: Marker) -> dict[str, Block]:
-    def around(name: str, block: Block) -> Block:
-        def marked(context: Any) -> Iterator[str]:
-            begin, end = marker(name, file)
-            yield begin
-            yield from block(context)
-            yield end
+class _Marking(Extension):
+    """Puts marks around the blocks of each template, as if they stood in its file."""
 
-        return marked
+    environment: _Environment
 
-    return {name: around(name, block) for name, block in blocks.items()}
+    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
+        tokens, opening = list(stream), None
+        for n, token in enumerate(tokens):
+            statement = tokens[n + 1].value if token.type == "block_begin" else ""
+            if statement == "endblock":
+                yield Token(token.lineno, "data", CLOSE)
+            yield token
+            if statement == "block":
+                opening = tokens[n + 2].value
+            elif token.type == "block_end" and opening:
+                mark = self.environment.marker(opening, stream.filename or "")
+                yield Token(token.lineno, "data", mark)
+                opening = None
 
 
 @cache  # keeps compiled templates: a job is rendered once to check it, and once to run it
@@ -295,35 +291,35 @@ def _environment(beside: Path | None) -> _Environment:
 
 
 class Marked(str):
-    """A value that knows where it comes from: its text is plain, and what is printed is marked."""
+    """A value that knows where it comes from: compared it is plain, and printed it is marked."""
 
-    mark: Mark
+    mark: str
 
-    def __new__(cls, text: str, mark: Mark) -> Marked:
+    def __new__(cls, text: str, mark: str) -> Marked:
         self = super().__new__(cls, text)
         self.mark = mark
         return self
 
     def __str__(self) -> str:
-        return f"{self.mark.begin}{self.plain}{self.mark.end}"
+        return f"{self.mark}{str.__str__(self)}{CLOSE}"
 
-    @property
-    def plain(self) -> str:
-        return str.__str__(self)
 
-    def like(self, text: str) -> Marked:
-        return Marked(text, self.mark)
+def unmarked(text: str) -> str:
+    """Return a text without any marks."""
+    return _MARKS.sub("", text)
 
 
 def quoted(value: object) -> str:
-    """Quote a value for the shell."""
-    if isinstance(value, Marked):
-        return value.like(shlex.quote(value.plain))
-    return shlex.quote(str(value))
+    """Quote a value for the shell; marks stay outside of the quotes."""
+    text = str(value)
+    mark = _MARKS.search(text)
+    if mark:
+        return Marked(shlex.quote(unmarked(text)), mark[0])
+    return shlex.quote(text)
 
 
 def in_double_quotes(word: str) -> str:
     """Quote a word of ours in which variables are to be expanded: ``--x="$Y"``."""
     name, _, value = word.partition("=")
     text = f'{name}="{value}"' if "$" in value else word
-    return word.like(text) if isinstance(word, Marked) else text
+    return Marked(text, word.mark) if isinstance(word, Marked) else text
