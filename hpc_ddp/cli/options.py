@@ -157,6 +157,42 @@ _HERE = (
 )
 
 
+# The help of a command shows its options under these headings, in this order.
+GROUPS = {
+    "What to ask Slurm for": (
+        *("nodes", "gpus_per_node", "cpus_per_task", "time", "partition", "account", "qos"),
+        *("constraint", "mem", "exclusive", "nodelist", "exclude", "reservation", "array"),
+        *("dependency", "job_name", "mail_type", "mail_user", "gpu_request", "sbatch"),
+    ),
+    "The cluster, and the scene of the job": (
+        *("site", "fabric", "interface", "setup", "image", "container", "python", "env", "chdir"),
+        *("runs_dir", "template", "no_snapshot"),
+    ),
+    "Starting the workers": (
+        *("backend", "nproc_per_node", "launcher", "starter", "srun", "torchrun", "preflight"),
+    ),
+    "Going on": (
+        *("run_text", "signal", "continue_by", "max_requeues", "max_failures", "max_restarts"),
+        *("elastic", "budget_gpu_hours"),
+    ),
+}
+
+
+class Grouped(click.Command):
+    """A command of many options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
+        records = {p.name: r for p in options if (r := p.get_help_record(ctx))}
+        for heading, names in GROUPS.items():
+            found = [records.pop(name) for name in names if name in records]
+            if found:
+                with formatter.section(heading):
+                    formatter.write_dl(found)
+        with formatter.section("Others"):
+            formatter.write_dl(list(records.values()))
+
+
 def job_options(command: Command) -> Command:
     """Add the shared options, SCRIPT and ARGS to a command."""
     command = click.argument("args", nargs=-1, type=click.UNPROCESSED)(command)

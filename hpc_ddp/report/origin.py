@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
 
 COLOURS = {
     "option": "green",
@@ -25,6 +25,9 @@ def show(rows: Sequence[tuple[str, str, str]], console: Console | None = None) -
     rows
         for each line its origin's source, its origin in words, and the line
     """
+    from rich.console import Console
+    from rich.text import Text
+
     console = console or Console(highlight=False)
     wide = max(len(label) for _, label, _ in rows)
     # On a terminal a long line goes on below itself; for a file or a pipe it stays whole.
@@ -55,6 +58,9 @@ def show_difference(
     code
         by file: A, M or D
     """
+    from rich.console import Console
+    from rich.text import Text
+
     console = console or Console(highlight=False)
     for line in script:
         style = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "")
