@@ -30,9 +30,9 @@ class Outlook:
         found = self.estimate
         if found.start is None:
             return found.said
-        when = time.strftime("%a %d %b %H:%M", time.localtime(found.start))
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.start))
         wait_s = found.start - time.time()
-        told = f"would start now ({when})" if wait_s < SOON_S else f"would start on {when}"
+        told = f"would start now ({when})" if wait_s < SOON_S else f"would start at {when}"
         if wait_s >= SOON_S:
             told += f", in {clock(wait_s)} h" if wait_s >= 3600 else f", in {wait_s / 60:.0f} min"
         told += f", on {found.nodes}" if found.nodes else ""

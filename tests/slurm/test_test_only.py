@@ -43,7 +43,7 @@ def test_when_and_where(hpc: Hpc, backend: str) -> None:
         (["--reservation", "x"], "reservation is invalid", "scontrol show reservation"),
         (
             ["--partition", "high", "--time", "2:00:00"],
-            "partition high allows 1:00:00 at most, and --time is 2:00:00: Slurm would queue it and",
+            "partition high allows 1:00:00 at most, and --time is 2:00:00: Slurm would queue it",
             "a shorter --time",
         ),
     ],

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from hpc_ddp.launch import template
 from hpc_ddp.launch.render import Rendering
+from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec
 
+DOCS = Path(__file__).parents[2] / "docs"
 EXTENDS = "{% extends 'job.sbatch.j2' %}\n"
 
 
@@ -105,3 +109,19 @@ def test_blocks_that_submitit_does_not_use_are_refused(tmp_path: Path) -> None:
     template.check_used(str(own), ("setup", "step"))
     with pytest.raises(UsageError, match=r"own.j2, line 3: .*'step'; accepted: setup"):
         template.check_used(str(own), ("setup",))
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("templates/*.j2")), ids=lambda path: path.name)
+def test_the_documented_templates_are_right(path: Path) -> None:
+    text = _rendering(path).whole()
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert template.missing(text) == []
+    assert f"docs/templates/{path.name}" in (DOCS / "templates.md").read_text()
+
+
+def test_the_page_names_all_blocks_and_variables() -> None:
+    rendering = _rendering(DOCS / "templates" / "usage.j2")
+    base = (folder("templates") / template.BASE).read_text()
+    names = {*re.findall(r"{% block (\w+) %}", base), *rendering._context}
+    page = (DOCS / "templates.md").read_text().partition("## A template of your own")[2]
+    assert names <= set(re.findall(r"`(\w+)`", page))
