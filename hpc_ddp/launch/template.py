@@ -155,13 +155,14 @@ def check_used(own: str | None, used: Collection[str]) -> None:
     path = _normal(own)
     environment = _environment(path.parent)
     base = _blocks(environment, BASE)
-    for block in _tree(environment, str(path)).find_all(nodes.Block):
-        if block.name in base and block.name not in used:
-            raise UsageError(
-                f"{path}, line {block.lineno}: the submitit back-end does not use the block"
-                f" {block.name!r}; accepted: {', '.join(used)}",
-                hint="--backend slurm",
-            )
+    for name, file, tree in _chain(environment, str(path)):
+        for block in tree.find_all(nodes.Block):
+            if name != BASE and block.name in base and block.name not in used:
+                raise UsageError(
+                    f"{file}, line {block.lineno}: the submitit back-end does not use the block"
+                    f" {block.name!r}; accepted: {', '.join(used)}",
+                    hint="--backend slurm",
+                )
 
 
 def missing(script: str) -> list[str]:
@@ -175,11 +176,11 @@ def missing(script: str) -> list[str]:
 
 def _check(environment: jinja2.Environment, name: str) -> None:
     """Refuse what jinja would pass over in silence: an unknown block, and text outside of one."""
-    tree = _tree(environment, name)
+    text, file, _ = _source(environment, name)
+    tree = environment.parse(text, name, file)
     parent = _constant(tree.find(nodes.Extends))
     if parent is None:
         return
-    _, file, _ = _source(environment, name)
     try:
         if parent != BASE:
             _check(environment, parent)
@@ -221,12 +222,21 @@ def _first_line(output: nodes.Output) -> int | None:
 
 
 def _blocks(environment: jinja2.Environment, name: str) -> list[str]:
-    """Return the blocks of a template and of those that it extends."""
-    tree = _tree(environment, name)
-    own = [block.name for block in tree.find_all(nodes.Block)]
-    parent = _constant(tree.find(nodes.Extends))
-    above = _blocks(environment, parent) if parent else []
-    return list(dict.fromkeys([*above, *own]))
+    """Return the blocks of a template and of those that it extends, ours first."""
+    trees = [tree for _, _, tree in _chain(environment, name)]
+    names = (block.name for tree in reversed(trees) for block in tree.find_all(nodes.Block))
+    return list(dict.fromkeys(names))
+
+
+def _chain(
+    environment: jinja2.Environment, name: str
+) -> Iterator[tuple[str, str | None, nodes.Template]]:
+    """Return name, file and content of a template and of those that it extends."""
+    text, file, _ = _source(environment, name)
+    tree = environment.parse(text, name, file)
+    yield name, file, tree
+    if parent := _constant(tree.find(nodes.Extends)):
+        yield from _chain(environment, parent)
 
 
 def _constant(extends: nodes.Extends | None) -> str | None:
@@ -238,11 +248,6 @@ def _constant(extends: nodes.Extends | None) -> str | None:
 def _source(environment: jinja2.Environment, name: str) -> tuple[str, str | None, Any]:
     assert environment.loader
     return environment.loader.get_source(environment, name)
-
-
-def _tree(environment: jinja2.Environment, name: str) -> nodes.Template:
-    text, file, _ = _source(environment, name)
-    return environment.parse(text, name, file)
 
 
 class _Environment(jinja2.Environment):
