@@ -34,7 +34,7 @@ class Outlook:
         wait_s = found.start - time.time()
         told = f"would start now ({when})" if wait_s < SOON_S else f"would start at {when}"
         if wait_s >= SOON_S:
-            told += f", in {clock(wait_s)} h" if wait_s >= 3600 else f", in {wait_s / 60:.0f} min"
+            told += f", in {_span(wait_s)}"
         told += f", on {found.nodes}" if found.nodes else ""
         told += f", in partition {found.partition}" if found.partition else ""
         if found.preempts:
@@ -120,6 +120,13 @@ def _notes(spec: JobSpec, partitions: Sequence[slurm.Partition]) -> list[str]:
     if spec.dependency:
         notes.append(f"the estimate takes no account of --dependency {spec.dependency}")
     return notes
+
+
+def _span(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 60:.0f} min"
 
 
 def clock(seconds: float) -> str:

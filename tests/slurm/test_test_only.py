@@ -13,12 +13,12 @@ PLAIN = str(SCRIPTS / "plain.py")
 
 
 @pytest.fixture
-def limited(cluster: Cluster) -> Iterator[None]:
-    """Partition high with limits that sbatch --test-only passes over."""
-    cluster.run("scontrol", "update", "PartitionName=high", "MaxTime=60", "DefaultTime=10")
-    yield
-    free = ("MaxTime=UNLIMITED", "DefaultTime=NONE", "State=UP")
-    cluster.run("scontrol", "update", "PartitionName=high", *free)
+def short(cluster: Cluster) -> Iterator[str]:
+    """A partition with limits that sbatch --test-only passes over."""
+    name = "PartitionName=short"
+    cluster.run("scontrol", "create", name, "Nodes=ALL", "MaxTime=60", "DefaultTime=10")
+    yield "short"
+    cluster.run("scontrol", "delete", name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -27,7 +27,7 @@ def test_when_and_where(hpc: Hpc, backend: str) -> None:
     told = json.loads(hpc(*words, "--json", PLAIN).stdout)
     assert told["start"]
     assert told["partition"] == "low"
-    assert told["nodes"].endswith("[1-2]")
+    assert "[" in told["nodes"]
     done = hpc(*words, PLAIN)
     assert "would start now" in done.stdout
     assert f", on {told['nodes']}, in partition low" in done.stdout
@@ -42,14 +42,14 @@ def test_when_and_where(hpc: Hpc, backend: str) -> None:
         (["--gpus-per-node", "9"], "node configuration is not available", "sinfo -o"),
         (["--reservation", "x"], "reservation is invalid", "scontrol show reservation"),
         (
-            ["--partition", "high", "--time", "2:00:00"],
-            "partition high allows 1:00:00 at most, and --time is 2:00:00: Slurm would queue it",
+            ["--partition", "short", "--time", "2:00:00"],
+            "partition short allows 1:00:00 at most, and --time is 2:00:00: Slurm would queue it",
             "a shorter --time",
         ),
     ],
 )
 def test_a_refusal_says_what_to_do(
-    hpc: Hpc, limited: None, words: list[str], message: str, hint: str
+    hpc: Hpc, short: str, words: list[str], message: str, hint: str
 ) -> None:
     done = hpc("submit", "--test-only", *words, PLAIN, check=False)
     assert (done.returncode, done.stdout) == (1, "")
@@ -58,12 +58,12 @@ def test_a_refusal_says_what_to_do(
     assert not hpc.runs.exists()
 
 
-def test_what_slurm_leaves_out_is_noted(hpc: Hpc, cluster: Cluster, limited: None) -> None:
-    cluster.run("scontrol", "update", "PartitionName=high", "State=DOWN")
-    words = ("--partition", "high", "--dependency", "afterok:999999", PLAIN)
+def test_what_slurm_leaves_out_is_noted(hpc: Hpc, cluster: Cluster, short: str) -> None:
+    cluster.run("scontrol", "update", f"PartitionName={short}", "State=DOWN")
+    words = ("--partition", short, "--dependency", "afterok:999999", PLAIN)
     notes = json.loads(hpc("submit", "--test-only", "--json", *words).stdout)["notes"]
     assert notes == [
-        "partition high is DOWN: nothing starts there before it is UP",
+        "partition short is DOWN: nothing starts there before it is UP",
         "without --time the time limit is 0:10:00, the partition's",
         "the estimate takes no account of --dependency afterok:999999",
     ]
