@@ -44,8 +44,12 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k in _KEPT or not _INHERITED.match(k)}
 
 
-def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+def _run(
+    argv: Sequence[str], env: Mapping[str, str] | None = None, script: str | None = None
+) -> str:
     """Run one of Slurm's commands once and return what it printed.
+
+    With a `script`, which it reads, also what it said besides.
 
     Raises
     ------
@@ -56,7 +60,13 @@ def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     """
     try:
         done = subprocess.run(
-            argv, env=env, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+            argv,
+            env=env,
+            input=script,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
         )
     except FileNotFoundError:
         raise HpcDdpError(
@@ -74,7 +84,7 @@ def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
             raise NoAnswerError(f"{argv[0]} got no answer: {said}", hint="scontrol ping")
         hint = next((hint for word, hint in _HINTS.items() if word in said), f"man {argv[0]}")
         raise HpcDdpError(f"{argv[0]} refused: {said}", hint=hint)
-    return done.stdout
+    return done.stdout if script is None else done.stdout + done.stderr
 
 
 # What to look at, by what Slurm says of a job that it refuses.
@@ -87,6 +97,9 @@ _HINTS = {
     "nvalid qos": "sacctmgr show associations user=$USER format=account,partition,qos shows yours",
     "nvalid feature": "sinfo -o '%P %f' shows the features that --constraint takes",
     "nvalid node name": "sinfo -N shows the nodes",
+    "time limit": "sinfo -o '%P %l' shows the longest --time of each partition",
+    "partition not available": "sinfo -o '%P %a' shows which partitions are up",
+    "eservation": "scontrol show reservation shows them",
 }
 
 
@@ -180,6 +193,96 @@ def could_run(script: Path, *options: str) -> bool:
     except HpcDdpError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """When and where a job would start, as ``sbatch --test-only`` says; None where it does not.
+
+    `start` is in unix seconds. `preempts` are the ids of the jobs that would have to go. `said`
+    is all of it in Slurm's own words.
+    """
+
+    start: float | None
+    nodes: str | None
+    partition: str | None
+    preempts: tuple[str, ...]
+    said: str
+
+
+def estimate(script: str, env: Mapping[str, str]) -> Estimate:
+    """Ask Slurm when and where a script would start; nothing is submitted.
+
+    Raises
+    ------
+    HpcDdpError
+        Slurm refuses the job, or gives no answer
+    """
+    return parse_estimate(_run(["sbatch", "--test-only"], env=clean_env(env), script=script))
+
+
+def parse_estimate(text: str) -> Estimate:
+    """Read what ``sbatch --test-only`` says; each part on its own, since versions word it
+    differently."""
+
+    def found(pattern: str) -> str | None:
+        match = re.search(pattern, text)
+        return match[1] if match else None
+
+    said = re.sub(r"^sbatch: ", "", text, flags=re.M).strip()
+    return Estimate(
+        start=_unix(found(r"to start at (\S+)") or ""),
+        nodes=found(r" on (?:nodes )?([^\s,]\S*)"),
+        partition=found(r" in partition (\S+)"),
+        preempts=tuple(re.findall(r"\d+", found(r"Preempts: *(.*)") or "")),
+        said=said,
+    )
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What a partition permits: times in seconds, None for no bound (or no default)."""
+
+    name: str
+    is_default: bool
+    state: str
+    max_time_s: int | None
+    default_time_s: int | None
+    max_nodes: int | None
+    nodes: int
+
+
+def partitions() -> list[Partition]:
+    """Return the partitions of the cluster; empty where nobody answers."""
+    try:
+        printed = _run(["scontrol", "--oneliner", "show", "partition"])
+    except HpcDdpError:
+        return []
+    return [parse_partition(line) for line in printed.splitlines() if "PartitionName=" in line]
+
+
+def parse_partition(line: str) -> Partition:
+    """Read a line of ``scontrol --oneliner show partition``."""
+    said = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    count = said.get("MaxNodes", "")
+    return Partition(
+        name=said["PartitionName"],
+        is_default=said.get("Default") == "YES",
+        state=said.get("State", "UP"),
+        max_time_s=_seconds(said.get("MaxTime", "")),
+        default_time_s=_seconds(said.get("DefaultTime", "")),
+        max_nodes=int(count) if count.isdecimal() else None,
+        nodes=int(said.get("TotalNodes", "0")),
+    )
+
+
+def _seconds(text: str) -> int | None:
+    """Return the seconds of ``1-12:00:00``; None for UNLIMITED, NONE."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not match:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def unusable(nodes: Sequence[str]) -> list[str]:

@@ -282,7 +282,7 @@ def test_a_named_site_an_own_one_and_a_recognised_one(
         "gpus-per-node": "2",
     }
     _own("site", 'qos = "q"')
-    assert _loaded(login) == config.Settings({"qos": "q"})
+    assert _loaded(login).values == {"qos": "q"}
     assert _loaded(login, site="mahti").get("partition") == "gpumedium"
 
 
