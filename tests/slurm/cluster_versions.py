@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
-from cluster_machine import PATH, ClusterError, ensure_packages, sh, tail
+from cluster_machine import ClusterError, ensure_packages, sh
 
 VARIABLE = "HPC_DDP_TEST_SLURM"  # names a suite; without it, the Slurm that apt installs here
 SUITES = ("bullseye", "trixie", "sid")  # 20.11, 24.11 and, in November 2026, 26.05
