@@ -81,8 +81,9 @@ def _fetch(suite: str, folder: Path) -> None:
         "Dir::Cache": "cache",
     }
     options = [f"-o{option}={folder}/{place}" for option, place in places.items()]
-    # apt's own user may not enter a home folder, of which apt would only warn.
-    apt = ["apt-get", "-qy", "-oAPT::Sandbox::User=root", *options]
+    # apt's own user may not enter a home folder; and a mirror that is away is an error.
+    options += ["-oAPT::Sandbox::User=root", "-oAPT::Update::Error-Mode=any"]
+    apt = ["apt-get", "-qy", *options]
     sh(*apt, "update")
     packages = ("slurmctld", "slurmd", "slurm-client", "slurmdbd")
     sh(*apt, "install", "--no-install-recommends", "--download-only", *packages)
