@@ -167,6 +167,15 @@ class Cluster(Machinery):
         """Kill a node's slurmd; its jobs go on."""
         self._stop(f"slurmd.{node}", number=signal.SIGKILL)
 
+    @contextlib.contextmanager
+    def slow_slurmd(self, node: str) -> Iterator[None]:
+        """Have a node's slurmd take no message; its jobs go on."""
+        self._processes[f"slurmd.{node}"].send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._processes[f"slurmd.{node}"].send(signal.SIGCONT)
+
     def stop_ctld(self) -> None:
         self._stop("slurmctld")
 
