@@ -29,7 +29,7 @@ types: .venv/ready
 # the newest. It is fetched once, into $(CACHE).
 SUITE ?= trixie
 test-slurm: .venv/ready
-	HPC_DDP_TEST_SLURM=$(SUITE) $(BIN)/python -m pytest tests/slurm --durations=25
+	HPC_DDP_TEST_SLURM=$(SUITE) $(BIN)/python -m pytest tests/slurm -m "version or not soak" --durations=25
 
 cluster: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell

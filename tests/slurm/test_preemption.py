@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import pytest
 from cluster import Cluster
 from cluster_build import Proctrack
-from harness import (
-    BACKENDS,
-    ONE_BY_TWO,
-    SCRIPTS,
-    TWO_BY_TWO,
-    WALK,
-    Hpc,
-    Job,
-    in_one_go,
-    same_weights,
-    use,
-)
+from harness import BACKENDS, ONE_BY_TWO, WALK, Hpc, Job, in_one_go, same_weights, use
 
 
 @pytest.mark.soak
@@ -50,22 +36,3 @@ def test_three_times_in_a_row(
     assert not job.events("first_step", 1)
     assert in_one_go(job)
     assert same_weights(job, walked)
-
-
-@pytest.mark.soak
-@pytest.mark.row(
-    "preemption, a node takes its time to answer the controller",
-    promise="requeued: until all nodes have answered Slurm shows SIGNALING, which is no cancel",
-)
-def test_a_node_is_slow_to_take_the_signal(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
-    use(cluster)
-    marker = tmp_path / "marker"
-    env = {"TICKS": "600", "MARKER": str(marker)}
-    job = hpc.submit(*TWO_BY_TWO, str(SCRIPTS / "plain.py"), env=env)
-    job.until(marker.exists, 240, "work")
-    time.sleep(1)
-    with cluster.slow_slurmd(job.events("started")[0]["nodes"][-1]):
-        job.preempt()
-        job.until(lambda: bool(job.verdicts()), 60, "verdict")
-    assert job.end() == "COMPLETED", job.output()
-    assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
