@@ -2,7 +2,7 @@
 
     light.py --folder=FOLDER
 
-With DEAF it lives through a SIGTERM.
+A rank that gets SIGTERM takes the others with it; with DEAF all live through it.
 """
 
 import os
@@ -11,10 +11,19 @@ import sys
 import time
 from pathlib import Path
 
-if "DEAF" in os.environ:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-marker = Path(sys.argv[1].removeprefix("--folder="), f"rank-{os.environ['RANK']}")
+folder = Path(sys.argv[1].removeprefix("--folder="))
+told, marker = folder / "told", folder / f"rank-{os.environ['RANK']}"
+
+
+def leave(*_: object) -> None:
+    told.touch()
+    sys.exit(1)
+
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "DEAF" in os.environ else leave)
 if not marker.exists():
     marker.touch()
-    time.sleep(600)
+    while not told.exists():
+        time.sleep(0.1)
+    sys.exit(1)
 print("done by rank", os.environ["RANK"], flush=True)
