@@ -7,11 +7,11 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, Literal
 
 from hpc_ddp.launch import sites
 from hpc_ddp.launch.fabric import read_toml
@@ -42,14 +42,39 @@ def known_keys() -> list[str]:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """Values by key, and where they were said: the command line, or the file at `path`, which is a
+    project's, a user's own about a site, or a shipped profile."""
+
+    kind: Literal["option", "project", "site", "profile"]
+    values: dict[str, Any]
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
-    """Merged values, by key. `recognised` names a site that nobody has named, and by what."""
+    """Merged values, by key, and the layers that they come from, the first to count first.
+
+    `recognised` names a site that nobody has named, and by what.
+    """
 
     values: Mapping[str, Any]
+    layers: Sequence[Layer] = ()
     recognised: str = ""
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
+
+    def layer(self, key: str, name: str | None = None) -> Layer | None:
+        """Return the layer that a key's value comes from, or one `name` of ``env``, or an item."""
+        return next(
+            (
+                layer
+                for layer in self.layers
+                if key in layer.values and (name is None or name in layer.values[key])
+            ),
+            None,
+        )
 
 
 def find_project_file(start: Path) -> Path | None:
@@ -72,54 +97,64 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     UsageError
         a file has an unknown key, a value of the wrong kind, or there is no such site
     """
-    layers = [options]
+    layers = [Layer("option", dict(options))]
     project = find_project_file(cwd)
     if project:
-        layer = _read_layer(project)
-        if "script" in layer:  # a path in a file is meant from there
-            layer["script"] = str(project.parent / layer["script"])
-        layers.append(layer)
-    site = next((layer["site"] for layer in layers if layer.get("site")), None)
+        layers.append(Layer("project", _read_layer(project), project))
+    site = next((layer.values["site"] for layer in layers if layer.values.get("site")), None)
     found = None if site else sites.recognised(home, os.environ)
-    paths = sites.files(found[0] if found else site, home)
-    site_layers = [_read_layer(path, sites.KEYS) for path in paths]
-    chosen = {k: _first([*layers, *site_layers], k) or "" for k in CHOICES}
-    of_job, of_site = _with_tables(layers, chosen), _merged(_with_tables(site_layers, chosen))
-    values = _merged([*of_job, of_site])
-    for key in _JOINED:
-        said = _first(of_job, key)
-        if said is not None:
-            values[key] = [*of_site.get(key, ()), *said]
-    if values.get("array") and _first(of_job, "continue-by") is None:
+    of_site = [
+        Layer("site" if path.parent == sites.own_folder(home) else "profile", values, path)
+        for path in sites.files(found[0] if found else site, home)
+        for values in [_read_layer(path, sites.KEYS)]
+    ]
+    given = _over([*layers, *of_site])
+    chosen = {key: str(given.get(key) or "").split(",") for key in CHOICES}  # Slurm takes lists
+    layers, of_site = _with_tables(layers, chosen), _with_tables(of_site, chosen)
+    job = _over(layers)
+    values = _merged(job, _over(of_site))
+    if values.get("array") and "continue-by" not in job:
         values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
-    return Settings(values, f"{found[0]} ({found[1]})" if found else "")
+    return Settings(values, [*layers, *of_site], f"{found[0]} ({found[1]})" if found else "")
 
 
-def _first(layers: Sequence[Mapping[str, Any]], key: str) -> Any:
-    return next((layer[key] for layer in layers if key in layer), None)
-
-
-def _with_tables(
-    layers: Sequence[Mapping[str, Any]], chosen: Mapping[str, str]
-) -> list[Mapping[str, Any]]:
+def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, Sequence[str]]) -> list[Layer]:
     """Return the layers, and before each those of its ``[when]`` tables that count for a job in the
     chosen partition and QOS."""
-    found: list[Mapping[str, Any]] = []
+    found: list[Layer] = []
     for layer in layers:
-        when = layer.get("when", {})
-        for key, names in chosen.items():
-            tables = when.get(key, {})
-            found += [
-                tables[name] for name in names.split(",") if name in tables
-            ]  # Slurm has lists
-        found.append({key: value for key, value in layer.items() if key != "when"})
+        when = layer.values.get("when", {})
+        tables = [when.get(key, {}).get(name) for key, names in chosen.items() for name in names]
+        found += [replace(layer, values=table) for table in tables if table]
+        found.append(replace(layer, values={k: v for k, v in layer.values.items() if k != "when"}))
     return found
 
 
-def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
+    """Merge what is said of a job with what is true of its site."""
+    values = {**site, **_share(site, job), **job}
+    if "env" in values:
+        values["env"] = {**site.get("env", {}), **job.get("env", {})}
+    for key in _JOINED:
+        if key in job:
+            values[key] = [*site.get(key, ()), *job[key]]
+    return values
+
+
+def _share(of_site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a node's CPUs for a job that takes some of its GPUs: a site says them for all."""
+    counts = (re.search(r"\d+$", str(each.get("gpus-per-node", ""))) for each in (of_site, job))
+    whole, some = (int(found[0]) if found else 0 for found in counts)
+    if "cpus-per-task" not in of_site or not 0 < some < whole:
+        return {}
+    return {"cpus-per-task": max(1, of_site["cpus-per-task"] * some // whole)}
+
+
+def _over(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Merge layers, the first to count first."""
     values: dict[str, Any] = {}
     for each in reversed(layers):
-        for key, value in each.items():
+        for key, value in each.values.items():
             values[key] = {**values.get(key, {}), **value} if key == "env" else value
     return values
 
@@ -164,6 +199,8 @@ def _checked(path: Path, layer: Any, known: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"{path}: {key} is {value!r}, but must be {kind}", hint=f"see {path}")
         if isinstance(value, list) and not all(isinstance(item, str) for item in value):
             raise UsageError(f"{path}: {key} must be {kind}", hint=f"see {path}")
+    for key in {"script", "template"} & layer.keys():  # a path in a file is meant from there
+        layer[key] = str(path.parent / Path(layer[key]).expanduser())
     if "env" in layer:
         layer["env"] = {name: str(value) for name, value in layer["env"].items()}
     if isinstance(layer.get("gpus-per-node"), int):
@@ -207,6 +244,8 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     values = {key.replace("-", "_"): value for key, value in settings.values.items()}
     given = {key: value for key, value in values.items() if key in names}
     given |= {"script": str(script), "workdir": working_directory(cwd, settings.get("chdir", ""))}
+    if "template" in given:
+        given["template"] = str(cwd / given["template"])
     given["name"] = settings.get("job-name") or name_for(script)
     in_container = bool(given.get("container") or given.get("image"))
     given.setdefault("python", default_python(given.get("setup", ()), in_container))
@@ -245,7 +284,7 @@ def runs_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
 
 
 def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
-    values = {**environ, "account": settings.get("account") or ""}
+    values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
     try:
         filled = Template(text.replace("{account}", "${account}")).substitute(values)
     except KeyError as error:

@@ -373,7 +373,7 @@ def _requests(partitions: Sequence[Partition]) -> list[Setting]:
             why = "all of a node's (Gres of scontrol show node)"
             found.append(Setting("gpus-per-node", asked, why, when, sure and len(p.asked) == 1))
         if p.asked and not p.is_whole and p.kinds[0].cpus:
-            why = "all of a node's (scontrol show node)"
+            why = "all of a node's (scontrol show node); with fewer GPUs, the share of those"
             found.append(Setting("cpus-per-task", p.kinds[0].cpus, why, when, sure=False))
     return found
 

@@ -18,8 +18,13 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError, closest
 KEYS = ("title", "match")  # of site files only
 
 
+def own_folder(home: Path) -> Path:
+    """Return where a user's own files are."""
+    return home / ".config" / "hpc-ddp"
+
+
 def _folders(home: Path) -> tuple[Path, Path]:
-    return home / ".config" / "hpc-ddp", folder("templates") / "sites"
+    return own_folder(home), folder("templates") / "sites"
 
 
 def files(site: str | None, home: Path) -> list[Path]:
