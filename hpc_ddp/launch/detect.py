@@ -289,8 +289,8 @@ def describe(facts: Facts, known: Collection[str] = ()) -> Site:
     partitions = partitions_of(facts)
     threats = preempted(facts, partitions)
     found = [*_chains(threats), *_requests(partitions), *_scratch(facts), *_tool(facts)]
-    found = [*_default(partitions, found), *_accounts(facts), *found]
-    settings = [each for each in found if each.key not in known]
+    found = [each for each in [*_accounts(facts), *found] if each.key not in known]
+    settings = [each for each in _default(partitions, found) if each.key not in known] + found
     tables = {("partition", p.name): str(p) for p in partitions}
     tables |= {("qos", qos["Name"]): "a QOS" for qos in facts.qos}
     return Site(
