@@ -14,7 +14,7 @@ import click
 
 from hpc_ddp.cli.common import root_of, say
 from hpc_ddp.cli.options import Grouped, given, job_options, local_options, node_options
-from hpc_ddp.launch import backends, config, prepare
+from hpc_ddp.launch import backends, config, prepare, variables
 from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch import sweep as launch_sweep
@@ -36,9 +36,13 @@ def _prepare(options: dict[str, Any], **forced: Any) -> Prepared:
     if project and project.parent != cwd:
         say(f"settings: {project}")
     if run_text is None:
-        return prepare.new_run(settings, cwd, root_of(settings))
-    run = find_run(root_of(settings), run_text)
-    return prepare.continued_run(run, said, settings, cwd)
+        prepared = prepare.new_run(settings, cwd, root_of(settings))
+    else:
+        run = find_run(root_of(settings), run_text)
+        prepared = prepare.continued_run(run, said, settings, cwd)
+    for warning in variables.warnings(prepared.spec):
+        say(f"warning: {warning}")
+    return prepared
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)

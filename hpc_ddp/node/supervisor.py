@@ -26,6 +26,7 @@ from string import Template
 from types import FrameType
 from typing import Any
 
+from hpc_ddp.node import fabric as fabrics
 from hpc_ddp.node import failure, leaderless, oom
 from hpc_ddp.node.network import LOOPBACK, interface_to, reach
 from hpc_ddp.run.folder import (
@@ -63,6 +64,7 @@ class Place:
     warn_s: float
     interface: str | None
     notice_signal: signal.Signals = signal.SIGTERM
+    fabric: str = ""
 
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> Place:
@@ -78,6 +80,7 @@ class Place:
             warn_s=float(environ.get("HPC_DDP_WARN_S") or 0),
             interface=environ.get("HPC_DDP_INTERFACE") or None,
             notice_signal=signal.Signals[f"SIG{environ.get('HPC_DDP_SIGNAL') or 'TERM'}"],
+            fabric=environ.get("HPC_DDP_FABRIC", ""),
         )
 
     @property
@@ -115,6 +118,15 @@ class Place:
             return {}
         told = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # =: exactly this
         return {key: value for key, value in told.items() if key not in os.environ}
+
+    @property
+    def seeks_fabric(self) -> bool:
+        """Whether the interconnect is to be looked up: alone, a node needs none."""
+        return self.fabric == "auto" and len(self.nodes) > 1 and not self.is_local
+
+    def fabric_env(self, found: fabrics.Found) -> dict[str, str]:
+        """Return what tells NCCL of the interconnect, where nothing else has."""
+        return fabrics.settings(found, self.run.lib, os.environ)
 
 
 def node_index(environ: Mapping[str, str]) -> int:
@@ -197,6 +209,7 @@ class Supervisor:
     _next_fence: float = 0.0
     _log_position: int = 0
     _oom_kills: int = field(default_factory=oom.kills)
+    _fabric: str = ""  # what is to be compared with the first node's
 
     def __post_init__(self) -> None:
         self.folder = self._own_folder()
@@ -213,6 +226,10 @@ class Supervisor:
     def _name(self) -> str:
         """Who this is among all supervisors of the attempt."""
         return self.place.node
+
+    @property
+    def _speaks_for_its_node(self) -> bool:
+        return True
 
     def _pids(self) -> list[Path]:
         """Return the files with the process ids of the workers that have started."""
@@ -268,7 +285,45 @@ class Supervisor:
         place = self.place
         env = dict(os.environ, HPC_DDP_NODE=place.node, HPC_DDP_NODE_FOLDER=str(self.folder.path))
         env["HPC_DDP_NOTICE"] = str(self.folder.notice)
-        return env | place.interface_env()
+        return env | self._fabric_env() | place.interface_env()
+
+    def _fabric_env(self) -> dict[str, str]:
+        """Look up the interconnect; note it, and say what was found and set for it.
+
+        What is said is the first node's: the others say only where theirs is another.
+        """
+        place = self.place
+        if not place.seeks_fabric:
+            return {}
+        found = fabrics.look()
+        told = place.fabric_env(found)
+        if not self._speaks_for_its_node:
+            return told
+        self._fabric = str(found)
+        seen = {"cards": found.cards, "trouble": found.trouble, "env": told}
+        self.journal.write("fabric", node=place.node, fabric=found.name, **seen)
+        if place.index == 0:
+            with contextlib.suppress(OSError):  # then nobody compares
+                place.attempt.fabric.write_text(self._fabric)
+            words = " ".join(f"{key}={value}" for key, value in told.items())
+            if found.name:
+                _say(f"fabric: {found} on {place.node}; {words or 'nothing is set for it'}")
+        if found.trouble:
+            _say(f"fabric: {place.node}: {found.trouble}")
+        return told
+
+    def _compare_fabric(self) -> None:
+        """Say loudly where the first node has another interconnect: NCCL would hang, or crawl."""
+        if not self._fabric:
+            return
+        place, own, first = self.place, self._fabric, read_word(self.place.attempt.fabric)
+        if first:
+            self._fabric = ""
+            if own.split()[0] != first.split()[0]:
+                _say(
+                    f"WARNING: the interconnect of {place.node} is {own}, and of {place.nodes[0]}"
+                    f" {first}: NCCL will fail, hang or be slow"
+                )
 
     def _look(self, agent: subprocess.Popen[bytes]) -> None:
         """Act on what has come since the last look."""
@@ -297,6 +352,7 @@ class Supervisor:
 
     def _look_around(self, agent: subprocess.Popen[bytes], now: float) -> None:
         self._show_rank_0()
+        self._compare_fabric()
         place = self.place
         word = read_word(place.attempt.notice)
         if self._peer_failed():
@@ -430,6 +486,10 @@ class Supervisor:
             while waiting and waiting[-1].exists():  # each is looked for until it is seen once
                 waiting.pop()
             time.sleep(0.2)
+
+
+def _say(text: str) -> None:
+    print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
 
 
 def supervise(kind: type[Supervisor], command: list[str]) -> int:
