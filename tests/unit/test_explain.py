@@ -415,6 +415,11 @@ SYNTAX = '  File "t.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid 
         (GLOO_CLOSED, "communication", "connection to another rank was lost"),
         (NCCL_SYSTEM, "communication", "collective communication failed"),
         (
+            f"{NCCL_SYSTEM}\nLast error:\nError: network AWS Libfabric not found.",
+            "bad environment",
+            "NCCL found no way to use the network",
+        ),
+        (
             "torch.distributed.DistStoreError: wait timeout after 5000ms, keys: /default_pg/0//cpu",
             "communication",
             "waited 5000 ms for another one to join",
