@@ -43,7 +43,13 @@ class Found:
 
     def __str__(self) -> str:
         more = f" and {len(self.cards) - 1} more" if len(self.cards) > 1 else ""
-        return f"{self.name} ({self.cards[0]}{more})" if self.name else NOTHING
+        seen = f"{self.name} ({self.cards[0]}{more})" if self.name else NOTHING
+        return f"{seen}, but {self.trouble}" if self.trouble else seen
+
+    def is_like(self, other: Found) -> bool:
+        """Tell whether NCCL will fare here as there."""
+        mine, theirs = (bool(each.trouble) for each in (self, other))
+        return self.name == other.name and mine == theirs
 
 
 class Port(NamedTuple):
@@ -78,7 +84,7 @@ def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found
     idle = [port.card for port in ports if port.layer == "InfiniBand" and not port.active]
     trouble = ""
     if name in ("", "roce") and idle:
-        trouble = f"no InfiniBand port is active here ({', '.join(idle)})"
+        trouble = f"no InfiniBand port is active ({', '.join(idle)})"
     elif name in ("infiniband", "roce"):
         trouble = _verbs(root, loads or _loads)
     return Found(name, tuple(dict.fromkeys(kinds.get(name, ()))), trouble)
@@ -139,8 +145,8 @@ def _verbs(root: Path, loads: Callable[[str], bool]) -> str:
     """Return why verbs can't be used here, '' if they can: a container may lack a part of it."""
     devices = [path for path in _entries(root / "dev/infiniband") if path.name.startswith("uverbs")]
     if not any(os.access(path, os.R_OK | os.W_OK) for path in devices):
-        return "the cards can't be opened here: there is no /dev/infiniband/uverbs* that we may use"
-    return "" if loads(VERBS) else f"the cards can't be used here: {VERBS} can't be loaded"
+        return "they can't be opened: there is no /dev/infiniband/uverbs* that we may use"
+    return "" if loads(VERBS) else f"{VERBS} can't be loaded, without which NCCL can't use them"
 
 
 def _files(environ: Mapping[str, str], root: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ without that word is being torn down after a peer's crash.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from string import Template
@@ -209,7 +210,7 @@ class Supervisor:
     _next_fence: float = 0.0
     _log_position: int = 0
     _oom_kills: int = field(default_factory=oom.kills)
-    _fabric: str = ""  # what is to be compared with the first node's
+    _fabric: fabrics.Found | None = None  # what is to be compared with the first node's
 
     def __post_init__(self) -> None:
         self.folder = self._own_folder()
@@ -299,27 +300,25 @@ class Supervisor:
         told = place.fabric_env(found)
         if not self._speaks_for_its_node:
             return told
-        self._fabric = str(found)
-        seen = {"cards": found.cards, "trouble": found.trouble, "env": told}
-        self.journal.write("fabric", node=place.node, fabric=found.name, **seen)
-        if place.index == 0:
-            with contextlib.suppress(OSError):  # then nobody compares
-                place.attempt.fabric.write_text(self._fabric)
+        self.journal.write("fabric", node=place.node, **asdict(found), env=told)
+        if place.index > 0:
+            self._fabric = found
+            return told
+        with contextlib.suppress(OSError):  # then nobody compares
+            place.attempt.fabric.write_text(json.dumps(asdict(found)))
+        if found != fabrics.Found():
             words = " ".join(f"{key}={value}" for key, value in told.items())
-            if found.name:
-                _say(f"fabric: {found} on {place.node}; {words or 'nothing is set for it'}")
-        if found.trouble:
-            _say(f"fabric: {place.node}: {found.trouble}")
+            _say(f"fabric: {place.node}: {found}; {words or 'nothing is set for it'}")
         return told
 
     def _compare_fabric(self) -> None:
         """Say loudly where the first node has another interconnect: NCCL would hang, or crawl."""
         if not self._fabric:
             return
-        place, own, first = self.place, self._fabric, read_word(self.place.attempt.fabric)
-        if first:
-            self._fabric = ""
-            if own.split()[0] != first.split()[0]:
+        place, own, told = self.place, self._fabric, read_json(self.place.attempt.fabric)
+        if told:
+            self._fabric, first = None, fabrics.Found(**told)
+            if not own.is_like(first):
                 _say(
                     f"WARNING: the interconnect of {place.node} is {own}, and of {place.nodes[0]}"
                     f" {first}: NCCL will fail, hang or be slow"

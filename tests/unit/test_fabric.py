@@ -68,6 +68,8 @@ def test_infiniband_goes_before_the_ethernet_card_beside_it(tmp_path: Path) -> N
     found = _look(tmp_path)
     assert found == Found("infiniband", ("mlx5_0", "mlx5_1"))
     assert str(found) == "infiniband (mlx5_0 and 1 more)"
+    assert found.is_like(Found("infiniband", ("mlx5_0",)))
+    assert not found.is_like(Found("infiniband", ("mlx5_0", "mlx5_1"), trouble="x"))
 
 
 def test_roce(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_a_port_that_is_down_is_told(tmp_path: Path, beside: tuple[str, ...]) ->
     _verbs(tmp_path)
     found = _look(tmp_path)
     assert found.name == ("roce" if beside else "")
-    assert found.trouble == "no InfiniBand port is active here (mlx5_0)"
+    assert found.trouble == "no InfiniBand port is active (mlx5_0)"
 
 
 def test_a_container_without_a_part_of_it_is_told(tmp_path: Path) -> None:
