@@ -98,7 +98,7 @@ def settings(
     NCCL_NET is left out as well where the network was chosen in other words. A plugin brings a
     network of its own, which NCCL takes before its verbs.
     """
-    given = {**_files(environ, root), **environ}
+    given = {**configured(environ, root), **environ}
     fabrics: dict[str, dict[str, str]] = {}
     with contextlib.suppress(OSError, ValueError):  # a lib of an older version has no table
         fabrics = json.loads((lib / TABLE).read_text())
@@ -149,7 +149,7 @@ def _verbs(root: Path, loads: Callable[[str], bool]) -> str:
     return "" if loads(VERBS) else f"{VERBS} can't be loaded, without which NCCL can't use them"
 
 
-def _files(environ: Mapping[str, str], root: Path) -> dict[str, str]:
+def configured(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
     """Return what NCCL's and RCCL's configuration files set; the environment comes before them."""
     home = environ.get("HOME", "/").lstrip("/")
     paths = [root / f"etc/{name}.conf" for name in ("nccl", "rccl")]

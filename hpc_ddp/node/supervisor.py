@@ -118,7 +118,9 @@ class Place:
         if not name:
             return {}
         told = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # =: exactly this
-        return {key: value for key, value in told.items() if key not in os.environ}
+        # An administrator may have said it in NCCL's own files, and knows better than a route.
+        given = {**({} if self.interface else fabrics.configured(os.environ)), **os.environ}
+        return {key: value for key, value in told.items() if key not in given}
 
     @property
     def seeks_fabric(self) -> bool:

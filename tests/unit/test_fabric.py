@@ -14,6 +14,7 @@ from hpc_ddp.launch.resources import folder
 from hpc_ddp.launch.snapshot import carry_library
 from hpc_ddp.node.fabric import VERBS, Found, look, settings
 from hpc_ddp.node.preflight import Told, find_other_fabric
+from hpc_ddp.node.supervisor import Place
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec
 
@@ -163,6 +164,22 @@ def test_no_network_is_named_where_another_word_has_chosen_one(tmp_path: Path) -
     # Those that are no verbs are plugins themselves.
     for given in ({"NCCL_IB_DISABLE": "1"}, path):
         assert settings(Found("efa"), lib, given, tmp_path)["NCCL_NET"] == "AWS Libfabric"
+
+
+def test_an_interface_of_nccls_own_files_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user names one."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    conf = tmp_path / "nccl.conf"
+    conf.write_text("NCCL_SOCKET_IFNAME=ib0\n")
+    monkeypatch.setenv("NCCL_CONF_FILE", str(conf))
+    told = {"HPC_DDP_RUN": str(tmp_path), "HPC_DDP_ATTEMPT": "0", "HPC_DDP_NODES": "local-0"}
+    told["HPC_DDP_NODE_INDEX"] = "0"
+    assert Place.from_env(told).interface_env() == {"GLOO_SOCKET_IFNAME": "lo"}
+    named = Place.from_env({**told, "HPC_DDP_INTERFACE": "eth1"})
+    assert named.interface_env()["NCCL_SOCKET_IFNAME"] == "=eth1"
 
 
 def test_a_run_of_an_older_version_goes_on_without(tmp_path: Path) -> None:
