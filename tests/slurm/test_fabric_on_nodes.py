@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from harness import Hpc
+from harness import REPO, Hpc
 
 # Ends once the supervisor of the other node has said what it saw.
 SCRIPT = """
@@ -70,3 +72,23 @@ def test_a_node_that_differs_is_named(
     assert seen[first]["env"] == {"NCCL_NET": "IB"}
     assert seen[second]["name"] == ""
     assert seen[second]["env"] == {}
+
+
+@pytest.mark.soak
+def test_the_preflight_names_a_node_without_the_card(
+    hpc: Hpc, cluster: Cluster, infiniband: str
+) -> None:
+    first, second = cluster.nodes[:2]
+    env = cluster.env() | {"HPC_DDP_RUNS": str(hpc.runs), "PYTHONPATH": str(REPO)}
+    argv = ["salloc", "--nodes=2", "--gpus-per-node=2", f"--nodelist={first},{second}"]
+    argv += [sys.executable, "-m", "hpc_ddp", "preflight", "--json"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert found["bad_nodes"] == [second]
+    assert found["why"] == (
+        f"{second}: no fast network that we know here, while others have infiniband"
+    )
+    assert found["report"][first]["fabric"] == "infiniband"
+    assert found["report"][first]["cards"] == 1
+    assert any("can't be opened" in note for note in found["report"][first]["notes"])
