@@ -108,25 +108,30 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
         for path in sites.files(found[0] if found else site, home)
         for values in [_read_layer(path, sites.KEYS)]
     ]
-    given = _over([*layers, *of_site])
-    chosen = {key: str(given.get(key) or "").split(",") for key in CHOICES}  # Slurm takes lists
+    chosen = {key: _first([*layers, *of_site], key) or "" for key in CHOICES}
     layers, of_site = _with_tables(layers, chosen), _with_tables(of_site, chosen)
-    job = _over(layers)
-    values = _merged(job, _over(of_site))
-    if values.get("array") and "continue-by" not in job:
+    values = _merged(_over(layers), _over(of_site))
+    if values.get("array") and _first(layers, "continue-by") is None:
         values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
     return Settings(values, [*layers, *of_site], f"{found[0]} ({found[1]})" if found else "")
 
 
-def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, Sequence[str]]) -> list[Layer]:
+def _first(layers: Sequence[Layer], key: str) -> Any:
+    return next((layer.values[key] for layer in layers if key in layer.values), None)
+
+
+def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Layer]:
     """Return the layers, and before each those of its ``[when]`` tables that count for a job in the
     chosen partition and QOS."""
     found: list[Layer] = []
     for layer in layers:
         when = layer.values.get("when", {})
-        tables = [when.get(key, {}).get(name) for key, names in chosen.items() for name in names]
-        found += [replace(layer, values=table) for table in tables if table]
-        found.append(replace(layer, values={k: v for k, v in layer.values.items() if k != "when"}))
+        for key, names in chosen.items():
+            tables = when.get(key, {})
+            named = (name for name in names.split(",") if name in tables)  # Slurm has lists
+            found += [replace(layer, values=tables[name]) for name in named]
+        values = {key: value for key, value in layer.values.items() if key != "when"}
+        found.append(replace(layer, values=values))
     return found
 
 
