@@ -313,6 +313,18 @@ def expand_hosts(node_list: str) -> list[str]:
     return names
 
 
+# Slurm shows a flag in the place of the state that it belongs to. A job that is being signalled,
+# as at a preemption, is SIGNALING until all of its nodes have answered: seconds, where one is slow.
+_STATE_OF = {
+    **dict.fromkeys(("SIGNALING", "STOPPED", "RESIZING"), "RUNNING"),
+    **dict.fromkeys(("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "EXPEDITING"), "PENDING"),
+}
+
+
+def _state(shown: str) -> str:
+    return _STATE_OF.get(shown, shown)
+
+
 @dataclass(frozen=True)
 class Job:
     """What ``scontrol show job`` says of a job; times in unix seconds.
@@ -366,7 +378,7 @@ def parse_job(text: str) -> Job:
     value = partial(_field, text)
     end = value(r"^\s+StartTime=\S+ EndTime=(\S+)")
     return Job(
-        state=value(r"^\s+JobState=(\S+)"),
+        state=_state(value(r"^\s+JobState=(\S+)")),
         reason=value(r"^\s+JobState=\S+ Reason=(\S+)"),
         restarts=int(value(r"^\s+Requeue=\d+ Restarts=(\d+)") or 0),
         preempted_at=_unix(value(r"^\s+PreemptEligibleTime=\S+ PreemptTime=(\S+)")),
@@ -409,8 +421,9 @@ def queue() -> dict[str, Queued]:
     """
     printed = _run(["squeue", "--me", "--noheader", "--format=%F|%A|%T|%r|%N|%L", "--states=all"])
     rows = [row for row in (line.split("|") for line in printed.splitlines()) if len(row) == 6]
-    own = {row[1]: Queued(*row[2:]) for row in rows}
-    live = {row[0]: Queued(*row[2:]) for row in rows if row[2] in LIVE}
+    each_of = [(row[0], row[1], Queued(_state(row[2]), *row[3:])) for row in rows]
+    own = {job: each for _, job, each in each_of}
+    live = {array: each for array, _, each in each_of if each.state in LIVE}
     return own | {
         job: each for job, each in live.items() if job not in own or own[job].state not in LIVE
     }
@@ -459,7 +472,7 @@ def parse_record(text: str) -> Record:
 
     value = partial(_field, text)
     return Record(
-        state=value(r"^\s+JobState=(\S+)"),
+        state=_state(value(r"^\s+JobState=(\S+)")),
         reason=value(r"^\s+JobState=\S+ Reason=(\S+)").replace("_", " "),
         exit_code=value(r"^\s+Requeue=.* ExitCode=(\S+)"),
         nodes=value(r"^\s+NodeList=(\S+)").replace("(null)", ""),

@@ -41,6 +41,8 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Sett
     project = config.find_project_file(cwd)
     if project and project.parent != cwd:
         say(f"settings: {project}")
+    if settings.recognised:
+        say(f"site: {settings.recognised}")
     if run_text is None:
         prepared = prepare.planned_run(settings, cwd, root_of(settings))
     else:
@@ -203,6 +205,8 @@ def preflight(as_json: bool, **options: Any) -> None:
     the first thing in a job, and leaves bad nodes out of the next attempt.
     """
     settings = config.load(given(options), Path.cwd(), Path.home())
+    if settings.recognised:
+        say(f"site: {settings.recognised}")
     event = launch_preflight.look(settings, Path.cwd(), root_of(settings))
     if as_json:
         click.echo(json.dumps(event))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, Literal
 
+from hpc_ddp.launch import sites
 from hpc_ddp.launch.fabric import read_toml
-from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError, closest
 from hpc_ddp.run.spec import JobSpec
 
@@ -26,6 +27,9 @@ _LISTS = (
 _NUMBERS = ("nproc-per-node", "cpus-per-task", "max-requeues", "max-failures", "max-restarts")
 _BOUNDS = ("budget-gpu-hours",)
 _FLAGS = ("exclusive", "snapshot", "preflight", "elastic")
+# What a site has of these comes first, and what the job has of them after it: neither can do
+# without the other. Of an option that is there twice Slurm takes the last.
+_JOINED = ("setup", "sbatch", "srun")
 
 
 def known_keys() -> list[str]:
@@ -47,16 +51,20 @@ class Layer:
 
 @dataclass(frozen=True)
 class Settings:
-    """Merged values, by key, and the layers that they come from, the first to count first."""
+    """Merged values, by key, and the layers that they come from, the first to count first.
+
+    `recognised` names a site that nobody has named, and by what.
+    """
 
     values: Mapping[str, Any]
     layers: Sequence[Layer] = ()
+    recognised: str = ""
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
 
     def layer(self, key: str, name: str | None = None) -> Layer | None:
-        """Return the layer that a key's value comes from, or that of one `name` of ``env``."""
+        """Return the layer that a key's value comes from, or one `name` of ``env``, or an item."""
         return next(
             (
                 layer
@@ -77,7 +85,9 @@ def find_project_file(start: Path) -> Path | None:
 def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     """Merge all layers; the first that has a key wins: option, project, own site file, profile.
 
-    `env` is merged name by name; all other values are taken whole.
+    `env` is merged name by name, and a site's `setup`, `sbatch` and `srun` come before the job's;
+    all other values are taken whole. The site is the one that is named, else the user's own, else
+    one that is recognised by the environment.
 
     Raises
     ------
@@ -89,33 +99,49 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     if project:
         layers.append(Layer("project", _read_layer(project), project))
     site = next((layer.values["site"] for layer in layers if layer.values.get("site")), None)
-    layers += _site_layers(site, home)
+    found = None if site else sites.recognised(home, os.environ)
+    of_site = [
+        Layer("site" if path.parent == sites.own_folder(home) else "profile", values, path)
+        for path in sites.files(found[0] if found else site, home)
+        for values in [_read_layer(path, sites.KEYS)]
+    ]
+    values = _merged(_over(layers), _over(of_site))
+    return Settings(values, [*layers, *of_site], f"{found[0]} ({found[1]})" if found else "")
+
+
+def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
+    """Merge what is said of a job with what is true of its site."""
+    values = {**site, **_share(site, job), **job}
+    if "env" in values:
+        values["env"] = {**site.get("env", {}), **job.get("env", {})}
+    for key in _JOINED:
+        if key in job:
+            values[key] = [*site.get(key, ()), *job[key]]
+    return values
+
+
+def _share(of_site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a node's CPUs for a job that takes some of its GPUs: a site says them for all."""
+    counts = (re.search(r"\d+$", str(each.get("gpus-per-node", ""))) for each in (of_site, job))
+    whole, some = (int(found[0]) if found else 0 for found in counts)
+    if "cpus-per-task" not in of_site or not 0 < some < whole:
+        return {}
+    return {"cpus-per-task": max(1, of_site["cpus-per-task"] * some // whole)}
+
+
+def _over(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Merge layers, the first to count first."""
     values: dict[str, Any] = {}
     for each in reversed(layers):
         for key, value in each.values.items():
             values[key] = {**values.get(key, {}), **value} if key == "env" else value
-    return Settings(values, layers)
+    return values
 
 
-def _site_layers(site: str | None, home: Path) -> list[Layer]:
-    """Return the layers of a site: the user's own file, then the shipped profile.
-
-    Without a name the user's ``site.toml`` is the site, where there is one.
-    """
-    own = home / ".config" / "hpc-ddp" / f"{site or 'site'}.toml"
-    shipped = folder("templates") / "sites" / f"{site or 'generic'}.toml"
-    paths = [path for path in (own, shipped) if path.is_file()]
-    if site and not paths:
-        known = sorted(p.stem for f in (own, shipped) for p in f.parent.glob("*.toml"))
-        raise UsageError(
-            f"site {site!r} is unknown; accepted: {', '.join(known)}{closest(site, known)}",
-            hint=f"describe it in {own}",
-        )
-    return [Layer("site" if path == own else "profile", _read_layer(path), path) for path in paths]
-
-
-def _read_layer(path: Path) -> dict[str, Any]:
+def _read_layer(path: Path, more_keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a file's values; it may have `more_keys`, which are none of a job's."""
     layer, known = read_toml(path), known_keys()
+    layer = {key: value for key, value in layer.items() if key not in more_keys}
     for key, value in layer.items():
         if key not in known:
             raise UsageError(
@@ -212,7 +238,7 @@ def runs_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
 
 
 def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
-    values = {**environ, "account": settings.get("account") or ""}
+    values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
     try:
         filled = Template(text.replace("{account}", "${account}")).substitute(values)
     except KeyError as error:

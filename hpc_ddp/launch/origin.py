@@ -176,7 +176,7 @@ class _Trace:
         spec = self.prepared.spec
         raw = f"--{name}={value}" if value else f"--{name}"
         if raw in spec.sbatch:
-            return self.of_key("sbatch")
+            return self.of_key("sbatch", raw)
         if raw in self.prepared.rendering.entry.sbatch:
             return self.of_key("image")
         key = KEY_OF.get(name, name)
@@ -221,9 +221,11 @@ class _Trace:
         if name == "torchrun_options":
             return [Marked(word, self.mark(self.of_torchrun(word))) for word in value]
         if name in ("srun", "container", "container_srun"):
-            of = {word: "srun" for word in spec.srun}
-            default = "image" if spec.image else "container"
-            return [Marked(word, self.mark(self.of_key(of.get(word, default)))) for word in value]
+            default = self.of_key("image" if spec.image else "container")
+            of = {word: self.of_key("srun", word) for word in spec.srun}
+            return [Marked(word, self.mark(of.get(word, default))) for word in value]
+        if name == "setup":  # a site's lines, and then the job's
+            return [Marked(line, self.mark(self.of_key(name, line))) for line in value]
         return self._each(value, self.of_variable(name))
 
     def _each(self, value: Any, origin: Origin) -> Any:

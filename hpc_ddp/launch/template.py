@@ -102,10 +102,10 @@ def _guarded(work: Callable[[], T], own: str | None) -> T:
     except Exception as error:  # a template can do anything
         if own is None:
             raise  # a mistake of ours
+        found = _place(error.__traceback__)
         if isinstance(error, jinja2.TemplateSyntaxError):
-            file, line = error.filename, error.lineno
-        else:
-            file, line = _place(error.__traceback__)
+            found = error.filename, error.lineno
+        file, line = found
         raise _broken(file or own, line, _told(error)) from None
 
 

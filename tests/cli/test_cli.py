@@ -253,7 +253,7 @@ def test_the_options_are_these() -> None:
 
 def test_every_job_option_has_a_heading() -> None:
     names = {p.name for p in command("submit").params if isinstance(p, click.Option)}
-    assert names - {name for group in GROUPS.values() for name in group} == {"as_json"}
+    assert names - {name for group in GROUPS.values() for name in group} == {"as_json", "test_only"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

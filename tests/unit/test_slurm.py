@@ -33,6 +33,14 @@ def test_preempted_is_not_cancelled_within_the_grace_time() -> None:
     assert parse_job(SHOWN.replace("10:00:30", "10:01:00")).preempted
 
 
+def test_a_job_that_is_being_signalled_runs() -> None:
+    """In its grace time, and not cancelled: the flag stands where the state does."""
+    job = parse_job(SHOWN.replace("COMPLETING", "SIGNALING"))
+    assert job.state == "RUNNING"
+    assert job.preempted
+    assert parse_record(WAITS.replace("PENDING", "REQUEUE_HOLD")).state == "PENDING"
+
+
 def test_unknown_times_are_none() -> None:
     text = SHOWN.replace("2026-11-21T10:01:00", "Unknown").replace("2026-11-21T10:00:30", "None")
     job = parse_job(text)
