@@ -45,7 +45,10 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(
-    argv: Sequence[str], env: Mapping[str, str] | None = None, script: str | None = None
+    argv: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    script: str | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> str:
     """Run one of Slurm's commands once and return what it printed.
 
@@ -66,7 +69,7 @@ def _run(
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
         )
     except FileNotFoundError:
         raise HpcDdpError(
@@ -75,7 +78,7 @@ def _run(
         ) from None
     except subprocess.TimeoutExpired:
         raise NoAnswerError(
-            f"{argv[0]} gave no answer within {TIMEOUT_S:.0f} s", hint="scontrol ping"
+            f"{argv[0]} gave no answer within {timeout_s:.0f} s", hint="scontrol ping"
         ) from None
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
@@ -478,3 +481,79 @@ def parse_record(text: str) -> Record:
         nodes=value(r"^\s+NodeList=(\S+)").replace("(null)", ""),
         start_time=_unix(value(r"^\s+StartTime=(\S+)")),
     )
+
+
+# --- what a cluster is like ----------------------------------------------------------------
+
+ACCOUNTING_S = 15.0  # nobody waits longer for what is only good to know
+_PAIR = re.compile(r"(?:^|\s)([A-Z]\w*)=(\S*)")
+
+
+def show_config() -> dict[str, str]:
+    """Return slurm.conf's values by name, as ``scontrol show config`` prints them.
+
+    Raises
+    ------
+    HpcDdpError
+        there is no Slurm here, or no answer
+    """
+    return parse_config(_run(["scontrol", "show", "config"]))
+
+
+def show_all(kind: str) -> list[dict[str, str]]:
+    """Return all partitions (`kind` is ``partition``) or nodes (``node``), each with its values."""
+    return parse_records(_run(["scontrol", "--oneliner", "show", kind]))
+
+
+def show_qos() -> list[dict[str, str]]:
+    """Return the qualities of service; [] where there is no accounting, or it does not answer."""
+    return _accounting(("show", "qos"), ("Name", "GraceTime", "Preempt", "PreemptMode"))
+
+
+def show_accounts(user: str) -> list[dict[str, str]]:
+    """Return a user's accounts, on all clusters of the accounting; [] as `show_qos`."""
+    wanted = ("Cluster", "DefaultAccount", "Account", "Partition")
+    return _accounting(("show", "user", user, "withassoc"), wanted)
+
+
+def takes_option(command: str, option: str) -> bool:
+    """Tell whether the help of a command of Slurm's has an option: plugins of a site add some."""
+    try:
+        return f"--{option}" in _run([command, "--help"])
+    except HpcDdpError:
+        return False
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """Read lines of the form ``Name   = value``; a name that comes again is another section's."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        name, equals, value = line.partition("=")
+        if equals:
+            found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def parse_records(text: str) -> list[dict[str, str]]:
+    """Read ``scontrol --oneliner``: by name, never by place, since versions differ in both.
+
+    Of a value with blanks, such as a reason's, the first word is kept; what looks like a name
+    within it does not replace one that stands before.
+    """
+    rows = []
+    for line in text.splitlines():
+        row: dict[str, str] = {}
+        for name, value in _PAIR.findall(line):
+            row.setdefault(name, value)
+        rows += [row] if row else []
+    return rows
+
+
+def _accounting(words: Sequence[str], wanted: Sequence[str]) -> list[dict[str, str]]:
+    argv = ["sacctmgr", "--noheader", "--parsable2", *words, f"format={','.join(wanted)}"]
+    try:
+        printed = _run(argv, timeout_s=ACCOUNTING_S)
+    except HpcDdpError:
+        return []
+    rows = [line.split("|") for line in printed.splitlines()]
+    return [dict(zip(wanted, row, strict=True)) for row in rows if len(row) == len(wanted)]

@@ -14,7 +14,7 @@ import click
 
 from hpc_ddp.cli.common import root_of, say
 from hpc_ddp.cli.options import Grouped, given, job_options, local_options, node_options
-from hpc_ddp.launch import backends, config, difference, estimate, origin, prepare
+from hpc_ddp.launch import backends, config, difference, estimate, origin, prepare, variables
 from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch import sweep as launch_sweep
@@ -48,7 +48,7 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Sett
     else:
         run = find_run(root_of(settings), run_text)
         prepared = prepare.planned_continuation(run, said, settings, cwd)
-    for text in prepared.rendering.left_out():
+    for text in (*prepared.rendering.left_out(), *variables.warnings(prepared.spec)):
         say(f"warning: {text}")
     return prepared, settings
 

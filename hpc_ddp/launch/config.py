@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -26,6 +26,8 @@ _LISTS = (
 )
 _NUMBERS = ("nproc-per-node", "cpus-per-task", "max-requeues", "max-failures", "max-restarts")
 _BOUNDS = ("budget-gpu-hours",)
+# A file's table [when.partition.NAME] counts only for jobs that name this partition.
+CHOICES = ("partition", "qos")
 _FLAGS = ("exclusive", "snapshot", "preflight", "elastic")
 # What a site has of these comes first, and what the job has of them after it: neither can do
 # without the other. Of an option that is there twice Slurm takes the last.
@@ -86,8 +88,9 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     """Merge all layers; the first that has a key wins: option, project, own site file, profile.
 
     `env` is merged name by name, and a site's `setup`, `sbatch` and `srun` come before the job's;
-    all other values are taken whole. The site is the one that is named, else the user's own, else
-    one that is recognised by the environment.
+    all other values are taken whole. A file's tables for the job's partition and QOS come before
+    the rest of that file. The site is the one that is named, else the user's own, else one that is
+    recognised by the environment.
 
     Raises
     ------
@@ -105,8 +108,31 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
         for path in sites.files(found[0] if found else site, home)
         for values in [_read_layer(path, sites.KEYS)]
     ]
+    chosen = {key: _first([*layers, *of_site], key) or "" for key in CHOICES}
+    layers, of_site = _with_tables(layers, chosen), _with_tables(of_site, chosen)
     values = _merged(_over(layers), _over(of_site))
+    if values.get("array") and _first(layers, "continue-by") is None:
+        values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
     return Settings(values, [*layers, *of_site], f"{found[0]} ({found[1]})" if found else "")
+
+
+def _first(layers: Sequence[Layer], key: str) -> Any:
+    return next((layer.values[key] for layer in layers if key in layer.values), None)
+
+
+def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Layer]:
+    """Return the layers, and before each those of its ``[when]`` tables that count for a job in the
+    chosen partition and QOS."""
+    found: list[Layer] = []
+    for layer in layers:
+        when = layer.values.get("when", {})
+        for key, names in chosen.items():
+            tables = when.get(key, {})
+            named = (name for name in names.split(",") if name in tables)  # Slurm has lists
+            found += [replace(layer, values=tables[name]) for name in named]
+        values = {key: value for key, value in layer.values.items() if key != "when"}
+        found.append(replace(layer, values=values))
+    return found
 
 
 def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
@@ -140,8 +166,33 @@ def _over(layers: Sequence[Layer]) -> dict[str, Any]:
 
 def _read_layer(path: Path, more_keys: Sequence[str] = ()) -> dict[str, Any]:
     """Return a file's values; it may have `more_keys`, which are none of a job's."""
-    layer, known = read_toml(path), known_keys()
-    layer = {key: value for key, value in layer.items() if key not in more_keys}
+    read, known = read_toml(path), known_keys()
+    when = read.pop("when", {})
+    layer = _checked(path, {k: v for k, v in read.items() if k not in more_keys}, known)
+    inner = [key for key in known if key not in (*CHOICES, "site")]
+    for key, tables in when.items() if isinstance(when, dict) else [(when, None)]:
+        if key not in CHOICES or not isinstance(tables, dict):
+            raise UsageError(
+                f"{path}: no table [when.{key}.…]; accepted: [when.partition.NAME] and"
+                " [when.qos.NAME]",
+                hint=f"look at {path}",
+            )
+        layer.setdefault("when", {})[key] = {
+            name: _checked(path, table, inner) for name, table in tables.items()
+        }
+    return layer
+
+
+def _checked(path: Path, layer: Any, known: Sequence[str]) -> dict[str, Any]:
+    """Return a file's keys and values, or those of one of its tables.
+
+    Raises
+    ------
+    UsageError
+        a key is not one of the known, or has a value of the wrong kind
+    """
+    if not isinstance(layer, dict):
+        raise UsageError(f"{path}: {layer!r} must be a table", hint=f"see {path}")
     for key, value in layer.items():
         if key not in known:
             raise UsageError(

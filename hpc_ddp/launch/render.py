@@ -102,8 +102,12 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
 
 
 def job_env(spec: JobSpec) -> dict[str, str]:
-    """Return the variables written into the script: the fabric's, then the user's over them."""
-    return {**fabric_env(spec.fabric), **spec.env}
+    """Return the variables written into the script: the fabric's, then the user's over them.
+
+    A job of one node needs no fabric, and some are not set up for one (Slingshot on Frontier).
+    """
+    fabric = fabric_env(spec.fabric)
+    return {**(fabric if spec.node_range[1] > 1 else {}), **spec.env}
 
 
 class Rendering:

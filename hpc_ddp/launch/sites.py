@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc_ddp.launch.fabric import read_toml
 from hpc_ddp.launch.resources import folder
-from hpc_ddp.run.errors import UsageError, closest
+from hpc_ddp.run.errors import HpcDdpError, UsageError, closest
 
 KEYS = ("title", "match")  # of site files only
 
@@ -74,3 +74,50 @@ def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None
                 hint=f'NAME = "value" below [match] in {path}',
             ) from None
     return None
+
+
+def shipped_keys(site: str) -> set[str]:
+    """Return the keys of the shipped file of a site, empty where there is none."""
+    path = folder("templates") / "sites" / f"{site}.toml"
+    return set(read_toml(path)) if path.is_file() else set()
+
+
+def title(path: Path) -> str:
+    """Return what a site file says that it is of, '' where it does not say."""
+    return str(read_toml(path).get("title", ""))
+
+
+def all_files(home: Path) -> list[Path]:
+    """Return all site files, the user's own first."""
+    return [path for where in _folders(home) for path in sorted(where.glob("*.toml"))]
+
+
+def write(home: Path, name: str, text: str, force: bool) -> Path:
+    """Write one of the user's own site files, and return it.
+
+    Raises
+    ------
+    UsageError
+        it can't be a site's name, or, without `force`, the file is there
+    HpcDdpError
+        the file can't be written
+    """
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UsageError(
+            f"{name!r} can't be a site's name; accepted: letters, digits, and any of . _ -",
+            hint="--name mycluster",
+        )
+    path = _folders(home)[0] / f"{name}.toml"
+    if path.exists() and not force:
+        raise UsageError(
+            f"{path} is there, and was left as it is",
+            hint="--print shows what would be written; --force replaces it; --name writes another",
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise HpcDdpError(
+            f"{path} can't be written: {error.strerror}", hint="hpc-ddp site detect --print"
+        ) from None
+    return path

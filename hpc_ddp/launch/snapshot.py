@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from hpc_ddp.launch.fabric import for_auto
 from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
@@ -34,6 +36,8 @@ def carry_library(run: RunFolder) -> None:
     for name in ("__init__.py", "slurm.py", "py.typed"):
         shutil.copy(PACKAGE / name, package / name)
     shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
+    # Python 3.10, which a node may have, reads no TOML.
+    (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
     draft.rename(run.lib)
 
 

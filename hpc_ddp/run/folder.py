@@ -10,7 +10,7 @@
                                      environment on the nodes can get in between
         journal/<writer>.jsonl
         logs/slurm.out
-        logs/attempt-<k>/attempt.json, notice, failed
+        logs/attempt-<k>/attempt.json, notice, failed, fabric
         logs/attempt-<k>/<node>/rank-<r>.log, agent.log, notice, record.json,
                                 (where each worker is a task: notice-<r>, record-<r>.json)
                                 and of a hang stack-rank-<r>.txt, flight-rank-<r>
@@ -115,6 +115,11 @@ class AttemptFolder:
     def failed(self) -> Path:
         """Holds the name of a node whose workers failed; empty before (see `notice`)."""
         return self.path / "failed"
+
+    @property
+    def fabric(self) -> Path:
+        """Holds the interconnect that the first node has found; empty before (see `notice`)."""
+        return self.path / "fabric"
 
     @property
     def port_taken(self) -> Path:
@@ -301,6 +306,7 @@ class RunFolder:
         (draft / "attempt.json").write_text(json.dumps(info))
         (draft / "notice").touch()
         (draft / "failed").touch()
+        (draft / "fabric").touch()
         try:
             draft.rename(attempt.path)  # fails on a folder that isn't empty: ours never is
         except OSError as error:

@@ -62,7 +62,7 @@ def _names(folder: Path) -> list[str]:
         (["submit", "--nodes", "4-1", "train.py"], "or a range of them, as 1-4"),
         (["submit", "--torchrun=--nnodes=3", "train.py"], "--nnodes is set by hpc-ddp"),
         (["submit", "--backend", "slrum", "train.py"], "did you mean 'slurm'?"),
-        (["submit", "--fabric", "ether", "train.py"], "accepted: auto, ethernet, infiniband"),
+        (["submit", "--fabric", "ether", "train.py"], "accepted: auto, efa, ethernet, infiniband"),
         (["submit", "--site", "nowhere", "train.py"], "site 'nowhere' is unknown"),
         (["submit", "--template", "gone.j2", "train.py"], "gone.j2' does not exist"),
         (["submit", "--test-only", "--backend", "local", "train.py"], "accepted: slurm, submitit"),
