@@ -1,0 +1,369 @@
+"""Charts as SVG paths and labels, for the template to place.
+
+A plot is an SVG that is stretched to whatever room the page has, with lines that keep their
+width; its labels are text beside it, placed in percent. So one drawing serves all screens, and
+needs no script.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from hpc_ddp.report.curves import Curve, Start, is_finite, is_noisy, smoothed, thinned
+
+WIDTH, HEIGHT = 2400, 1000  # of a plot's own units
+_POINTS = 8000  # of all curves of a page: some 60 bytes each, with those that are drawn
+_SPAN = 20.0  # from what ratio of the greatest to the least value on a log scale helps
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A label beside an axis. `at` is in percent; every `minor` one goes where room is short."""
+
+    at: float
+    text: str
+    minor: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A path in a plot's units; `kind` is `line`, `faint` or `redone`, `hue` a colour's number."""
+
+    d: str
+    kind: str
+    hue: int
+
+
+@dataclass(frozen=True)
+class Label:
+    """A short text at the end of a line (`at` in percent from the top), or above a mark (from
+    the left); `tip` says more."""
+
+    at: float
+    text: str
+    hue: int = 0
+    tip: str = ""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """What a template needs to draw one chart in one way.
+
+    `x` is what the axis shows, ``step`` or ``time``; `log` whether the values are on a log scale;
+    `box` is (first x, last x, lowest y, highest y); `bad` are the places of values that are NaN or
+    infinite.
+    """
+
+    x: str
+    log: bool
+    box: tuple[float, float, float, float]
+    x_ticks: Sequence[Tick]
+    y_ticks: Sequence[Tick]
+    lines: Sequence[Line]
+    marks: Sequence[Label]
+    ends: Sequence[Label]
+    bad: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One metric: its plots (by step and by time, linear and logarithmic), and its points.
+
+    `points` is for the script that shows values under the pointer: of each curve its label, and
+    by point step, time, value (a string where it is no number) and attempt.
+    """
+
+    name: str
+    summary: str
+    last: str
+    notes: Sequence[str]
+    plots: Sequence[Plot]
+    points: Sequence[dict[str, object]]
+
+
+def charts(
+    names: Iterable[str],
+    runs: Sequence[tuple[str, dict[str, Curve]]],
+    starts: Sequence[Start] = (),
+    causes: dict[int, str] | None = None,
+) -> list[Chart]:
+    """Return a chart for each metric, with a curve of each run that has it.
+
+    Parameters
+    ----------
+    runs
+        (label, curves) of each; a label is shown at the end of a line where there are several
+    starts, causes
+        of a single run: where its workers were started again, and why by attempt
+    """
+    names = list(names)
+    count = sum(len(found[name].finite) > 0 for name in names for _, found in runs if name in found)
+    columns = max(20, min(400, _POINTS // (4 * max(count, 1))))
+    marks = [start for start in starts[1:] if start.step is not None]
+    return [_chart(name, runs, marks, causes or {}, columns) for name in names]
+
+
+def _chart(
+    name: str,
+    runs: Sequence[tuple[str, dict[str, Curve]]],
+    starts: Sequence[Start],
+    causes: dict[int, str],
+    columns: int,
+) -> Chart:
+    drawn = [(i, label, found[name]) for i, (label, found) in enumerate(runs) if name in found]
+    sound = [value for *_, curve in drawn for value in curve.finite]
+    notes = []
+    bad = sum(len(curve) - len(curve.finite) for *_, curve in drawn)
+    if bad:
+        values = "value was" if bad == 1 else "values were"
+        notes.append(f"{bad:,} {values} NaN or infinite: marked × at the upper edge")
+    if any(is_noisy(curve.finite) for *_, curve in drawn):
+        notes.append("strong line: moving mean; faint line: as measured")
+    if any(any(curve.redone) for *_, curve in drawn):
+        notes.append("dotted: steps that were done again")
+    logs = (
+        [False, True] if sound and min(sound) > 0 and max(sound) > _SPAN * min(sound) else [False]
+    )
+    kept = [thinned(curve, columns) for *_, curve in drawn]
+    plots = [
+        _plot(drawn, kept, x, log, starts, causes, name) for x in ("step", "time") for log in logs
+    ]
+    points = [
+        {
+            "label": label,
+            "hue": i,
+            "step": [int(curve.steps[j]) for j in places],
+            "time": [round(curve.times[j], 1) for j in places],
+            "value": [_json(curve.values[j]) for j in places],
+            "attempt": [curve.attempts[j] for j in places],
+        }
+        for (i, label, curve), places in zip(drawn, kept, strict=True)
+    ]
+    last = short(drawn[0][2].last) if len(drawn) == 1 else ""
+    return Chart(name, _summary(name, [curve for *_, curve in drawn]), last, notes, plots, points)
+
+
+def _summary(name: str, curves: Sequence[Curve]) -> str:
+    """Return a chart in words, for those who can't see it."""
+    sound = [value for curve in curves for value in curve.finite]
+    if not sound:
+        return f"{name}: no value was a number"
+    text = f"{name}, from {short(min(sound))} to {short(max(sound))}"
+    if len(curves) == 1:
+        text += f", at the end {short(curves[0].last)}, at step {int(curves[0].steps[-1])}"
+    return text
+
+
+def _plot(
+    drawn: Sequence[tuple[int, str, Curve]],
+    kept: Sequence[list[int]],
+    x: str,
+    log: bool,
+    starts: Sequence[Start],
+    causes: dict[int, str],
+    name: str,
+) -> Plot:
+    places = [curve.steps if x == "step" else curve.times for *_, curve in drawn]
+    left = 0.0 if x == "time" else min(min(each) for each in places)
+    left = 0.0 if left < 0.2 * max(max(each) for each in places) else left
+    across = Scale(left, max(max(each) for each in places))
+    up = _values(drawn, log, name == "samples_per_s")
+    lines: list[Line] = []
+    ends: list[Label] = []
+    bad: set[float] = set()
+    for (hue, label, curve), at, points in zip(drawn, places, kept, strict=True):
+        noisy = is_noisy(curve.finite)
+        sound = [j for j in points if is_finite(curve.values[j])]
+        bad |= {round(100 * across(at[j]), 2) for j in points if not is_finite(curve.values[j])}
+        for redone, kind in ((True, "redone"), (False, "faint" if noisy else "line")):
+            d = _path(curve, points, at, curve.values, across, up, redone)
+            lines += [Line(d, kind, hue)] if d else []
+        if noisy:
+            lines += _mean(curve, at, across, up, hue)
+        if len(drawn) > 1 and sound:
+            end = curve.values[sound[-1]]
+            ends.append(Label(round(100 * (1 - up(end)), 2), label, hue))
+    return Plot(
+        x=x,
+        log=log,
+        box=(across.low, across.high, up.low, up.high),
+        x_ticks=clock_ticks(across) if x == "time" else step_ticks(across),
+        y_ticks=[Tick(100 - tick.at, tick.text, tick.minor) for tick in value_ticks(up)],
+        lines=lines,
+        marks=_marks(starts, causes, x, across),
+        ends=_spread(ends),
+        bad=sorted(bad),
+    )
+
+
+def _mean(curve: Curve, at: Sequence[float], across: Scale, up: Scale, hue: int) -> list[Line]:
+    """Return the moving mean of the points that count, at some 300 of them."""
+    points = [i for i in curve.kept() if is_finite(curve.values[i])]
+    means = smoothed([curve.values[i] for i in points])
+    every = max(1, len(points) // 300)
+    chosen = sorted({*range(0, len(points), every), len(points) - 1}) if points else []
+    values = dict(zip(points, means, strict=True))
+    d = _path(curve, [points[i] for i in chosen], at, values, across, up, False)
+    return [Line(d, "line", hue)] if d else []
+
+
+def _path(
+    curve: Curve,
+    points: Sequence[int],
+    at: Sequence[float],
+    values: Sequence[float] | dict[int, float],
+    across: Scale,
+    up: Scale,
+    redone: bool,
+) -> str:
+    """Return the points that were redone, or those that were not, as a path: broken where the
+    workers began anew, and where a value is no number."""
+    found: list[str] = []
+    before: tuple[int, int, int] | None = None  # start, x, y
+    for i in points:
+        if curve.redone[i] != redone or not is_finite(values[i]):
+            before = None
+            continue
+        x, y = round(WIDTH * across(at[i])), round(HEIGHT * (1 - up(values[i])))
+        if before is None or before[0] != curve.starts[i]:
+            found.append(f"M{x} {y}h0")  # a point alone shows as a dot
+        else:
+            found.append(f"l{x - before[1]} {y - before[2]}")
+        before = curve.starts[i], x, y
+    return "".join(found)
+
+
+def _marks(starts: Sequence[Start], causes: dict[int, str], x: str, across: Scale) -> list[Label]:
+    """Return a mark where an attempt, or a restart within one, began; of close ones the last."""
+    found: list[Label] = []
+    for start in starts:
+        at = 100 * across((start.step or 0.0) if x == "step" else start.time)
+        what = f"restart in attempt {start.attempt}" if start.again else f"attempt {start.attempt}"
+        why = "" if start.again else causes.get(start.attempt - 1, "")
+        tip = f"{what}, from step {start.step:.0f}" + (f"; before: {why}" if why else "")
+        if found and abs(at - found[-1].at) < 1.5:
+            tip = f"{found[-1].tip}\n{tip}"
+            found.pop()
+        text = "↻" if start.again else str(start.attempt)
+        if 0 <= at <= 100:
+            found.append(Label(round(at, 2), text, tip=tip))
+    return found
+
+
+def _spread(ends: list[Label]) -> list[Label]:
+    """Move labels apart that would lie over each other."""
+    room = 5.5
+    ends = sorted(ends, key=lambda end: end.at)
+    at = [end.at for end in ends]
+    for i in range(1, len(at)):
+        at[i] = max(at[i], at[i - 1] + room)
+    over = max(0.0, at[-1] - 100.0) if at else 0.0
+    for i in reversed(range(len(at))):
+        limit = 100.0 if i == len(at) - 1 else at[i + 1] - room
+        at[i] = min(at[i], limit) if over else at[i]
+    return [Label(round(a, 2), end.text, end.hue) for a, end in zip(at, ends, strict=True)]
+
+
+# --- scales --------------------------------------------------------------------------------
+
+
+class Scale:
+    """Places values between `low` and `high` on 0 to 1, linearly or by their logarithm."""
+
+    def __init__(self, low: float, high: float, log: bool = False) -> None:
+        if high <= low:
+            room = 0.5 * abs(low) or 1.0
+            low, high = (low / 2, low * 2) if log else (low - room, high + room)
+        self.low, self.high, self.log = low, high, log
+
+    def __call__(self, value: float) -> float:
+        if self.log:
+            low, high = math.log10(self.low), math.log10(self.high)
+            return min(1.0, max(0.0, (math.log10(value) - low) / (high - low)))
+        return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+
+
+def _values(drawn: Sequence[tuple[int, str, Curve]], log: bool, from_zero: bool) -> Scale:
+    """Return the scale of a plot's values, with some room above and below them."""
+    sound = [value for *_, curve in drawn for value in curve.finite] or [0.0, 1.0]
+    low, high = min(sound), max(sound)
+    if log:
+        room = (high / low) ** 0.04
+        return Scale(low / room, high * room, log=True)
+    if low >= 0 and (from_zero or low < 0.35 * high):
+        return Scale(0.0, 1.06 * high)
+    room = 0.06 * (high - low)
+    return Scale(low - room, high + room)
+
+
+def value_ticks(scale: Scale, count: int = 4) -> list[Tick]:
+    if not scale.log:
+        return _ticks(scale, _round_step((scale.high - scale.low) / count), compact)
+    first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
+    parts = (1,) if last - first > 3 else (1, 2, 5)
+    values = [part * 10.0**power for power in range(first, last + 1) for part in parts]
+    every = max(1, -(-(last - first) // 5)) if parts == (1,) else 1
+    inside = [value for value in values[::every] if scale.low <= value <= scale.high]
+    return [Tick(round(100 * scale(value), 2), compact(value)) for value in inside]
+
+
+def step_ticks(scale: Scale) -> list[Tick]:
+    step = max(1.0, _round_step((scale.high - scale.low) / 8))
+    return _ticks(scale, step, compact)
+
+
+_UNITS = (("s", 1.0, 150.0), ("min", 60.0, 9000.0), ("h", 3600.0, 260_000.0), ("d", 86400.0, 0.0))
+_CLOCK = {"h": (0.25, 0.5, 1, 2, 3, 6, 12, 24), "min": (0.25, 0.5, 1, 2, 5, 10, 15, 30, 60)}
+
+
+def clock_ticks(scale: Scale) -> list[Tick]:
+    """Return ticks for seconds, in the unit that suits the end of the scale."""
+    unit, size = next((u, s) for u, s, most in _UNITS if scale.high <= most or not most)
+    wanted = (scale.high - scale.low) / size / 8
+    step = next((s for s in _CLOCK.get(unit, ()) if s >= wanted), _round_step(wanted))
+    return _ticks(scale, step * size, lambda value: f"{compact(value / size)} {unit}")
+
+
+def _ticks(scale: Scale, step: float, text: Callable[[float], str]) -> list[Tick]:
+    first, last = math.ceil(scale.low / step - 1e-9), math.floor(scale.high / step + 1e-9)
+    return [
+        Tick(round(100 * scale(i * step), 2), text(i * step), bool(i % 2))
+        for i in range(first, min(last, first + 50) + 1)
+    ]
+
+
+def _round_step(least: float) -> float:
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(part * power for part in (1, 2, 5, 10) if part * power >= least * 0.999)
+
+
+# --- numbers as text -----------------------------------------------------------------------
+
+
+def compact(value: float) -> str:
+    """Return a round number as short as can be: 0.25, 150, 20k, 1e-4."""
+    size = abs(value)
+    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if max(unit, 1e4) <= size < 1e15:
+            return f"{value / unit:.4g}{letter}"
+    text = f"{value:.4g}"
+    return text.replace("e-0", "e-").replace("e+0", "e").replace("e+", "e").replace("-", "−")
+
+
+def short(value: float | None) -> str:
+    """Return a measured value with four digits."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
+    if 1e4 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:.4g}".replace("e-0", "e-").replace("e+0", "e").replace("-", "−")
+
+
+def _json(value: float) -> float | str:
+    """Return a value as JSON can have it."""
+    return float(f"{value:.5g}") if math.isfinite(value) else short(value)
