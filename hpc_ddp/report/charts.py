@@ -315,7 +315,8 @@ def step_ticks(scale: Scale) -> list[Tick]:
 
 
 _UNITS = (("s", 1.0, 150.0), ("min", 60.0, 9000.0), ("h", 3600.0, 260_000.0), ("d", 86400.0, 0.0))
-_CLOCK = {"h": (0.25, 0.5, 1, 2, 3, 6, 12, 24), "min": (0.25, 0.5, 1, 2, 5, 10, 15, 30, 60)}
+_STEPS = (0.25, 0.5, 1, 2, 5, 10, 15, 30)
+_CLOCK = {"min": _STEPS, "h": (0.25, 0.5, 1, 2, 3, 6, 12, 24)}
 
 
 def clock_ticks(scale: Scale) -> list[Tick]:
@@ -323,7 +324,15 @@ def clock_ticks(scale: Scale) -> list[Tick]:
     unit, size = next((u, s) for u, s, most in _UNITS if scale.high <= most or not most)
     wanted = (scale.high - scale.low) / size / 8
     step = next((s for s in _CLOCK.get(unit, ()) if s >= wanted), _round_step(wanted))
-    return _ticks(scale, step * size, lambda value: f"{compact(value / size)} {unit}")
+    if step >= 1 or unit == "s":
+        return _ticks(scale, step * size, lambda value: f"{compact(value / size)} {unit}")
+    return _ticks(scale, step * size, lambda value: f"{_sexagesimal(value / size)} {unit}")
+
+
+def _sexagesimal(value: float) -> str:
+    """Return hours as hours:minutes, and minutes as minutes:seconds."""
+    whole, rest = divmod(round(60 * value), 60)
+    return f"{whole}:{rest:02}"
 
 
 def _ticks(scale: Scale, step: float, text: Callable[[float], str]) -> list[Tick]:

@@ -186,7 +186,7 @@ def _tiles(story: _Story) -> list[tuple[str, str, str]]:
     for name, value in status.results.items():
         tiles.append((name, short(number(value)), "result"))
     if status.goodput is not None:
-        tiles.append(("goodput", f"{status.goodput:.0%}", "of the time not queued"))
+        tiles.append(("goodput", f"{status.goodput:.0%}", "queue excluded"))
     count = len({e["attempt"] for e in story.events if e["event"] not in FROM_LOGIN_NODE})
     if count:
         first = next((e for e in story.events if e["event"] == "first_step"), {})
@@ -194,9 +194,8 @@ def _tiles(story: _Story) -> list[tuple[str, str, str]]:
         tiles.append(("attempts", str(count), f"{world:.0f} ranks" if world else ""))
         queued = story.seconds["queued"]
         tiles.append(("wall time", span(story.wall_s), f"{span(queued)} queued"))
-    if speed := curves.get("samples_per_s"):
-        if speed.finite:
-            tiles.append(("samples/s", short(float(f"{median(speed.finite):.4g}")), "median"))
+    if (speed := curves.get("samples_per_s")) and speed.finite:
+        tiles.append(("samples/s", short(float(f"{median(speed.finite):.4g}")), "median"))
     spec = _spec(story.facts)
     hours = story.run.gpu_hours(spec.gpus_in_use, story.end) if spec and count else 0.0
     if spec and hours:
@@ -326,24 +325,25 @@ def _timeline(story: _Story) -> dict[str, Any]:
         for p in story.pieces
         if p.end - p.begin > wall / 5000
     ]
-    lanes = [
-        {
-            "label": "attempt",
-            "spans": [
-                stretch(r["begin"], r["end"], "attempt", str(r["number"]), _attempt_tip(r))
-                for r in rows
-            ],
-        },
-        {"label": "time for", "spans": parts},
+    saves, notices = _save_marks(story, at), _notice_marks(story, rows, at)
+    starts = [
+        stretch(r["begin"], r["end"], "attempt", str(r["number"]), _attempt_tip(r)) for r in rows
     ]
-    marks = {"saves": _save_marks(story, at), "notices": _notice_marks(story, rows, at)}
-    lanes += [{"label": label, "marks": found} for label, found in marks.items() if found]
+    lanes = [_lane("attempt", starts), _lane("phase", parts)]
+    lanes += [_lane("saves", marks=saves)] if saves else []
+    lanes += [_lane("notices", marks=notices)] if notices else []
     return {
         "lanes": [*lanes, *_node_lanes(rows, stretch, _bad_nodes(story))],
         "ticks": clock_ticks(scale),
         "begin": _clock(story.begin),
         "end": _clock(story.end),
     }
+
+
+def _lane(
+    label: str, spans: Sequence[dict[str, Any]] = (), marks: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    return {"label": label, "spans": spans, "marks": marks}
 
 
 def _attempt_tip(row: Mapping[str, Any]) -> str:
@@ -422,7 +422,7 @@ def _node_lanes(
             stretch(r["begin"], r["end"], "node", f"{len(r['nodes'])}", ", ".join(r["nodes"]))
             for r in rows
         ]
-        lanes.append({"label": "nodes", "spans": spans})
+        lanes.append(_lane("nodes", spans))
     for node in shown[:MOST_NODES]:
         spans = []
         for row in rows:
@@ -432,7 +432,7 @@ def _node_lanes(
                 kind = "node bad" if is_bad else "node"
                 text = "bad" if is_bad else ""
                 spans.append(stretch(row["begin"], row["end"], kind, text, tip))
-        lanes.append({"label": node, "spans": spans, "mono": True})
+        lanes.append(_lane(node, spans))
     return lanes
 
 
@@ -579,7 +579,7 @@ def _settings(story: _Story) -> list[tuple[str, str]]:
     found = [("command", _command(spec))] if spec else []
     found += [(name, text) for name, text in _given(spec).items() if name != "script"]
     script = _read(story.run.script)
-    versions = re.search(r"Written by (hpc-ddp [\w.+-]+)", script)
+    versions = re.search(r"Written by (hpc-ddp [\w.+-]*\w)", script)
     if versions:
         found.append(("version", versions[1]))
     torches = {
