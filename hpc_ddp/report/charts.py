@@ -8,14 +8,15 @@ needs no script.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hpc_ddp.report.curves import Curve, Start, is_finite, is_noisy, smoothed, thinned
 
 WIDTH, HEIGHT = 2400, 1000  # of a plot's own units
 _POINTS = 8000  # of all curves of a page: some 60 bytes each, with those that are drawn
 _SPAN = 20.0  # from what ratio of the greatest to the least value on a log scale helps
+_LEAST = 1e-250  # that a log scale can have
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,23 @@ def charts(
     names = list(names)
     count = sum(len(found[name].finite) > 0 for name in names for _, found in runs if name in found)
     columns = max(20, min(400, _POINTS // (4 * max(count, 1))))
-    marks = [start for start in starts[1:] if start.step is not None]
+    marks = starts[1:]
     return [_chart(name, runs, marks, causes or {}, columns) for name in names]
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A curve on its way to paper: the `points` that show, and where it is noisy its moving mean
+    at some of them, by whether that is on a log scale."""
+
+    hue: int
+    label: str
+    curve: Curve
+    points: Sequence[int]
+    means: Mapping[bool, Mapping[int, float]]
+
+    def places(self, x: str) -> Sequence[float]:
+        return self.curve.steps if x == "step" else self.curve.times
 
 
 def _chart(
@@ -112,37 +128,61 @@ def _chart(
     causes: dict[int, str],
     columns: int,
 ) -> Chart:
-    drawn = [(i, label, found[name]) for i, (label, found) in enumerate(runs) if name in found]
-    sound = [value for *_, curve in drawn for value in curve.finite]
+    curves = [(i, label, found[name]) for i, (label, found) in enumerate(runs) if name in found]
+    sound = [value for *_, curve in curves for value in curve.finite]
+    suits = bool(sound) and _LEAST < min(sound) < max(sound) / _SPAN and name != "samples_per_s"
+    logs = [False, True] if suits else [False]
+    drawn = [
+        _Drawn(i, label, curve, thinned(curve, columns), _means(curve, logs))
+        for i, label, curve in curves
+    ]
     notes = []
-    bad = sum(len(curve) - len(curve.finite) for *_, curve in drawn)
+    bad = sum(len(each.curve) - len(each.curve.finite) for each in drawn)
     if bad:
         values = "value was" if bad == 1 else "values were"
         notes.append(f"{bad:,} {values} NaN or infinite: marked × at the upper edge")
-    if any(is_noisy(curve.finite) for *_, curve in drawn):
+    if any(each.means for each in drawn):
         notes.append("strong line: moving mean; faint line: as measured")
-    if any(any(curve.redone) for *_, curve in drawn):
+    if any(any(each.curve.redone) for each in drawn):
         notes.append("dotted: steps that were done again")
-    logs = (
-        [False, True] if sound and min(sound) > 0 and max(sound) > _SPAN * min(sound) else [False]
-    )
-    kept = [thinned(curve, columns) for *_, curve in drawn]
     plots = [
-        _plot(drawn, kept, x, log, starts, causes, name) for x in ("step", "time") for log in logs
+        _plot(
+            drawn, _values(sound, log, name == "samples_per_s"), x, log, _marks(starts, causes, x)
+        )
+        for x in ("step", "time")
+        for log in logs
     ]
-    points = [
-        {
-            "label": label,
-            "hue": i,
-            "step": [int(curve.steps[j]) for j in places],
-            "time": [round(curve.times[j], 1) for j in places],
-            "value": [_json(curve.values[j]) for j in places],
-            "attempt": [curve.attempts[j] for j in places],
-        }
-        for (i, label, curve), places in zip(drawn, kept, strict=True)
-    ]
-    last = short(drawn[0][2].last) if len(drawn) == 1 else ""
-    return Chart(name, _summary(name, [curve for *_, curve in drawn]), last, notes, plots, points)
+    last = short(drawn[0].curve.last) if len(drawn) == 1 else ""
+    points = [_points(each, name) for each in drawn]
+    return Chart(name, _summary(name, [each.curve for each in drawn]), last, notes, plots, points)
+
+
+def _means(curve: Curve, logs: Sequence[bool]) -> dict[bool, dict[int, float]]:
+    """Return the moving mean of the points that count, at some 300 of them; none for a curve that
+    can be read as it is. On a log scale it is the mean of what is seen there."""
+    if not is_noisy(curve.finite):
+        return {}
+    points = [i for i in curve.kept() if is_finite(curve.values[i])]
+    values = [curve.values[i] for i in points]
+    shown = sorted({*range(0, len(points), max(1, len(points) // 300)), len(points) - 1})
+    found = {}
+    for log in logs:
+        means = smoothed([math.log(value) for value in values] if log else values)
+        found[log] = {points[i]: math.exp(means[i]) if log else means[i] for i in shown}
+    return found
+
+
+def _points(drawn: _Drawn, name: str) -> dict[str, object]:
+    """Return what the page's script shows under the pointer."""
+    curve = drawn.curve
+    return {
+        "label": drawn.label or name,
+        "hue": drawn.hue,
+        "step": [int(curve.steps[i]) for i in drawn.points],
+        "time": [round(curve.times[i], 1) for i in drawn.points],
+        "value": [_json(curve.values[i]) for i in drawn.points],
+        "attempt": [curve.attempts[i] for i in drawn.points],
+    }
 
 
 def _summary(name: str, curves: Sequence[Curve]) -> str:
@@ -157,34 +197,28 @@ def _summary(name: str, curves: Sequence[Curve]) -> str:
 
 
 def _plot(
-    drawn: Sequence[tuple[int, str, Curve]],
-    kept: Sequence[list[int]],
-    x: str,
-    log: bool,
-    starts: Sequence[Start],
-    causes: dict[int, str],
-    name: str,
+    drawn: Sequence[_Drawn], up: Scale, x: str, log: bool, marks: Sequence[tuple[float, Label]]
 ) -> Plot:
-    places = [curve.steps if x == "step" else curve.times for *_, curve in drawn]
-    left = 0.0 if x == "time" else min(min(each) for each in places)
-    left = 0.0 if left < 0.2 * max(max(each) for each in places) else left
-    across = Scale(left, max(max(each) for each in places))
-    up = _values(drawn, log, name == "samples_per_s")
+    least = min(min(each.places(x)) for each in drawn)
+    most = max(max(each.places(x)) for each in drawn)
+    across = Scale(0.0 if x == "time" or least < 0.2 * most else least, most)
     lines: list[Line] = []
     ends: list[Label] = []
     bad: set[float] = set()
-    for (hue, label, curve), at, points in zip(drawn, places, kept, strict=True):
-        noisy = is_noisy(curve.finite)
-        sound = [j for j in points if is_finite(curve.values[j])]
-        bad |= {round(100 * across(at[j]), 2) for j in points if not is_finite(curve.values[j])}
-        for redone, kind in ((True, "redone"), (False, "faint" if noisy else "line")):
-            d = _path(curve, points, at, curve.values, across, up, redone)
-            lines += [Line(d, kind, hue)] if d else []
-        if noisy:
-            lines += _mean(curve, at, across, up, hue)
+    for each in drawn:
+        curve, at = each.curve, each.places(x)
+        kind = "faint" if each.means else "line"
+        for redone, look in ((True, "redone"), (False, kind)):
+            d = _path(curve, each.points, at, curve.values, across, up, redone)
+            lines += [Line(d, look, each.hue)] if d else []
+        if each.means:
+            mean = each.means[log]
+            lines.append(Line(_path(curve, list(mean), at, mean, across, up), "line", each.hue))
+        sound = [i for i in each.points if is_finite(curve.values[i])]
+        bad |= {round(100 * across(at[i]), 2) for i in set(each.points).difference(sound)}
         if len(drawn) > 1 and sound:
-            end = curve.values[sound[-1]]
-            ends.append(Label(round(100 * (1 - up(end)), 2), label, hue))
+            end = 100 * (1 - up(curve.values[sound[-1]]))
+            ends.append(Label(round(end, 2), each.label, each.hue))
     return Plot(
         x=x,
         log=log,
@@ -192,31 +226,20 @@ def _plot(
         x_ticks=clock_ticks(across) if x == "time" else step_ticks(across),
         y_ticks=[Tick(100 - tick.at, tick.text, tick.minor) for tick in value_ticks(up)],
         lines=lines,
-        marks=_marks(starts, causes, x, across),
+        marks=_placed(marks, across),
         ends=_spread(ends),
         bad=sorted(bad),
     )
-
-
-def _mean(curve: Curve, at: Sequence[float], across: Scale, up: Scale, hue: int) -> list[Line]:
-    """Return the moving mean of the points that count, at some 300 of them."""
-    points = [i for i in curve.kept() if is_finite(curve.values[i])]
-    means = smoothed([curve.values[i] for i in points])
-    every = max(1, len(points) // 300)
-    chosen = sorted({*range(0, len(points), every), len(points) - 1}) if points else []
-    values = dict(zip(points, means, strict=True))
-    d = _path(curve, [points[i] for i in chosen], at, values, across, up, False)
-    return [Line(d, "line", hue)] if d else []
 
 
 def _path(
     curve: Curve,
     points: Sequence[int],
     at: Sequence[float],
-    values: Sequence[float] | dict[int, float],
+    values: Sequence[float] | Mapping[int, float],
     across: Scale,
     up: Scale,
-    redone: bool,
+    redone: bool = False,
 ) -> str:
     """Return the points that were redone, or those that were not, as a path: broken where the
     workers began anew, and where a value is no number."""
@@ -235,20 +258,26 @@ def _path(
     return "".join(found)
 
 
-def _marks(starts: Sequence[Start], causes: dict[int, str], x: str, across: Scale) -> list[Label]:
-    """Return a mark where an attempt, or a restart within one, began; of close ones the last."""
-    found: list[Label] = []
+def _marks(starts: Sequence[Start], causes: dict[int, str], x: str) -> list[tuple[float, Label]]:
+    """Return where an attempt, or a restart within one, began, in units of `x`, and its mark."""
+    found = []
     for start in starts:
-        at = 100 * across((start.step or 0.0) if x == "step" else start.time)
         what = f"restart in attempt {start.attempt}" if start.again else f"attempt {start.attempt}"
         why = "" if start.again else causes.get(start.attempt - 1, "")
-        tip = f"{what}, from step {start.step:.0f}" + (f"; before: {why}" if why else "")
-        if found and abs(at - found[-1].at) < 1.5:
-            tip = f"{found[-1].tip}\n{tip}"
-            found.pop()
+        tip = f"{what}, from step {start.step or 0:.0f}" + (f"; before: {why}" if why else "")
         text = "↻" if start.again else str(start.attempt)
-        if 0 <= at <= 100:
-            found.append(Label(round(at, 2), text, tip=tip))
+        found.append(((start.step or 0.0) if x == "step" else start.time, Label(0.0, text, 0, tip)))
+    return found
+
+
+def _placed(marks: Sequence[tuple[float, Label]], across: Scale) -> list[Label]:
+    """Return the marks in percent; of those that would lie over each other, one with all tips."""
+    found: list[Label] = []
+    for where, mark in marks:
+        at, tip = round(100 * across(where), 2), mark.tip
+        if found and abs(at - found[-1].at) < 1.5:
+            tip = f"{found.pop().tip}\n{tip}"
+        found.append(Label(at, mark.text, 0, tip))
     return found
 
 
@@ -273,8 +302,8 @@ class Scale:
     """Places values between `low` and `high` on 0 to 1, linearly or by their logarithm."""
 
     def __init__(self, low: float, high: float, log: bool = False) -> None:
-        if high <= low:
-            room = 0.5 * abs(low) or 1.0
+        if high - low < max(1e-12 * max(abs(low), abs(high)), _LEAST):
+            room = 0.5 * abs(low) if abs(low) > _LEAST else 1.0
             low, high = (low / 2, low * 2) if log else (low - room, high + room)
         self.low, self.high, self.log = low, high, log
 
@@ -285,10 +314,9 @@ class Scale:
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
 
-def _values(drawn: Sequence[tuple[int, str, Curve]], log: bool, from_zero: bool) -> Scale:
+def _values(sound: Sequence[float], log: bool, from_zero: bool) -> Scale:
     """Return the scale of a plot's values, with some room above and below them."""
-    sound = [value for *_, curve in drawn for value in curve.finite] or [0.0, 1.0]
-    low, high = min(sound), max(sound)
+    low, high = min(sound, default=0.0), max(sound, default=1.0)
     if log:
         room = (high / low) ** 0.04
         return Scale(low / room, high * room, log=True)
@@ -302,10 +330,12 @@ def value_ticks(scale: Scale, count: int = 4) -> list[Tick]:
     if not scale.log:
         return _ticks(scale, _round_step((scale.high - scale.low) / count), compact)
     first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
-    parts = (1,) if last - first > 3 else (1, 2, 5)
-    values = [part * 10.0**power for power in range(first, last + 1) for part in parts]
-    every = max(1, -(-(last - first) // 5)) if parts == (1,) else 1
-    inside = [value for value in values[::every] if scale.low <= value <= scale.high]
+    for parts in ((1, 2, 5), (1, 3), (1,)):
+        values = [part * 10.0**power for power in range(first, last + 1) for part in parts]
+        inside = [value for value in values if scale.low <= value <= scale.high]
+        if len(inside) <= count + 2:
+            break
+    inside = inside[:: -(-len(inside) // (count + 2))] if inside else []
     return [Tick(round(100 * scale(value), 2), compact(value)) for value in inside]
 
 
@@ -324,9 +354,12 @@ def clock_ticks(scale: Scale) -> list[Tick]:
     unit, size = next((u, s) for u, s, most in _UNITS if scale.high <= most or not most)
     wanted = (scale.high - scale.low) / size / 8
     step = next((s for s in _CLOCK.get(unit, ()) if s >= wanted), _round_step(wanted))
-    if step >= 1 or unit == "s":
-        return _ticks(scale, step * size, lambda value: f"{compact(value / size)} {unit}")
-    return _ticks(scale, step * size, lambda value: f"{_sexagesimal(value / size)} {unit}")
+    plain = step >= 1 or unit == "s"
+    found = _ticks(
+        scale, step * size, lambda value: (compact if plain else _sexagesimal)(value / size)
+    )
+    first = [replace(tick, text=f"{tick.text} {unit}") for tick in found[:1]]
+    return [*first, *found[1:]]
 
 
 def _sexagesimal(value: float) -> str:
@@ -357,7 +390,7 @@ def compact(value: float) -> str:
     size = abs(value)
     for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if max(unit, 1e4) <= size < 1e15:
-            return f"{value / unit:.4g}{letter}"
+            return f"{value / unit:.4g}{letter}".replace("-", "−")
     text = f"{value:.4g}"
     return text.replace("e-0", "e-").replace("e+0", "e").replace("e+", "e").replace("-", "−")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -40,7 +41,7 @@ class Curve:
     def __len__(self) -> int:
         return len(self.steps)
 
-    @property
+    @cached_property  # once all points are there
     def finite(self) -> list[float]:
         return [value for value in self.values if is_finite(value)]
 

@@ -30,7 +30,7 @@ from hpc_ddp.report.status import Status, queue, status_of
 from hpc_ddp.run import checkpoints, goodput
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder, read_tail
-from hpc_ddp.run.journal import FROM_LOGIN_NODE, Event, last_event
+from hpc_ddp.run.journal import FROM_LOGIN_NODE, Event, last_event, node_seconds
 from hpc_ddp.run.spec import JobSpec
 
 MOST_CURVES = 12  # runs in one chart
@@ -57,7 +57,7 @@ _LOOKS = {  # state: a sign beside its word, and the kind of colour
 def report(run: RunFolder, templates: Path) -> str:
     """Return a run's page; an array's compares its tasks. `templates` is the folder of these."""
     jobs = queue()
-    tasks = report_sweep.tasks(run, jobs) if (run.path / "task-0").parent.is_dir() else []
+    tasks = report_sweep.tasks(run, jobs) if _spec(run) else []
     if tasks:
         return _comparison(_task_rows(run, tasks, jobs), _sweep_title(run, tasks), templates)
     story = _story(run, jobs)
@@ -175,9 +175,9 @@ def _tiles(story: _Story) -> list[tuple[str, str, str]]:
     """Return the figures at the top: what, how much, and what is worth adding."""
     status, curves = story.status, story.curves
     tiles: list[tuple[str, str, str]] = []
-    if status.step is not None:
-        total = status.total_steps
-        tiles.append(("step", f"{status.step:,}", f"of {total:,}" if total else ""))
+    if (step := number(status.step)) is not None:
+        total = number(status.total_steps)
+        tiles.append(("step", _count(step), f"of {_count(total)}" if total else ""))
     if loss := curves.get("loss"):
         least = min(
             (loss.values[i] for i in loss.kept() if loss.values[i] < math.inf), default=None
@@ -196,17 +196,17 @@ def _tiles(story: _Story) -> list[tuple[str, str, str]]:
         tiles.append(("wall time", span(story.wall_s), f"{span(queued)} queued"))
     if (speed := curves.get("samples_per_s")) and speed.finite:
         tiles.append(("samples/s", short(float(f"{median(speed.finite):.4g}")), "median"))
-    spec = _spec(story.facts)
-    hours = story.run.gpu_hours(spec.gpus_in_use, story.end) if spec and count else 0.0
+    spec = _spec(story.run)
+    hours = node_seconds(story.events, story.end) * spec.gpus_in_use / 3600 if spec else 0.0
     if spec and hours:
         what = "GPU hours" if spec.gpu_count else "worker hours"
         tiles.append((what, f"{hours:.3g}", ""))
     return tiles
 
 
-def _spec(facts: Facts) -> JobSpec | None:
+def _spec(run: RunFolder) -> JobSpec | None:
     try:
-        return JobSpec.from_json((facts.path / "job.json").read_text())
+        return JobSpec.from_json(run.job_json.read_text())
     except (OSError, ValueError, HpcDdpError):
         return None
 
@@ -562,7 +562,7 @@ def _end(story: _Story) -> dict[str, Any]:
     if failure is None and not told:
         return {}
     first = told[0] if told else {}
-    own = next((e for e in told if failure and number(e, "rank") == failure.rank), first)
+    own = next((e for e in told if failure and e.get("rank") == failure.rank), first)
     return {
         "rank": failure.rank if failure else first.get("rank"),
         "node": failure.node if failure else text_of(first, "node"),
@@ -719,6 +719,10 @@ def _comparison(rows: Sequence[_Row], title: Mapping[str, Any], templates: Path)
     )
 
 
+def _count(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}"
+
+
 def _final_loss(row: _Row) -> float:
     loss = row.story.curves.get("loss") if row.story else None
     return loss.last if loss and loss.last < math.inf else math.inf
@@ -747,7 +751,7 @@ def _result(row: _Row, hue: int | None) -> dict[str, Any]:
         **{name: head[name] for name in ("name", "id", "sign", "look", "text")},
         "state": row.state if row.point else head["state"],
         "attempts": len({e["attempt"] for e in _own(story)}),
-        "step": f"{status.step:,}" if status.step is not None else "–",
+        "step": _count(number(status.step)),
         "loss": short(loss.last) if loss else "–",
         "results": {name: short(number(value)) for name, value in status.results.items()},
         "goodput": "–" if status.goodput is None else f"{status.goodput:.0%}",
