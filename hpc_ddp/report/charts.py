@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from hpc_ddp.report.curves import Curve, Start, is_finite, is_noisy, smoothed, thinned
 
 WIDTH, HEIGHT = 2400, 1000  # of a plot's own units
 _POINTS = 8000  # of all curves of a page: some 60 bytes each, with those that are drawn
 _SPAN = 20.0  # from what ratio of the greatest to the least value on a log scale helps
+_CLOSE = 4.5  # percent: as wide as a label is on a phone
 _LEAST = 1e-250  # that a log scale can have
 
 
@@ -39,13 +41,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Label:
-    """A short text at the end of a line (`at` in percent from the top), or above a mark (from
-    the left); `tip` says more."""
+    """A short text above a mark, or at the end of a line: `at` in percent from the left, `top`
+    from the top; `tip` says more. Without a text the mark is one of several close ones."""
 
     at: float
     text: str
-    hue: int = 0
     tip: str = ""
+    top: float = 0.0
+    hue: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,9 @@ def _chart(
     sound = [value for *_, curve in curves for value in curve.finite]
     suits = bool(sound) and _LEAST < min(sound) < max(sound) / _SPAN and name != "samples_per_s"
     logs = [False, True] if suits else [False]
+    noisy = any(is_noisy(curve.finite) for *_, curve in curves)
     drawn = [
-        _Drawn(i, label, curve, thinned(curve, columns), _means(curve, logs))
+        _Drawn(i, label, curve, thinned(curve, columns), _means(curve, logs) if noisy else {})
         for i, label, curve in curves
     ]
     notes = []
@@ -158,18 +162,20 @@ def _chart(
 
 
 def _means(curve: Curve, logs: Sequence[bool]) -> dict[bool, dict[int, float]]:
-    """Return the moving mean of the points that count, at some 300 of them; none for a curve that
-    can be read as it is. On a log scale it is the mean of what is seen there."""
-    if not is_noisy(curve.finite):
-        return {}
+    """Return the moving mean of the points that count, at some 300 of them: of each start of the
+    workers by itself, and on a log scale the mean of what is seen there."""
     points = [i for i in curve.kept() if is_finite(curve.values[i])]
-    values = [curve.values[i] for i in points]
-    shown = sorted({*range(0, len(points), max(1, len(points) // 300)), len(points) - 1})
-    found = {}
-    for log in logs:
-        means = smoothed([math.log(value) for value in values] if log else values)
-        found[log] = {points[i]: math.exp(means[i]) if log else means[i] for i in shown}
-    return found
+    every = max(1, len(points) // 300)
+    found: dict[bool, dict[int, float]] = {log: {} for log in logs}
+    for _, group in groupby(points, key=curve.starts.__getitem__):
+        here = list(group)
+        values = [curve.values[i] for i in here]
+        for log in logs:
+            logged = [math.log(value) for value in values] if log else values
+            means = smoothed(logged, len(points))
+            for j in {*range(0, len(here), every), len(here) - 1}:
+                found[log][here[j]] = math.exp(means[j]) if log else means[j]
+    return {log: dict(sorted(means.items())) for log, means in found.items() if means}
 
 
 def _points(drawn: _Drawn, name: str) -> dict[str, object]:
@@ -211,14 +217,14 @@ def _plot(
         for redone, look in ((True, "redone"), (False, kind)):
             d = _path(curve, each.points, at, curve.values, across, up, redone)
             lines += [Line(d, look, each.hue)] if d else []
-        if each.means:
-            mean = each.means[log]
+        if mean := each.means.get(log):
             lines.append(Line(_path(curve, list(mean), at, mean, across, up), "line", each.hue))
         sound = [i for i in each.points if is_finite(curve.values[i])]
         bad |= {round(100 * across(at[i]), 2) for i in set(each.points).difference(sound)}
         if len(drawn) > 1 and sound:
             end = 100 * (1 - up(curve.values[sound[-1]]))
-            ends.append(Label(round(end, 2), each.label, each.hue))
+            where = 100 * across(at[sound[-1]])
+            ends.append(Label(round(where, 2), each.label, top=round(end, 2), hue=each.hue))
     return Plot(
         x=x,
         log=log,
@@ -266,33 +272,36 @@ def _marks(starts: Sequence[Start], causes: dict[int, str], x: str) -> list[tupl
         why = "" if start.again else causes.get(start.attempt - 1, "")
         tip = f"{what}, from step {start.step or 0:.0f}" + (f"; before: {why}" if why else "")
         text = "↻" if start.again else str(start.attempt)
-        found.append(((start.step or 0.0) if x == "step" else start.time, Label(0.0, text, 0, tip)))
+        found.append(((start.step or 0.0) if x == "step" else start.time, Label(0.0, text, tip)))
     return found
 
 
 def _placed(marks: Sequence[tuple[float, Label]], across: Scale) -> list[Label]:
-    """Return the marks in percent; of those that would lie over each other, one with all tips."""
+    """Return the marks in percent; of those that would lie over each other, one has all texts."""
     found: list[Label] = []
+    shown = -1
     for where, mark in marks:
-        at, tip = round(100 * across(where), 2), mark.tip
-        if found and abs(at - found[-1].at) < 1.5:
-            tip = f"{found.pop().tip}\n{tip}"
-        found.append(Label(at, mark.text, 0, tip))
+        at = round(100 * across(where), 2)
+        if shown >= 0 and at - found[shown].at < _CLOSE:
+            before = found[shown]
+            found[shown] = replace(before, tip=f"{before.tip}\n{mark.tip}")
+            found.append(Label(at, ""))
+        else:
+            found.append(replace(mark, at=at))
+            shown = len(found) - 1
     return found
 
 
-def _spread(ends: list[Label]) -> list[Label]:
+def _spread(ends: Sequence[Label]) -> list[Label]:
     """Move labels apart that would lie over each other."""
-    room = 5.5
-    ends = sorted(ends, key=lambda end: end.at)
-    at = [end.at for end in ends]
-    for i in range(1, len(at)):
-        at[i] = max(at[i], at[i - 1] + room)
-    over = max(0.0, at[-1] - 100.0) if at else 0.0
-    for i in reversed(range(len(at))):
-        limit = 100.0 if i == len(at) - 1 else at[i + 1] - room
-        at[i] = min(at[i], limit) if over else at[i]
-    return [Label(round(a, 2), end.text, end.hue) for a, end in zip(at, ends, strict=True)]
+    found: list[Label] = []
+    for end in sorted(ends, key=lambda end: -end.top):  # upwards from the lowest one
+        top = end.top
+        for other in found:
+            if abs(other.at - end.at) < _CLOSE:
+                top = min(top, other.top - 7)
+        found.append(replace(end, top=round(top, 2)))
+    return found
 
 
 # --- scales --------------------------------------------------------------------------------

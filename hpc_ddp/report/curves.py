@@ -175,10 +175,10 @@ def is_noisy(values: Sequence[float]) -> bool:
     return way > 6 * (max(values) - min(values))
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Return a moving mean of the values, over some 5 % of them around each point, of which the
-    nearer ones count more."""
-    half = max(2, len(values) // 80)
+def smoothed(values: Sequence[float], of: int) -> list[float]:
+    """Return a moving mean of the values, over some 2 % of the curve of so many points that they
+    are from; what is nearer counts more."""
+    half = max(3, of // 200)
     for _ in range(2):  # twice: a single mean would draw a step for each spike
         sums = [0.0, *accumulate(values)]
         ends = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]

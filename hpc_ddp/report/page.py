@@ -200,7 +200,7 @@ def _tiles(story: _Story) -> list[tuple[str, str, str]]:
     hours = node_seconds(story.events, story.end) * spec.gpus_in_use / 3600 if spec else 0.0
     if spec and hours:
         what = "GPU hours" if spec.gpu_count else "worker hours"
-        tiles.append((what, f"{hours:.3g}", ""))
+        tiles.append((what, short(float(f"{hours:.3g}")), ""))
     return tiles
 
 
@@ -419,7 +419,7 @@ def _node_lanes(
     lanes = []
     if many:
         spans = [
-            stretch(r["begin"], r["end"], "node", f"{len(r['nodes'])}", ", ".join(r["nodes"]))
+            stretch(r["begin"], r["end"], "node many", f"{len(r['nodes'])}", ", ".join(r["nodes"]))
             for r in rows
         ]
         lanes.append(_lane("nodes", spans))
@@ -466,7 +466,7 @@ def _ranks(facts: Facts) -> dict[str, Any]:
             "width": round(100 * means[rank] / most, 1),
             "slow": bool(usual) and means[rank] > 1.25 * usual,
         }
-        for rank in order[:16]
+        for rank in order[:8]
     ]
     what = "waiting for data" if name == "data_s" else "of a rank's own"
     return {
@@ -538,6 +538,8 @@ def _preflights(facts: Facts) -> list[dict[str, Any]]:
             rows = report_preflight.rows(event)
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
+        bad = [row for row in rows if row[-1] != "good"]
+        shown_rows = [*bad, *(row for row in rows if row not in bad)][: max(8, len(bad))]
         found.append(
             {
                 "attempt": event["attempt"],
@@ -545,7 +547,8 @@ def _preflights(facts: Facts) -> list[dict[str, Any]]:
                 "why": text_of(event, "why"),
                 "seconds": seconds(number(event.get("seconds"))),
                 "header": report_preflight.COLUMNS,
-                "rows": rows[:MOST_ROWS],
+                "rows": shown_rows[:MOST_ROWS],
+                "more": len(rows) - len(shown_rows),
             }
         )
     return found
@@ -621,7 +624,9 @@ def _text(value: Any) -> str:
         return "\n".join(f"{name}={_text(each)}" for name, each in value.items())
     if isinstance(value, list):
         return "\n".join(map(str, value))
-    return "yes" if value is True else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
 
 
 def _texts(story: _Story) -> list[tuple[str, str]]:
@@ -764,7 +769,12 @@ def _differences(rows: Sequence[_Row]) -> list[tuple[str, list[str]]]:
     """Return the settings in which the runs differ: name, and the value of each run."""
     told = [_all_settings(row.story.facts.spec) for row in rows if row.story]
     names = dict.fromkeys(name for each in told for name in each)
-    found = [(name, [each.get(name, "–") for each in told]) for name in names]
+    usual = {
+        f.name.replace("_", "-"): _text(f.default)
+        for f in fields(JobSpec)
+        if f.default is not MISSING and f.default not in (None, "", ())
+    }
+    found = [(name, [each.get(name, usual.get(name, "–")) for each in told]) for name in names]
     return [(name, values) for name, values in found if len(set(values)) > 1]
 
 

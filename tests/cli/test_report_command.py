@@ -23,7 +23,9 @@ onload = () => {{
   const tip = page.getElementById("tip").textContent;
   page.querySelector("label[for=x-time]").click();
   const shown = [...page.querySelectorAll(".plot")].filter((each) => each.offsetHeight);
-  const told = {{ width: page.documentElement.scrollWidth, tip, axes: shown.map((e) => e.dataset.x) }};
+  const axes = shown.map((each) => each.dataset.x);
+  const {{ scrollWidth, clientWidth }} = page.documentElement;
+  const told = {{ scrollWidth, clientWidth, tip, axes }};
   document.body.innerHTML = "<pre>@" + JSON.stringify(told) + "@</pre>";
 }};
 </script>
@@ -87,6 +89,6 @@ def test_in_a_browser(tmp_path: Path, run: Path, width: int) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=240)
     assert "CONSOLE" not in done.stderr, done.stderr
     told = json.loads(done.stdout.split("@")[1])
-    assert told["width"] == width
+    assert width - 20 < told["scrollWidth"] == told["clientWidth"]
     assert told["tip"].startswith("loss  0.0")
     assert told["axes"] == ["time"]
