@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,10 @@ def run(tmp_path: Path) -> Path:
     told = json.loads(
         call(tmp_path, "render", "--json", "train.py", "--a-very-long-option" * 9).stdout
     )
-    lines = [{"event": "started", "nodes": ["n" * 40]}, {"event": "training", "step": 0}]
+    lines: list[dict[str, Any]] = [
+        {"event": "started", "nodes": ["n" * 40]},
+        {"event": "training", "step": 0},
+    ]
     lines += [{"event": "metrics", "step": step, "loss": 1 / step} for step in range(1, 200)]
     with open(Path(told["run"], "journal", "all.jsonl"), "w") as file:
         for i, line in enumerate(lines):
