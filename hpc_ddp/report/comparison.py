@@ -125,7 +125,7 @@ def _result(row: Row, hue: int | None) -> dict[str, Any]:
         "step": count(number(status.step)),
         "loss": short(loss.last) if loss else "–",
         "results": {name: short(number(value)) for name, value in status.results.items()},
-        "goodput": "–" if status.goodput is None else f"{status.goodput:.0%}",
+        "goodput": story.goodput,
         "speed": short(float(f"{median(speed.finite):.4g}")) if speed and speed.finite else "–",
         "wall": span(story.wall_s),
     }

@@ -116,8 +116,8 @@ def _tiles(story: Story) -> list[tuple[str, str, str]]:
         tiles.append(("loss", short(loss.last), f"lowest {short(least)}"))
     for name, value in status.results.items():
         tiles.append((name, short(number(value)), "result"))
-    if status.goodput is not None:
-        tiles.append(("goodput", f"{status.goodput:.0%}", "queue excluded"))
+    if story.goodput != "–":
+        tiles.append(("goodput", story.goodput, "queue excluded"))
     if story.attempts:
         first = next((e for e in story.events if e["event"] == "first_step"), {})
         world = number(first.get("world_size"))

@@ -68,9 +68,18 @@ class Story:
     def end(self) -> float:
         return self.pieces[-1].end if self.pieces else self.facts.now
 
-    @property
+    @cached_property
     def seconds(self) -> dict[str, float]:
-        return self.status.seconds
+        """What the wall time went into, by the parts of the goodput."""
+        found = dict.fromkeys(goodput.PARTS, 0.0)
+        for piece in self.pieces:
+            found[piece.part] += piece.end - piece.begin
+        return found
+
+    @property
+    def goodput(self) -> str:
+        found = goodput.share(self.seconds)
+        return "–" if found is None else f"{found:.0%}"
 
     @property
     def wall_s(self) -> float:
