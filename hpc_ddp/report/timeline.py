@@ -106,15 +106,8 @@ def timeline(story: Story) -> dict[str, Any]:
 
     rows = attempts_of(story)
     parts = [
-        stretch(
-            p.begin,
-            p.end,
-            f"p-{p.part}",
-            "",
-            f"{p.part}, {span(p.end - p.begin)}\n{goodput.PARTS[p.part]}",
-        )
-        for p in story.pieces
-        if p.end - p.begin > wall / 5000
+        stretch(p.begin, p.end, f"p-{p.part}", "", f"{p.part}, {span(p.end - p.begin)}")
+        for p in _visible(story.pieces, wall / 1000)
     ]
     saves, notices = _save_marks(story, at), _notice_marks(story, rows, at)
     starts = [
@@ -129,6 +122,17 @@ def timeline(story: Story) -> dict[str, Any]:
         "begin": clock(story.begin),
         "end": clock(story.end),
     }
+
+
+def _visible(pieces: Sequence[goodput.Piece], least: float) -> list[goodput.Piece]:
+    """Return the pieces that can be seen; those below `least` seconds go to the one before."""
+    found: list[goodput.Piece] = []
+    for piece in pieces:
+        if found and (piece.end - piece.begin < least or piece.part == found[-1].part):
+            found[-1] = found[-1]._replace(end=piece.end)
+        else:
+            found.append(piece)
+    return found
 
 
 def _lane(

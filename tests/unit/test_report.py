@@ -285,6 +285,24 @@ def test_a_long_run_with_many_metrics_stays_small(tmp_path: Path) -> None:
     assert all(len(chart[0]["step"]) < 1000 for chart in found.data)
 
 
+def test_many_attempts_and_saves(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = []
+    for step in range(0, 6_000, 2):
+        attempt = step // 60
+        lines += [{"event": "started", "nodes": [f"n{i}" for i in range(40)]}] * (step % 60 == 0)
+        lines += [{"event": "training", "step": step}] * (step % 60 == 0)
+        lines += [{"event": "checkpoint", "step": step, "stall_s": 0.3, "write_s": 0.5, "bytes": 1}]
+        lines += [{"event": "metrics", "step": step + 1, "loss": 1.0}]
+        for line in lines[-4:]:
+            line.setdefault("attempt", attempt)
+    written = Written(tmp_path)
+    told = [json.dumps({"time": 1.79e9 + i, **line}) for i, line in enumerate(lines)]
+    (written.run.journal_folder / "rank-0.jsonl").write_text("\n".join(told))
+    found = written.page()
+    assert found.count("attempt") == 100
+    assert found.count("dot") < 200
+
+
 def test_noise_is_smoothed_and_a_schedule_is_not() -> None:
     chance = random.Random(0)
     noisy = [1.0 + chance.random() for _ in range(400)]
