@@ -13,6 +13,7 @@ from pathlib import Path
 from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.progress import Progress
 
 LIMIT_BYTES = 50 * 10**6
 LIMIT_FILES = 20_000
@@ -57,12 +58,14 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, Pa
     sizes = _measure(root, names, exclude)
     target = run.code / str(len(list(run.code.glob("*"))))
     made: set[Path] = set()
-    for name in sizes:
-        copy = target / name
-        if copy.parent not in made:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            made.add(copy.parent)
-        shutil.copy(root / name, copy, follow_symlinks=False)
+    with Progress("copying the code", len(sizes)) as progress:
+        for name in sizes:
+            copy = target / name
+            if copy.parent not in made:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                made.add(copy.parent)
+            shutil.copy(root / name, copy, follow_symlinks=False)
+            progress.add(1)
     inside = target / script.relative_to(root)
     if not inside.exists():  # ignored by git, or excluded: the one file that must be there
         inside.parent.mkdir(parents=True, exist_ok=True)
