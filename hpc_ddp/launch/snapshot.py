@@ -73,6 +73,28 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, Pa
     return target, inside
 
 
+def take_again(other: RunFolder, script: Path, run: RunFolder) -> tuple[Path, Path]:
+    """Copy the newest snapshot of another run; return (the copy, the script in it).
+
+    Raises
+    ------
+    UsageError
+        the other run has none, or none of the script
+    """
+    taken = [path for path in RunFolder(other.whole).code.glob("*") if path.name.isdecimal()]
+    newest = max(taken, key=lambda path: int(path.name), default=None)
+    # Where the work tree began is not written down: the longest end of the script's path it is.
+    ends = (Path(*script.parts[start:]) for start in range(1, len(script.parts)))
+    inside = next((end for end in ends if newest and (newest / end).is_file()), None)
+    if newest is None or inside is None:
+        raise UsageError(
+            f"run {other.path} has no snapshot of {script}", hint="leave out --same-code"
+        )
+    target = run.code / "0"
+    shutil.copytree(newest, target, symlinks=True)
+    return target, target / inside
+
+
 def _work_tree(script: Path) -> Path | None:
     """Return the git work tree that `script` lies in, None without one or without git."""
     argv = ["git", "-C", str(script.parent), "rev-parse", "--show-toplevel"]
