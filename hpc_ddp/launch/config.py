@@ -95,7 +95,18 @@ def _site_layers(site: str | None, home: Path) -> list[Mapping[str, Any]]:
 
 
 def _read_layer(path: Path) -> dict[str, Any]:
-    layer, known = read_toml(path), known_keys()
+    return checked(read_toml(path), str(path))
+
+
+def checked(layer: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return values by key as the other layers have them; `path` is where they stand.
+
+    Raises
+    ------
+    UsageError
+        a key is unknown, or a value is of the wrong kind
+    """
+    known = known_keys()
     for key, value in layer.items():
         if key not in known:
             raise UsageError(
