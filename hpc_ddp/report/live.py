@@ -47,8 +47,9 @@ def at_work(run: RunFolder, queue: Queue | None) -> str:
 def _at_work(run: RunFolder, queue: Queue | None) -> str:
     events = run.events()
     jobs = run.job_ids(events)
-    if queue is None and jobs:
-        return f"job {jobs[-1]}, of a Slurm that can't be asked from here"
+    if queue is None and (jobs or last_event(events, "started") is None):
+        # Also of one that was only rendered: anybody may have given that to sbatch.
+        return f"job {jobs[-1] if jobs else '?'}, of a Slurm that can't be asked from here"
     if queue is not None:
         for job in jobs:
             if job in queue.jobs and queue.jobs[job].state not in slurm.OVER:

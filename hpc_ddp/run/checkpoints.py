@@ -32,6 +32,7 @@ FORMAT = 2  # of what is in the files; another one can't be read
 CHUNK = 4 << 20  # bytes; big enough that summing and writing run outside the interpreter lock
 
 _STEP = re.compile(r"step-(\d+)(\.old-\d+)?")
+_ANY = re.compile(r"step-\d+(\.(old|bad|tmp)-[\w-]+)?")
 _SHOWN = re.compile(r"step-(\d+)(\.(old|bad)-[\d-]+)?")
 
 
@@ -110,6 +111,12 @@ def candidates(folder: Path) -> list[Path]:
 def published(folder: Path) -> list[Path]:
     """Return the checkpoints that have their final name, newest first."""
     return [path for path in candidates(folder) if "." not in path.name]
+
+
+def all_of(folder: Path) -> list[Path]:
+    """Return all checkpoints, also those that are half-written, damaged or on their way out."""
+    found = folder.glob("step-*") if folder.is_dir() else ()
+    return sorted(path for path in found if _ANY.fullmatch(path.name) and path.is_dir())
 
 
 def step_of(folder: Path) -> int:

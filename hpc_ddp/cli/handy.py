@@ -1,0 +1,81 @@
+"""What makes a day with runs easier: clean."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import click
+
+from hpc_ddp.cli.common import folder_of, folder_option, json_option, say
+from hpc_ddp.report import clean as report_clean
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.folder import find_run
+
+OLD = "30d"
+
+
+@click.command()
+@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.option(
+    "--older-than", metavar="AGE", help=f"Quiet for so long, as 12h, {OLD} (default), 4w."
+)
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice(report_clean.STATES),
+    help="Only runs in this state; repeatable.",
+)
+@click.option(
+    "--checkpoints-only", is_flag=True, help="Keep the runs, with the last good checkpoint."
+)
+@click.option("-n", "--dry-run", is_flag=True, help="Only list what would go.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@folder_option
+@json_option
+def clean(
+    runs: Sequence[str],
+    older_than: str | None,
+    states: Sequence[str],
+    checkpoints_only: bool,
+    dry_run: bool,
+    yes: bool,
+    runs_dir: str | None,
+    as_json: bool,
+) -> None:
+    """Delete old runs, or the RUNs that are named, of any age; lists them and asks first.
+
+    A finished run goes as a whole. Of one that is not, the checkpoints before the last good one go;
+    that one stays in any case, and all that is needed to go on from it. What is queued or runs is
+    never touched. With --json nothing is asked: it only lists, unless there is --yes.
+    """
+    root = folder_of(runs_dir)
+    named = [find_run(root, text) for text in dict.fromkeys(runs)]
+    older_than_s = report_clean.parse_age(older_than or (OLD if not runs else "0h"))
+    items = report_clean.plan(root, named, older_than_s, states, checkpoints_only)
+    if not as_json and items:
+        click.echo(report_clean.table(items))
+    elif not items:
+        say("nothing to clean")
+    # Without anything to ask about there may still be what an interrupted one has left over.
+    do = not dry_run and (yes or not (items or as_json))
+    if items and not (yes or dry_run or as_json):
+        if not sys.stdin.isatty():
+            raise UsageError("nobody is there to ask", hint="hpc-ddp clean --yes, or --dry-run")
+        do = click.confirm("Delete?", err=True)
+    told = [item.to_dict() | {"deleted": False} for item in items]
+    problems = 0
+    if do and root.is_dir():
+        for told_of, (item, problem) in zip(told, report_clean.take_away(items, root), strict=True):
+            told_of["deleted"] = not problem
+            problems += bool(problem)
+            if problem:
+                say(f"{item.run.id}: {problem}")
+        freed = sum(item["bytes"] for item in told if item["deleted"])
+        if items:
+            say(f"freed {report_clean.size(freed)}")
+    if as_json:
+        click.echo(json.dumps(told))
+    sys.exit(bool(problems))
