@@ -1,14 +1,17 @@
-"""What makes a day with runs easier: clean."""
+"""What makes a day with runs easier: clean, attach."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 
 import click
 
+from hpc_ddp import slurm
 from hpc_ddp.cli.common import folder_of, folder_option, json_option, say
+from hpc_ddp.launch import attach as launch_attach
 from hpc_ddp.report import clean as report_clean
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import find_run
@@ -79,3 +82,32 @@ def clean(
     if as_json:
         click.echo(json.dumps(told))
     sys.exit(bool(problems))
+
+
+@click.command()
+@click.argument("run")
+@click.argument("command", nargs=-1, metavar="[-- COMMAND...]")
+@click.option("--node", metavar="NAME", help="Beside the first worker of this node.")
+@click.option("--rank", type=click.IntRange(0), help="Beside this rank (default 0).")
+@click.option("--py-spy", is_flag=True, help="Print where each thread of the worker stands.")
+@folder_option
+def attach(
+    run: str,
+    command: Sequence[str],
+    node: str | None,
+    rank: int | None,
+    py_spy: bool,
+    runs_dir: str | None,
+) -> None:
+    """Open a shell, or run COMMAND, beside a worker of RUN: on its node, with its environment.
+
+    It shares the job's resources, and the job goes on when it ends. --py-spy needs no py-spy where
+    the script uses hpc_ddp.training.
+    """
+    if py_spy and command:
+        raise UsageError("--py-spy and a command are two things", hint=f"attach {run} --py-spy")
+    words = ["stacks"] if py_spy else ["run", *(command or ("bash",))]
+    terminal = not py_spy and sys.stdin.isatty() and sys.stdout.isatty()
+    found = find_run(folder_of(runs_dir), run)
+    argv = launch_attach.command(found, node, rank, words, terminal)
+    os.execvpe(argv[0], argv, slurm.clean_env(os.environ))
