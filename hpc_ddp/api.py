@@ -21,7 +21,7 @@ from hpc_ddp.launch import backends, config, prepare
 from hpc_ddp.report import live, logs, status
 from hpc_ddp.report.status import Status
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder, find_run, runs_root
+from hpc_ddp.run.folder import RunFolder, find_run
 from hpc_ddp.run.spec import JobSpec
 
 __all__ = ["Handle", "HpcDdpError", "JobSpec", "Status", "UsageError", "find", "submit"]
@@ -177,7 +177,7 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     said = (_said(spec) if spec else {}) | settings
     sweep = said.pop("sweep", None)
     merged = config.load(_layer(said) | _sweep(sweep), cwd, Path.home())
-    root = runs_root(merged.get("runs-dir"), dict(os.environ))
+    root = config.runs_dir(merged, os.environ)
     prepared = prepare.new_run(merged, cwd, root)
     with contextlib.ExitStack() as stack:
         output = None
@@ -202,7 +202,7 @@ def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
     """
     said = {"runs-dir": runs_dir} if runs_dir else {}
     merged = config.load(said, Path.cwd(), Path.home())
-    root = runs_root(merged.get("runs-dir"), dict(os.environ))
+    root = config.runs_dir(merged, os.environ)
     return Handle(find_run(root, os.fspath(run)).path)
 
 
@@ -220,12 +220,13 @@ def _said(spec: JobSpec) -> dict[str, Any]:
 def _layer(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as a project file would have them."""
     values = {name.replace("_", "-"): value for name, value in said.items() if value is not None}
-    if "name" in values:
-        values["job-name"] = values.pop("name")
+    for field_name, key in (("name", "job-name"), ("workdir", "chdir")):
+        if field_name in values:
+            values[key] = values.pop(field_name)
     for key, value in values.items():
         if isinstance(value, tuple):
             values[key] = list(value)
-    for key in ("script", "runs-dir", "template"):
+    for key in ("script", "runs-dir", "template", "chdir"):
         if isinstance(values.get(key), os.PathLike):
             values[key] = os.fspath(values[key])
     return config.checked(values, "hpc_ddp.submit")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_ddp import slurm
+from hpc_ddp.launch import container
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder
@@ -52,12 +52,13 @@ def command(
     if not job_id:
         return [sys.executable, *inside]
     spec = JobSpec.from_json(run.job_json.read_text())
-    start = ["sh", "-c", _PYTHON, "sh", sys.executable]
-    if spec.container:  # another one of its kind: what the worker's environment names is in there
-        start = [*shlex.split(spec.container), spec.python]
+    # Another container of the same kind: what the worker's environment names is in there.
+    entry = container.entry(spec, run.whole, run.whole / "code")
+    inner = spec.container or spec.image
+    start = [spec.python] if inner else ["sh", "-c", _PYTHON, "sh", sys.executable]
     step = ["srun", f"--jobid={job_id}", "--overlap", f"--nodelist={pid_file.parent.name}"]
     step += ["--nodes=1", "--ntasks=1", *(["--pty"] if terminal else [])]
-    return [*step, *start, *inside]
+    return [*step, *entry.srun, *entry.command, *start, *inside]
 
 
 def _runs(job_id: str) -> bool:
