@@ -20,7 +20,7 @@ COMMANDS = {
     **dict.fromkeys(("submit", "sweep", "render", "dry-run", "drill", "preflight"), "jobs"),
     **dict.fromkeys(("status", "explain", "logs", "verify", "cancel"), "runs"),
     "rerun": "jobs",
-    **dict.fromkeys(("clean", "attach"), "handy"),
+    **dict.fromkeys(("attach", "tensorboard", "clean"), "handy"),
 }
 
 
