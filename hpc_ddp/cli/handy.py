@@ -1,4 +1,4 @@
-"""What makes a day with runs easier: attach, tensorboard, clean."""
+"""What makes a day with runs easier: attach, tensorboard, clean, completion."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from hpc_ddp import slurm
+from hpc_ddp.cli import completing
 from hpc_ddp.cli.common import folder_of, folder_option, json_option, say
 from hpc_ddp.launch import attach as launch_attach
 from hpc_ddp.report import board
@@ -136,3 +137,16 @@ def tensorboard(runs: Sequence[str], port: int | None, runs_dir: str | None) -> 
         click.echo(f"http://127.0.0.1:{here}/")
         say(f"{len(folders)} runs; from your laptop: {board.from_elsewhere(here)}")
         process.wait()
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Print what makes the Tab key complete commands, options and runs.
+
+    \b
+    bash, in ~/.bashrc:   eval "$(hpc-ddp completion bash)"
+    zsh, in ~/.zshrc:     eval "$(hpc-ddp completion zsh)"
+    fish, once:           hpc-ddp completion fish > ~/.config/fish/completions/hpc-ddp.fish
+    """
+    click.echo(completing.script(shell))

@@ -7,6 +7,7 @@ a dry run was stopped and can go on.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import click
@@ -20,7 +21,7 @@ COMMANDS = {
     **dict.fromkeys(("submit", "sweep", "render", "dry-run", "drill", "preflight"), "jobs"),
     **dict.fromkeys(("status", "explain", "logs", "verify", "cancel"), "runs"),
     "rerun": "jobs",
-    **dict.fromkeys(("attach", "tensorboard", "clean"), "handy"),
+    **dict.fromkeys(("attach", "tensorboard", "clean", "completion"), "handy"),
 }
 
 
@@ -35,6 +36,10 @@ class Group(click.Group):
             return None
         module = importlib.import_module(f"hpc_ddp.cli.{COMMANDS[name]}")
         command: click.Command = getattr(module, name.replace("-", "_"))
+        if "_HPC_DDP_COMPLETE" in os.environ:  # a shell asks what the Tab key is to offer
+            from hpc_ddp.cli.completing import teach
+
+            teach(command)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
