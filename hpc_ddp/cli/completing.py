@@ -38,7 +38,7 @@ def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
     if incomplete.startswith((".", "/", "~")):
         return [CompletionItem(incomplete, type="dir")]
     names: dict[str, str] = {}  # name: its newest id
-    ids = {}
+    ids: dict[str, str] = {}
     with suppress(HpcDdpError, OSError):
         for name in os.scandir(folder_of(ctx.params.get("runs_dir"))):
             if name.is_dir() and not name.name.startswith("."):

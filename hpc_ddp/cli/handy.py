@@ -59,7 +59,7 @@ def clean(
     never touched. With --json nothing is asked: it only lists, unless there is --yes.
     """
     root = folder_of(runs_dir)
-    named = [find_run(root, text) for text in dict.fromkeys(runs)]
+    named = list(dict.fromkeys(find_run(root, text) for text in runs))
     older_than_s = report_clean.parse_age(older_than or (OLD if not runs else "0h"))
     items = report_clean.plan(root, named, older_than_s, states, checkpoints_only)
     if not as_json and items:

@@ -9,7 +9,6 @@ import pytest
 
 import hpc_ddp
 from hpc_ddp import api
-from hpc_ddp.run.folder import RunFolder
 
 SCRIPT = """
 import sys, time
@@ -74,10 +73,10 @@ def test_files_count_and_a_default_is_not_said(project: Path) -> None:
     assert not (project / "runs").exists()
 
 
-def test_a_sweep(project: Path) -> None:
-    run = hpc_ddp.submit(script="train.py", sweep={"lr": [1, 2]}, **HERE)
-    assert run.wait(120) == "finished"
-    assert [task.finished() for task in RunFolder(run.path).tasks()] == [True, True]
+def test_a_sweep_has_a_task_for_each_point() -> None:
+    said = api._sweep({"lr": [0.1, 0.2], "seed": range(3)})
+    assert said == {"sweep": {"lr": ("0.1", "0.2"), "seed": ("0", "1", "2")}, "array": "0-5"}
+    assert len(hpc_ddp.JobSpec("train.py", **said).points) == 6
 
 
 def test_no_such_name() -> None:

@@ -59,8 +59,8 @@ def test_it_is_served_until_it_is_stopped(root: Path, tmp_path: Path) -> None:
 
     for folder in board.event_folders(all_runs(root)).values():
         (folder / "events.out.tfevents.1.n1.1.0").unlink()
-        with SummaryWriter(str(folder)) as writer:  # type: ignore[no-untyped-call]
-            writer.add_scalar("loss", 1.0, 1)  # type: ignore[no-untyped-call]
+        with SummaryWriter(str(folder)) as writer:
+            writer.add_scalar("loss", 1.0, 1)
     env = os.environ | {"PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}
     argv = [sys.executable, "-m", "hpc_ddp", "tensorboard", "--runs-dir", str(root)]
     with subprocess.Popen(argv, env=env, stdout=-1, stderr=-1, text=True) as served:
