@@ -104,9 +104,7 @@ def plan(
     Raises
     ------
     UsageError
-        a named run is at work, part of an array, or not below `root`
-    HpcDdpError
-        Slurm gives no answer: nobody knows what is queued
+        a named run is at work, or may be, or is part of an array, or not below `root`
     """
     queue = live.queue()
     items = []

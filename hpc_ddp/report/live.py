@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import socket
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hpc_ddp import slurm
 from hpc_ddp.run import process
+from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, last_event
 
@@ -22,16 +24,14 @@ class Queue:
 
 
 def queue() -> Queue | None:
-    """Ask Slurm; None on a machine without it.
-
-    Raises
-    ------
-    HpcDdpError
-        it gave no answer
-    """
+    """Ask Slurm; None where there is none, or no answer, which is said."""
     if shutil.which("squeue") is None:
         return None
-    return Queue(slurm.queue(), slurm.queued_scripts())
+    try:
+        return Queue(slurm.queue(), slurm.queued_scripts())
+    except HpcDdpError as error:
+        print(f"hpc-ddp: {error.message}; what has a job is left alone", file=sys.stderr)
+        return None
 
 
 def at_work(run: RunFolder, queue: Queue | None) -> str:
