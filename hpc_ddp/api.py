@@ -229,7 +229,7 @@ def _layer(said: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("script", "runs-dir", "template", "chdir"):
         if isinstance(values.get(key), os.PathLike):
             values[key] = os.fspath(values[key])
-    return config.checked(values, "hpc_ddp.submit")
+    return config.as_options(values, "hpc_ddp.submit")
 
 
 def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:

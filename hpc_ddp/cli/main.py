@@ -22,6 +22,7 @@ COMMANDS = {
     **dict.fromkeys(("status", "explain", "logs", "verify", "cancel"), "runs"),
     "rerun": "jobs",
     **dict.fromkeys(("attach", "tensorboard", "clean", "completion"), "handy"),
+    "site": "site",
 }
 
 

@@ -17,7 +17,7 @@ from hpc_ddp.launch.config import Settings, job_spec, working_directory
 from hpc_ddp.launch.render import Rendering
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.folder import RunFolder, read_json, write_json
 from hpc_ddp.run.spec import JobSpec, array_indexes
 
 
@@ -50,8 +50,13 @@ def new_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
     UsageError
         a setting is refused; nothing is left behind
     """
+    return make(planned_run(settings, cwd, root), settings, cwd)
+
+
+def planned_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
+    """Return what `new_run` would make, and make nothing."""
     spec = job_spec(settings, cwd)
-    return _fill(spec, _new_folder(root, spec), settings, is_new=True)
+    return plan(spec, _new_folder(root, spec), settings, is_new=True)
 
 
 def _new_folder(root: Path, spec: JobSpec) -> RunFolder:
@@ -110,9 +115,14 @@ def rerun(
     spec = _changed(old, changed)
     if not same_code:
         _check_script(spec, hint="hpc-ddp rerun --same-code takes the run's own copy")
-    prepared = _fill(
-        spec, _new_folder(root, spec), settings, is_new=True, like=run if same_code else None
-    )
+    like = run if same_code else None
+    planned = plan(spec, _new_folder(root, spec), settings, is_new=True, like=like)
+    prepared = make(planned, settings, cwd, like)
+    asked = read_json(RunFolder(run.whole).asked_json)
+    if "options" in asked:
+        said = {**options, "script": spec.script, "args": list(spec.args), "array": spec.array}
+        asked["options"] = over(asked["options"], said | {"sweep": spec.sweep})
+        write_json(prepared.run.asked_json, asked)
     prepared.run.journal("submit").write("rerun", of=str(run.path))
     return prepared
 
@@ -152,6 +162,13 @@ def continued_run(
     UsageError
         the run is finished, or an option is refused
     """
+    return make(planned_continuation(run, options, settings, cwd), settings, cwd)
+
+
+def planned_continuation(
+    run: RunFolder, options: Mapping[str, Any], settings: Settings, cwd: Path
+) -> Prepared:
+    """Return what `continued_run` would make, and make nothing."""
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
     _check_idle(run)
@@ -165,7 +182,7 @@ def continued_run(
         changed.setdefault("array", _unfinished(run, spec))
     spec = _changed(spec, changed)
     _check_script(spec, hint="name SCRIPT")
-    return _fill(spec, run, settings, is_new=False)
+    return plan(spec, run, settings, is_new=False)
 
 
 def _changes(spec: JobSpec, options: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
@@ -175,6 +192,8 @@ def _changes(spec: JobSpec, options: Mapping[str, Any], cwd: Path) -> dict[str, 
         changed["script"] = str((cwd / changed["script"]).absolute())
     if "chdir" in changed:
         changed["workdir"] = working_directory(cwd, changed["chdir"])
+    if "template" in changed:
+        changed["template"] = str(cwd / changed["template"])
     if "env" in changed:
         changed["env"] = {**spec.env, **changed["env"]}
     return changed
@@ -211,24 +230,45 @@ def _bound(spec: JobSpec) -> str:
     return percent + bound
 
 
-def _fill(
+def plan(
     spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool, like: RunFolder | None = None
 ) -> Prepared:
-    """Make the run's folder; the code is that of the run `like`, where one is named."""
+    """Return the job as it would run there, with the code of the run `like` where one is named;
+    nothing is written.
+
+    Raises
+    ------
+    UsageError
+        a variable is not set here, or the user's template is broken
+    """
     _check_environment(spec)
     script = Path(spec.script)
-    prepared = Prepared(spec, run, script.parent, script, is_new)
+    code = script.parent
+    if like:
+        code = run.code / "0"
+        script = code / snapshot.newest(like, script)[1]
+    elif settings.get("snapshot", True):
+        code, script = snapshot.place(script, run)
+    prepared = Prepared(spec, run, code, script, is_new)
     prepared.rendering.whole()  # a broken template ends it before anything is written
+    return prepared
+
+
+def make(
+    prepared: Prepared, settings: Settings, cwd: Path, like: RunFolder | None = None
+) -> Prepared:
+    """Make the folder of a planned run, with all that it needs; `like` as `plan` has it."""
+    run, spec = prepared.run, prepared.spec
     try:
         run.make()
         snapshot.carry_library(run)
         if like:
-            code, script = snapshot.take_again(like, script, run)
-            prepared = replace(prepared, code=code, script=script)
+            newest, _ = snapshot.newest(like, Path(spec.script))
+            shutil.copytree(newest, prepared.code, symlinks=True)
         elif settings.get("snapshot", True):
-            code, script = snapshot.take(script, run, settings.get("snapshot-exclude", ()))
-            prepared = replace(prepared, code=code, script=script)
+            snapshot.take(Path(spec.script), run, settings.get("snapshot-exclude", ()))
         run.job_json.write_text(spec.to_json())
+        write_json(run.asked_json, _asked(run, settings, cwd))
     except OSError as error:
         prepared.discard()
         raise UsageError(
@@ -239,6 +279,21 @@ def _fill(
         prepared.discard()
         raise
     return prepared
+
+
+def _asked(run: RunFolder, settings: Settings, cwd: Path) -> dict[str, Any]:
+    """Return what was said on the command line, over what was said when the run began."""
+    before = read_json(run.asked_json)
+    said = next((layer.values for layer in settings.layers if layer.kind == "option"), {})
+    return {"cwd": str(cwd), "options": over(before.get("options", {}), said)}
+
+
+def over(options: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with others over them: ``env`` name by name, and SCRIPT without its ARGS."""
+    merged = {**options, **others}
+    if "env" in options and "env" in others:
+        merged["env"] = {**options["env"], **others["env"]}
+    return merged
 
 
 def _check_idle(run: RunFolder) -> None:

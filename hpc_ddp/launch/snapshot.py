@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from hpc_ddp.launch.fabric import for_auto
 from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
@@ -35,11 +37,19 @@ def carry_library(run: RunFolder) -> None:
     for name in ("__init__.py", "slurm.py", "py.typed"):
         shutil.copy(PACKAGE / name, package / name)
     shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
+    # Python 3.10, which a node may have, reads no TOML.
+    (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
     draft.rename(run.lib)
 
 
-def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, Path]:
-    """Copy the code around `script` to ``code/<n>``; return (that folder, the script in it).
+def place(script: Path, run: RunFolder) -> tuple[Path, Path]:
+    """Return where the next snapshot is made, ``code/<n>``, and the script's place in it."""
+    target = run.code / str(len(list(run.code.glob("*"))))
+    return target, target / script.relative_to(_work_tree(script) or script.parent)
+
+
+def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
+    """Copy the code around `script` to its `place`.
 
     The code is the git work tree of the script (tracked files, and untracked ones that are not
     ignored), or else its folder.
@@ -49,50 +59,72 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, Pa
     UsageError
         it is larger than 50 MB or 20,000 files; names the largest
     """
-    root = _work_tree(script)
-    if root:
-        names = _git_files(root, run.root)
-    else:
-        root = script.parent
-        names = _plain_files(root, run.root)
-    sizes = _measure(root, names, exclude)
-    target = run.code / str(len(list(run.code.glob("*"))))
+    root, names = files(script, run, exclude)
+    target, inside = place(script, run)
     made: set[Path] = set()
-    with Progress("copying the code", len(sizes)) as progress:
-        for name in sizes:
+    with Progress("copying the code", len(names)) as progress:
+        for name in names:
             copy = target / name
             if copy.parent not in made:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 made.add(copy.parent)
             shutil.copy(root / name, copy, follow_symlinks=False)
             progress.add(1)
-    inside = target / script.relative_to(root)
     if not inside.exists():  # ignored by git, or excluded: the one file that must be there
         inside.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(script, inside)
-    return target, inside
 
 
-def take_again(other: RunFolder, script: Path, run: RunFolder) -> tuple[Path, Path]:
-    """Copy the newest snapshot of another run; return (the copy, the script in it).
+def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the folder of the code around `script`, and the files in it that are taken."""
+    root = _work_tree(script)
+    if root:
+        names = _git_files(root, run.root)
+    else:
+        root = script.parent
+        names = _plain_files(root, run.root)
+    return root, list(_measure(root, names, exclude))
+
+
+def changes(script: Path, run: RunFolder, code: Path, exclude: Sequence[str]) -> dict[str, str]:
+    """Return what a snapshot of now would have otherwise than the one at `code`: for each such file
+    ``A`` (added), ``D`` (deleted) or ``M`` (modified)."""
+    root, names = files(script, run, exclude)
+    now = {*names, str(script.relative_to(root))}  # the script, too, though git may ignore it
+    then = {
+        str(path.relative_to(code))
+        for path in code.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    }
+    found = dict.fromkeys(now - then, "A") | dict.fromkeys(then - now, "D")
+    for name in now & then:
+        if _content(root / name) != _content(code / name):
+            found[name] = "M"
+    return dict(sorted(found.items()))
+
+
+def _content(path: Path) -> bytes:
+    return os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
+
+
+def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
+    """Return the newest snapshot of a run, and the script's place in it.
 
     Raises
     ------
     UsageError
-        the other run has none, or none of the script
+        there is none, or none of the script
     """
-    taken = [path for path in RunFolder(other.whole).code.glob("*") if path.name.isdecimal()]
-    newest = max(taken, key=lambda path: int(path.name), default=None)
+    taken = [path for path in RunFolder(run.whole).code.glob("*") if path.name.isdecimal()]
+    found = max(taken, key=lambda path: int(path.name), default=None)
     # Where the work tree began is not written down: the longest end of the script's path it is.
     ends = (Path(*script.parts[start:]) for start in range(1, len(script.parts)))
-    inside = next((end for end in ends if newest and (newest / end).is_file()), None)
-    if newest is None or inside is None:
+    inside = next((end for end in ends if found and (found / end).is_file()), None)
+    if found is None or inside is None:
         raise UsageError(
-            f"run {other.path} has no snapshot of {script}", hint="leave out --same-code"
+            f"run {run.path} has no snapshot of {script}", hint="leave out --same-code"
         )
-    target = run.code / "0"
-    shutil.copytree(newest, target, symlinks=True)
-    return target, target / inside
+    return found, inside
 
 
 def _work_tree(script: Path) -> Path | None:
