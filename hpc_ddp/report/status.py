@@ -23,7 +23,7 @@ class Status:
     """One run. `state` is in plain words; `last_checkpoint_s` is the age in seconds.
 
     `goodput` is from 0 to 1, `seconds` what it comes from (see `hpc_ddp.run.goodput`), `results`
-    what the script gave to ``run.finish``.
+    what the script gave to ``run.finish``, `rerun_of` the folder of the run that it is one more of.
     """
 
     run: str
@@ -40,6 +40,7 @@ class Status:
     seconds: dict[str, float]
     why: str
     results: dict[str, float | None]
+    rerun_of: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,6 +73,7 @@ def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
         seconds={part: round(value, 3) for part, value in seconds.items()},
         why=why,
         results=(last_event(events, "finished") or {}).get("results", {}),
+        rerun_of=(last_event(events, "rerun") or {}).get("of"),
     )
 
 
