@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import click
 
 from hpc_ddp.launch import config
-from hpc_ddp.run.folder import runs_root
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -22,7 +21,7 @@ def say(text: str) -> None:
 
 def root_of(settings: config.Settings) -> Path:
     """Return the folder of all runs."""
-    return runs_root(settings.get("runs-dir"), dict(os.environ))
+    return config.runs_dir(settings, os.environ)
 
 
 def folder_of(option: str | None) -> Path:

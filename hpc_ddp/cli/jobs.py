@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from hpc_ddp.cli.common import root_of, say
-from hpc_ddp.cli.options import given, job_options, local_options, node_options
+from hpc_ddp.cli.options import Grouped, given, job_options, local_options, node_options
 from hpc_ddp.launch import backends, config, prepare
 from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
@@ -41,7 +41,7 @@ def _prepare(options: dict[str, Any], **forced: Any) -> Prepared:
     return prepare.continued_run(run, said, settings, cwd)
 
 
-@click.command(context_settings=PASS_ON)
+@click.command(cls=Grouped, context_settings=PASS_ON)
 @job_options
 def submit(as_json: bool, **options: Any) -> None:
     """Submit SCRIPT with ARGS to Slurm; prints the job id."""
@@ -57,7 +57,7 @@ def _start(prepared: Prepared, as_json: bool) -> None:
     click.echo(json.dumps(told) if as_json else started.job_id)
 
 
-@click.command(context_settings=PASS_ON)
+@click.command(cls=Grouped, context_settings=PASS_ON)
 @click.option(
     "--set",
     "sets",
@@ -81,7 +81,7 @@ def sweep(as_json: bool, sets: Sequence[str], max_parallel: int | None, **option
     _start(_prepare(options, **launch_sweep.settings(sets, max_parallel)), as_json)
 
 
-@click.command(context_settings=PASS_ON)
+@click.command(cls=Grouped, context_settings=PASS_ON)
 @job_options
 def render(as_json: bool, **options: Any) -> None:
     """Print the batch script that `submit` would run. It can be submitted by hand."""
@@ -94,7 +94,7 @@ def render(as_json: bool, **options: Any) -> None:
     click.echo(json.dumps(told) if as_json else text, nl=as_json)
 
 
-@click.command("dry-run", context_settings=PASS_ON)
+@click.command("dry-run", cls=Grouped, context_settings=PASS_ON)
 @job_options
 def dry_run(as_json: bool, **options: Any) -> None:
     """Play the same job on this machine: gloo on CPU, nodes as processes, in the foreground.
@@ -111,7 +111,7 @@ def dry_run(as_json: bool, **options: Any) -> None:
     sys.exit(code)
 
 
-@click.command(context_settings=PASS_ON)
+@click.command(cls=Grouped, context_settings=PASS_ON)
 @local_options
 @click.option(
     "--steps", type=int, help="End all runs at this step (default: its end, or 30 s of training)."
@@ -135,7 +135,7 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
     sys.exit(not report.ok)
 
 
-@click.command()
+@click.command(cls=Grouped)
 @node_options
 def preflight(as_json: bool, **options: Any) -> None:
     """Look whether the nodes of this allocation are fit for a job, and which are not.

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from hpc_ddp.run.spec import BACKENDS, CONTINUE_BY, LAUNCHERS
+from hpc_ddp.run.spec import BACKENDS, CONTINUE_BY, GPU_REQUESTS, LAUNCHERS, STARTERS
 
 Command = Callable[..., Any]
 
@@ -32,6 +32,7 @@ _SCENE = [
         metavar="COMMAND",
         help="What enters a container, as 'apptainer exec --nv image.sif'.",
     ),
+    click.option("--image", metavar="IMAGE", help="A container, by the site's tool."),
     click.option("--python", metavar="PATH", help="The Python that has torch."),
     click.option(
         "--env",
@@ -64,6 +65,17 @@ _OPTIONS = [
     click.option("-a", "--array", metavar="INDEXES", help="One run for each index."),
     click.option("-d", "--dependency"),
     click.option("-J", "--job-name", metavar="NAME", help="Default: the script's name."),
+    click.option("-D", "--chdir", metavar="DIR", help="Working directory (default: this one)."),
+    click.option(
+        "--signal",
+        metavar="SIGNAL[@S]",
+        help="Tell the script that the end is near, S seconds before (default TERM@60).",
+    ),
+    click.option(
+        "--gpu-request",
+        metavar="|".join(GPU_REQUESTS),
+        help="The option of sbatch that --gpus-per-node becomes.",
+    ),
     click.option("--mail-type"),
     click.option("--mail-user"),
     click.option(
@@ -76,6 +88,11 @@ _OPTIONS = [
         "--launcher",
         metavar="|".join(LAUNCHERS),
         help="What starts the workers (default torchrun); srun: each is a Slurm task.",
+    ),
+    click.option(
+        "--starter",
+        metavar="|".join(STARTERS),
+        help="What starts torchrun on each node (default srun).",
     ),
     click.option(
         "--srun",
@@ -138,6 +155,42 @@ _HERE = (
     ),
     *("as_json", "script", "args"),
 )
+
+
+# The help of a command shows its options under these headings, in this order.
+GROUPS = {
+    "What to ask Slurm for": (
+        *("nodes", "gpus_per_node", "cpus_per_task", "time", "partition", "account", "qos"),
+        *("constraint", "mem", "exclusive", "nodelist", "exclude", "reservation", "array"),
+        *("dependency", "job_name", "mail_type", "mail_user", "gpu_request", "sbatch"),
+    ),
+    "The cluster, and the scene of the job": (
+        *("site", "fabric", "interface", "setup", "image", "container", "python", "env", "chdir"),
+        *("runs_dir", "template", "no_snapshot"),
+    ),
+    "Starting the workers": (
+        *("backend", "nproc_per_node", "launcher", "starter", "srun", "torchrun", "preflight"),
+    ),
+    "Going on": (
+        *("run_text", "signal", "continue_by", "max_requeues", "max_failures", "max_restarts"),
+        *("elastic", "budget_gpu_hours"),
+    ),
+}
+
+
+class Grouped(click.Command):
+    """A command of many options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
+        records = {p.name: r for p in options if (r := p.get_help_record(ctx))}
+        for heading, names in GROUPS.items():
+            found = [records.pop(name) for name in names if name in records]
+            if found:
+                with formatter.section(heading):
+                    formatter.write_dl(found)
+        with formatter.section("Others"):
+            formatter.write_dl(list(records.values()))
 
 
 def job_options(command: Command) -> Command:

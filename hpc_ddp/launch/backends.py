@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
 from hpc_ddp.launch.prepare import Prepared
-from hpc_ddp.launch.render import header_pairs, job_env, node_command, srun_end
+from hpc_ddp.launch.render import job_env, node_command, srun_end
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
 from hpc_ddp.run.spec import array_indexes
@@ -140,7 +140,7 @@ class SubmititBackend(SlurmBackend):
         import submitit
 
         spec, run = prepared.spec, prepared.run
-        if spec.container:
+        if spec.container or spec.image:
             raise UsageError("the submitit back-end has no containers", hint="--backend slurm")
         lib = shlex.quote(str(run.lib))
         try:
@@ -150,7 +150,7 @@ class SubmititBackend(SlurmBackend):
             )
         except RuntimeError:
             raise HpcDdpError("srun was not found: this machine has no Slurm client") from None
-        pairs = {name: value or True for name, value in header_pairs(spec, run)}
+        pairs = {name: value or True for name, value in prepared.rendering.header}
         folder = shlex.quote(str(run.path / "submitit"))
         executor.update_parameters(
             job_name=str(pairs.pop("job-name")),
@@ -166,7 +166,7 @@ class SubmititBackend(SlurmBackend):
                 'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',
                 SRUN.format(tasks_per_node=spec.tasks_per_node),
             ],
-            teardown=[prepared.rendering.block("verdict")],
+            teardown=[prepared.rendering.block(name) for name in ("teardown", "verdict")],
             srun_args=[
                 f"--output={pairs['output']}",
                 "--open-mode=append",

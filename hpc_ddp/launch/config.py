@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from hpc_ddp.launch.fabric import read_toml
@@ -17,19 +18,19 @@ from hpc_ddp.run.errors import UsageError, closest
 from hpc_ddp.run.spec import JobSpec
 
 PROJECT_FILE = "hpc-ddp.toml"
-OURS = ("site", "runs-dir", "snapshot", "snapshot-exclude", "job-name")
-_LISTS = ("args", "sbatch", "srun", "torchrun", "setup", "env-names", "snapshot-exclude")
-_NUMBERS = (
-    *("nproc-per-node", "cpus-per-task", "warn-s", "max-requeues", "max-failures"),
-    "max-restarts",
+OURS = ("site", "runs-dir", "scratch", "chdir", "snapshot", "snapshot-exclude", "job-name")
+_LISTS = (
+    *("args", "sbatch", "srun", "torchrun", "setup", "teardown", "env-names"),
+    *("container-options", "snapshot-exclude"),
 )
+_NUMBERS = ("nproc-per-node", "cpus-per-task", "max-requeues", "max-failures", "max-restarts")
 _BOUNDS = ("budget-gpu-hours",)
 _FLAGS = ("exclusive", "snapshot", "preflight", "elastic")
 
 
 def known_keys() -> list[str]:
     """Return the keys that a project or site file may have: the options' own names."""
-    no_keys = ("name", "sweep")
+    no_keys = ("name", "sweep", "workdir")
     names = [f.name.replace("_", "-") for f in fields(JobSpec) if f.name not in no_keys]
     return sorted([*names, *OURS])
 
@@ -149,10 +150,61 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     names = {field.name for field in fields(JobSpec)}
     values = {key.replace("-", "_"): value for key, value in settings.values.items()}
     given = {key: value for key, value in values.items() if key in names}
-    given |= {"script": str(script), "workdir": str(cwd)}
+    given |= {"script": str(script), "workdir": working_directory(cwd, settings.get("chdir", ""))}
     given["name"] = settings.get("job-name") or name_for(script)
-    given.setdefault("python", default_python(given.get("setup", ()), bool(given.get("container"))))
+    in_container = bool(given.get("container") or given.get("image"))
+    given.setdefault("python", default_python(given.get("setup", ()), in_container))
     return JobSpec(**given)
+
+
+def working_directory(cwd: Path, text: str) -> str:
+    """Return where a job is to run: here, or in the folder that ``chdir`` names.
+
+    Raises
+    ------
+    UsageError
+        it doesn't exist
+    """
+    path = (cwd / Path(text).expanduser()).absolute()
+    if not path.is_dir():
+        raise UsageError(f"working directory {str(path)!r} does not exist", hint="--chdir DIR")
+    return str(path)
+
+
+def runs_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
+    """Return the folder of all runs.
+
+    That is ``runs-dir``, else ``HPC_DDP_RUNS``, else ``hpc-ddp`` below ``scratch`` (a site file
+    has it) or ``$SCRATCH``, else ``./runs``. ``$NAME``, ``~`` and ``{account}`` are filled in.
+
+    Raises
+    ------
+    UsageError
+        a variable in it is not set here, or the account is not known
+    """
+    if text := settings.get("runs-dir") or environ.get("HPC_DDP_RUNS"):
+        return _filled(text, settings, environ)
+    scratch = settings.get("scratch") or environ.get("SCRATCH")
+    return _filled(f"{scratch}/hpc-ddp" if scratch else "runs", settings, environ)
+
+
+def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
+    values = {**environ, "account": settings.get("account") or ""}
+    try:
+        filled = Template(text.replace("{account}", "${account}")).substitute(values)
+    except KeyError as error:
+        raise UsageError(
+            f"the folder of runs is {text}, and {error.args[0]} is not set here",
+            hint="export it, or --runs-dir DIR",
+        ) from None
+    except ValueError:  # a $ that is part of a name
+        filled = text
+    if "{account}" in text and not values["account"]:
+        raise UsageError(
+            f"the folder of runs is {text}, and no account is named",
+            hint=f'account = "…" in {PROJECT_FILE}, --account, or --runs-dir DIR',
+        )
+    return Path(filled).expanduser().absolute()
 
 
 def name_for(script: Path) -> str:

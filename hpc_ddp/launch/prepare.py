@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.launch import snapshot
-from hpc_ddp.launch.config import Settings, job_spec
+from hpc_ddp.launch.config import Settings, job_spec, working_directory
 from hpc_ddp.launch.render import Rendering
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import UsageError
@@ -72,6 +72,8 @@ def continued_run(
     changed = {key.replace("-", "_"): value for key, value in options.items()}
     if "script" in changed:
         changed["script"] = str((cwd / changed["script"]).absolute())
+    if "chdir" in changed:
+        changed["workdir"] = working_directory(cwd, changed["chdir"])
     if "env" in changed:
         changed["env"] = {**spec.env, **changed["env"]}
     # The back-end is not the run's: what was tried here may go on there, and the other way round.

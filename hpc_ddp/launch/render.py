@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import jinja2
 
 from hpc_ddp import __version__
+from hpc_ddp.launch import container
 from hpc_ddp.launch.fabric import fabric_env
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError
@@ -89,14 +91,14 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"')
 
 
-def header_pairs(spec: JobSpec, run: RunFolder) -> list[tuple[str, str]]:
-    """Return all (option, value) pairs of the job, the user's and ours."""
+def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Return all (option, value) pairs of the job: the user's, `more` of the same, and ours."""
     warn_s = min(spec.warn_s, (spec.time_s or 3600) // 10)
     output = str(run.slurm_out).replace("%", "%%")
     if spec.array:
         output = f"{output.removesuffix('.out')}-%a.out"
     return [
-        *directives(spec),
+        *directives(replace(spec, sbatch=(*spec.sbatch, *more))),
         # Of a range Slurm would then give the least, since it counts tasks.
         *([("ntasks-per-node", str(spec.tasks_per_node))] if isinstance(spec.nodes, int) else []),
         ("output", output),
@@ -129,9 +131,11 @@ class Rendering:
                 hint="--runs-dir, without them",
             )
         self._spec = spec
+        self.entry = container.entry(spec, run.path, code)
+        self.header = header_pairs(spec, run, self.entry.sbatch)
         self._context: dict[str, Any] = {
             "version": __version__,
-            "directives": [sbatch_line(name, value) for name, value in header_pairs(spec, run)],
+            "directives": [sbatch_line(name, value) for name, value in self.header],
             "run": str(run.path),
             "code": str(code),
             "host_suffix": spec.host_suffix,
@@ -139,18 +143,21 @@ class Rendering:
             "env": job_env(spec),
             "workdir": spec.workdir,
             "setup": spec.setup,
+            "teardown": spec.teardown,
             "host_python": sys.executable,
             "python": spec.python,
             "workers": spec.workers_per_node,
             "launcher": spec.launcher,
-            "srun": spec.srun,
+            "starter": spec.starter,
+            "srun": (*spec.srun, *self.entry.srun),
             "srun_end": srun_end(spec),
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
             "args": spec.args,
             "points": [point_args(point) for point in spec.points],
             "preflight": spec.preflight,
-            "container": shlex.split(spec.container or ""),
+            "container": self.entry.command,
+            "container_srun": self.entry.srun,
         }
 
     def whole(self) -> str:

@@ -62,6 +62,7 @@ class Place:
     end_time: float | None
     warn_s: float
     interface: str | None
+    notice_signal: signal.Signals = signal.SIGTERM
 
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> Place:
@@ -71,11 +72,12 @@ class Place:
             run=run,
             attempt=run.attempt(int(environ["HPC_DDP_ATTEMPT"])),
             nodes=tuple(environ["HPC_DDP_NODES"].split()),
-            index=int(environ.get("HPC_DDP_NODE_INDEX") or environ["SLURM_NODEID"]),
+            index=node_index(environ),
             suffix=environ.get("HPC_DDP_HOST_SUFFIX", ""),
             end_time=float(end) if end else None,
             warn_s=float(environ.get("HPC_DDP_WARN_S") or 0),
             interface=environ.get("HPC_DDP_INTERFACE") or None,
+            notice_signal=signal.Signals[f"SIG{environ.get('HPC_DDP_SIGNAL') or 'TERM'}"],
         )
 
     @property
@@ -113,6 +115,27 @@ class Place:
             return {}
         told = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # =: exactly this
         return {key: value for key, value in told.items() if key not in os.environ}
+
+
+def node_index(environ: Mapping[str, str]) -> int:
+    """Return this node's place among the attempt's nodes.
+
+    Where not srun has started this process, but an MPI, which may count in another order, or
+    pass on the first node's variables, the host's own name tells.
+
+    Raises
+    ------
+    OSError
+        this host is none of the nodes
+    """
+    said = environ.get("HPC_DDP_NODE_INDEX")
+    if said or environ.get("HPC_DDP_STARTER", "srun") == "srun":
+        return int(said or environ["SLURM_NODEID"])
+    nodes = environ["HPC_DDP_NODES"].split()
+    names = (socket.gethostname(), socket.gethostname().partition(".")[0])
+    if found := next((name for name in names if name in nodes), None):
+        return nodes.index(found)
+    raise OSError(f"this host, {names[0]}, is none of the job's nodes, {' '.join(nodes)}")
 
 
 AGENT_WORDS = 3  # python node.py agent
@@ -309,7 +332,7 @@ class Supervisor:
             return
         self.notice = source
         self.journal.write("notice", source=source)
-        if not self._signal_workers(signal.SIGTERM):
+        if not self._signal_workers(self.place.notice_signal):
             agent.kill()
 
     def _tear_down(self) -> None:
@@ -413,7 +436,7 @@ def supervise(kind: type[Supervisor], command: list[str]) -> int:
     try:
         return kind(Place.from_env(dict(os.environ)), command).run()
     except OSError as error:
-        print(f"hpc-ddp: the run's folder can't be used here: {error}", file=sys.stderr)
+        print(f"hpc-ddp: this node can't take part: {error}", file=sys.stderr)
         return 1
 
 

@@ -356,15 +356,6 @@ def read_tail(path: Path, size: int) -> str:
     return _RANK_MARK.sub("", text)
 
 
-def runs_root(runs_dir: str | None, environ: dict[str, str]) -> Path:
-    """Return ``<runs>``: the option, ``HPC_DDP_RUNS``, ``hpc-ddp`` on scratch, or ``./runs``."""
-    chosen = runs_dir or environ.get("HPC_DDP_RUNS")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    scratch = environ.get("SCRATCH")
-    return Path(scratch, "hpc-ddp") if scratch else Path("runs").absolute()
-
-
 def link_job(job_id: str, run: RunFolder) -> None:
     """Note below ``<runs>/.jobs`` which run a job id belongs to, so that a look-up is one step."""
     index = run.root / ".jobs"

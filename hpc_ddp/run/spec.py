@@ -15,10 +15,14 @@ from hpc_ddp.run.errors import UsageError, closest
 BACKENDS = ("slurm", "submitit", "local", "allocation")
 CONTINUE_BY = ("requeue", "resubmit")
 LAUNCHERS = ("torchrun", "srun")
+STARTERS = ("srun", "ibrun", "mpirun")
+GPU_REQUESTS = ("gpus-per-node", "gres", "gpus-per-task", "none")
+# What the workers may be told a notice by. Those that use hpc_ddp.training understand each.
+SIGNALS = ("TERM", "INT", "USR1", "USR2")
 
 # The fields that are sbatch options of the same name, and need nothing but to be passed on.
 SBATCH_FIELDS = (
-    *("nodes", "gpus_per_node", "cpus_per_task", "time", "partition", "account", "qos"),
+    *("nodes", "cpus_per_task", "time", "partition", "account", "qos"),
     *("constraint", "mem", "nodelist", "exclude", "reservation", "array", "dependency"),
     *("mail_type", "mail_user"),
 )
@@ -57,14 +61,15 @@ _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
 _INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?", re.A)
 _PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
 _GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
+_SIGNAL = re.compile(r"(?:[BR]{1,2}:)?(?:SIG)?(?P<name>[A-Z0-9]+)(?:@(?P<seconds>\d{1,5}))?")
 
 
 @dataclass(frozen=True)
 class JobSpec:
     """A job. Field names are Slurm's option names; `validate` has run on every instance.
 
-    Units: `time` is in Slurm's format (``minutes``, ``h:m:s``, ``d-h`` …), `warn_s` in
-    seconds before the time limit. None leaves a value to the site's Slurm.
+    Units: `time` is in Slurm's format (``minutes``, ``h:m:s``, ``d-h`` …), and so is `signal`,
+    ``NAME@SECONDS`` before the time limit. None leaves a value to the site's Slurm.
     """
 
     script: str
@@ -73,6 +78,7 @@ class JobSpec:
     backend: str = "slurm"
     nodes: int | str = 1
     gpus_per_node: str | None = None
+    gpu_request: str = "gpus-per-node"
     nproc_per_node: int | None = None
     cpus_per_task: int | None = None
     time: str | None = None
@@ -91,18 +97,23 @@ class JobSpec:
     mail_user: str | None = None
     sbatch: tuple[str, ...] = ()
     launcher: str = "torchrun"
+    starter: str = "srun"
     srun: tuple[str, ...] = ()
     fabric: str = "auto"
     interface: str | None = None
     host_suffix: str = ""
     setup: tuple[str, ...] = ()
     container: str | None = None
+    image: str | None = None
+    container_tool: str | None = None
+    container_options: tuple[str, ...] = ()
+    teardown: tuple[str, ...] = ()
     template: str | None = None
     python: str = "python3"
     env: Mapping[str, str] = field(default_factory=dict)
     env_names: tuple[str, ...] = ()
     workdir: str = "."
-    warn_s: int = 60
+    signal: str = "TERM@60"
     continue_by: str = "requeue"
     max_requeues: int | None = None
     max_failures: int = 3
@@ -114,7 +125,10 @@ class JobSpec:
     budget_gpu_hours: float | None = None
 
     def __post_init__(self) -> None:
-        lists = ("args", "sbatch", "srun", "torchrun", "setup", "env_names")
+        lists = (
+            *("args", "sbatch", "srun", "torchrun", "setup", "teardown", "env_names"),
+            "container_options",
+        )
         for name in lists:  # JSON and TOML have lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.nodes, str) and re.fullmatch(r"\d{1,6}", self.nodes, re.A):
@@ -159,6 +173,22 @@ class JobSpec:
         """GPUs per node; ``gpus_per_node`` may hold a type as well (``a100:4``)."""
         match = _GPUS.fullmatch(self.gpus_per_node or "")
         return int(match["count"]) if match else 0
+
+    @property
+    def gpu_type(self) -> str | None:
+        """What stands before the number in ``gpus_per_node``."""
+        match = _GPUS.fullmatch(self.gpus_per_node or "")
+        return match["type"] if match else None
+
+    @property
+    def notice_signal(self) -> str:
+        """What the workers are told a notice by, as ``TERM``."""
+        return parse_signal(self.signal)[0]
+
+    @property
+    def warn_s(self) -> int:
+        """How long before the time limit they are told, in seconds."""
+        return parse_signal(self.signal)[1]
 
     @property
     def gpus_in_use(self) -> int:
@@ -255,6 +285,25 @@ def parse_time(text: str) -> int:
     return a * 60 + b
 
 
+def parse_signal(text: str) -> tuple[str, int]:
+    """Return the name and the seconds of a signal in sbatch's form: ``USR1@90``, ``SIGUSR1``, …
+
+    Its ``B:`` and ``R:`` are passed over: a notice always goes to the workers.
+    """
+    match = _SIGNAL.fullmatch(text.upper())
+    name = {"10": "USR1", "12": "USR2", "15": "TERM", "2": "INT"}.get(
+        match["name"] if match else ""
+    )
+    name = name or (match["name"] if match else "")
+    if not match or name not in SIGNALS:
+        raise UsageError(
+            f"signal {text!r} is not of the form NAME@SECONDS;"
+            f" accepted names: {', '.join(SIGNALS)}",
+            hint="--signal USR1@90",
+        )
+    return name, int(match["seconds"] or 60)
+
+
 def validate(spec: JobSpec) -> None:
     """Check each value of a job.
 
@@ -268,6 +317,9 @@ def validate(spec: JobSpec) -> None:
     _choice("backend", spec.backend, BACKENDS)
     _choice("continue-by", spec.continue_by, CONTINUE_BY)
     _choice("launcher", spec.launcher, LAUNCHERS)
+    _choice("starter", spec.starter, STARTERS)
+    _choice("gpu-request", spec.gpu_request, GPU_REQUESTS)
+    parse_signal(spec.signal)
     if not _NAME.fullmatch(spec.name):
         raise UsageError(
             f"job name {spec.name!r} can't be the name of a folder; accepted: up to 100 letters,"
@@ -337,6 +389,16 @@ def _check_tasks(spec: JobSpec) -> None:
             " there are; accepted: a whole number",
             hint="--nodes 2, or --launcher torchrun",
         )
+    if spec.starter != "srun" and (spec.launcher == "srun" or spec.elastic or spec.srun):
+        raise UsageError(
+            f"without srun, by {spec.starter}, there are no --launcher srun, --elastic and --srun",
+            hint="--starter srun",
+        )
+    if spec.starter != "srun" and (spec.preflight or spec.backend == "submitit"):
+        raise UsageError(
+            f"the preflight and submitit need srun, and the starter is {spec.starter}",
+            hint="--starter srun, or without --preflight and with --backend slurm",
+        )
     if spec.cpus_per_task is not None and spec.cpus_per_task < spec.tasks_per_node:
         raise UsageError(
             f"cpus-per-task {spec.cpus_per_task} is too few for {spec.tasks_per_node} tasks"
@@ -346,6 +408,11 @@ def _check_tasks(spec: JobSpec) -> None:
 
 
 def _check_container(spec: JobSpec) -> None:
+    if spec.container and spec.image:
+        raise UsageError(
+            f"container {spec.container!r} and image {spec.image!r} are two ways to say one thing",
+            hint="--image alone, or --container with the whole command",
+        )
     try:
         shlex.split(spec.container or "")
     except ValueError as error:
@@ -391,7 +458,8 @@ def _check_texts(spec: JobSpec) -> None:
                 hint=f"leave out line breaks and control characters in --{name}",
             )
     swept = [value for values in spec.sweep.values() for value in values]
-    texts = (spec.script, spec.workdir, *spec.args, *spec.setup, *spec.env.values(), *swept)
+    lines = (*spec.setup, *spec.teardown)
+    texts = (spec.script, spec.workdir, *spec.args, *lines, *spec.env.values(), *swept)
     for text in texts:
         if "\0" in text or not _is_unicode(text):
             raise UsageError(
@@ -417,9 +485,23 @@ def directives(spec: JobSpec) -> list[tuple[str, str]]:
             value //= spec.tasks_per_node  # ours counts a node's, and so Slurm's, with one task
         if value is not None:
             pairs.append((name.replace("_", "-"), str(value)))
+        if name == "nodes":
+            pairs += _gpu_request(spec)
     if spec.exclusive:
         pairs.append(("exclusive", ""))
     return pairs + [_split_raw(raw, "sbatch", "--network=x") for raw in spec.sbatch]
+
+
+def _gpu_request(spec: JobSpec) -> list[tuple[str, str]]:
+    """Return how the site wants to be asked for a node's GPUs."""
+    if spec.gpus_per_node is None or spec.gpu_request == "none":
+        return []
+    if spec.gpu_request == "gres":
+        return [("gres", f"gpu:{spec.gpus_per_node}")]
+    if spec.gpu_request == "gpus-per-task":
+        of_task = str(max(1, spec.gpu_count // spec.tasks_per_node))
+        return [("gpus-per-task", f"{spec.gpu_type}:{of_task}" if spec.gpu_type else of_task)]
+    return [("gpus-per-node", spec.gpus_per_node)]
 
 
 def _split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
@@ -445,7 +527,7 @@ def _check_nodes(nodes: int | str) -> None:
 
 def _check_numbers(spec: JobSpec) -> None:
     _check_nodes(spec.nodes)
-    least = {"nproc_per_node": 1, "cpus_per_task": 1, "warn_s": 0}
+    least = {"nproc_per_node": 1, "cpus_per_task": 1}
     least |= {"max_requeues": 0, "max_failures": 0, "max_restarts": 0}
     for name, low in least.items():
         value = getattr(spec, name)

@@ -24,9 +24,10 @@ from hpc_ddp.training.streams import say
 NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
 REASONS = {CANCELLED: "cancelled", DEADLINE: "deadline", NOTICE: "notice"}
 
-# USR2 is the warning signal of many job scripts. On clusters that signal every process of a
-# step it arrives here too, where its default action would be to kill.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+# USR1 and USR2 are the warning signals of many job scripts. On clusters that signal every process
+# of a step they arrive here too, where their default action would be to kill.
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
 WORD_S = 2.0  # the cluster may signal everybody before the supervisor has written its file
 POLL_S = 1.0
 AGAIN_S = 1.0
@@ -97,7 +98,7 @@ class Notices:
         while self.reason != NOTICE and time.monotonic() < deadline:
             self._look()
             time.sleep(0.02)
-        if self.reason != NOTICE and number != signal.SIGUSR2 and not self._ended:
+        if self.reason != NOTICE and number not in WARNINGS and not self._ended:
             say(f"{number.name} without a notice: a peer has failed; ending")
             os._exit(TORN_DOWN)
 

@@ -14,6 +14,7 @@ import pytest
 
 from hpc_ddp.cli.main import COMMANDS
 from hpc_ddp.cli.main import main as cli
+from hpc_ddp.cli.options import GROUPS
 
 REPO = Path(__file__).parents[2]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -71,6 +72,11 @@ def _names(folder: Path) -> list[str]:
         (["sweep", "train.py"], "a sweep without a parameter is no sweep"),
         (["sweep", "--set", "lr=1", "--array", "0-1", "train.py"], "is an array of its own"),
         (["submit", "--time", "soon", "train.py"], "not a Slurm time"),
+        (["submit", "--signal", "SIGKILL@9", "train.py"], "accepted names: TERM, INT, USR1, USR2"),
+        (["submit", "--gpu-request", "gpu", "train.py"], "accepted: gpus-per-node, gres"),
+        (["submit", "--starter", "mpirun", "--launcher", "srun", "train.py"], "without srun, by"),
+        (["submit", "--chdir", "gone", "train.py"], "gone' does not exist"),
+        (["submit", "--image", "a.sif", "--container", "b", "train.py"], "two ways to say"),
         (["submit", "--runs-dir", "/proc/x", "train.py"], "can't be written"),
         (["logs", "nope"], "no run 'nope'"),
         (["cancel", "nope"], "no run 'nope'"),
@@ -197,8 +203,14 @@ def test_the_options_are_these() -> None:
             "--run",
         ),
         *("--elastic", "--max-restarts", "--torchrun"),
+        *("--chdir", "--gpu-request", "--image", "--signal", "--starter"),
         *("--runs-dir", "--sbatch", "--setup", "--site", "--srun", "--template", "--time"),
     }
+
+
+def test_every_job_option_has_a_heading() -> None:
+    names = {p.name for p in command("submit").params if isinstance(p, click.Option)}
+    assert names - {name for group in GROUPS.values() for name in group} == {"as_json"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

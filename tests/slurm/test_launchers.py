@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -42,6 +43,25 @@ def test_a_task_for_each_worker(hpc: Hpc, cluster: Cluster, undisturbed: Job, ba
     assert job.output().count("going on from step") == 1
     logs = sorted(path.name for path in job.run.attempt(1).path.glob("*/rank-*.log"))
     assert logs == [f"rank-{rank}.log" for rank in range(4)]
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun (apt: openmpi-bin)")
+def test_started_by_mpirun(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
+    """Preempted, then a worker killed."""
+    use(cluster)
+    env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    words = ("--starter", "mpirun", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1", **env})
+    job.at_step(5)
+    job.preempt()
+    job.at_step(30, attempt=1)
+    os.kill(job.worker(3, attempt=1), signal.SIGKILL)
+    assert job.end() == "COMPLETED", job.output()
+    retried = [("preempted", "requeue"), ("failed", "requeue"), ("finished", "none")]
+    assert job.verdicts() == retried
+    assert "rank 3 on" in job.output()
+    assert same_weights(job, undisturbed)
 
 
 @pytest.mark.soak

@@ -5,12 +5,11 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder, all_runs, find_run, link_job, runs_root
+from hpc_ddp.run.folder import RunFolder, all_runs, find_run, link_job
 
 
 def _run(root: Path, name: str = "n", run_id: str = "20260101-000000-aa") -> RunFolder:
@@ -94,15 +93,3 @@ def test_an_unknown_run_is_an_error_with_a_hint(tmp_path: Path, text: str) -> No
 
 def test_run_folders_are_private(tmp_path: Path) -> None:
     assert _run(tmp_path).path.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize(
-    ("option", "environ", "expected"),
-    [
-        ("/a", {"HPC_DDP_RUNS": "/b", "SCRATCH": "/c"}, "/a"),
-        (None, {"HPC_DDP_RUNS": "/b", "SCRATCH": "/c"}, "/b"),
-        (None, {"SCRATCH": "/c"}, "/c/hpc-ddp"),
-    ],
-)
-def test_runs_root(option: str | None, environ: dict[str, Any], expected: str) -> None:
-    assert runs_root(option, environ) == Path(expected)

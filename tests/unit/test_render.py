@@ -61,6 +61,24 @@ CASES: dict[str, dict[str, Any]] = {
         "args": ("a b",),
         "container": "apptainer exec 'my image.sif'",
     },
+    "whole_nodes": {
+        "nodes": 2,
+        "gpus_per_node": "4",
+        "gpu_request": "none",
+        "starter": "ibrun",
+        "teardown": ("cp -r /tmp/out .",),
+        "signal": "SIGUSR1@120",
+    },
+    "mpirun": {"nodes": 2, "starter": "mpirun", "gpus_per_node": "a100:4", "gpu_request": "gres"},
+    "pyxis": {
+        "nodes": 2,
+        "gpus_per_node": "8",
+        "gpu_request": "gpus-per-task",
+        "launcher": "srun",
+        "image": "nvcr.io/nvidia/pytorch:25.01-py3",
+        "container_tool": "pyxis",
+        "container_options": ("--no-container-mount-home",),
+    },
     "sweep": {"array": "0-1%1", "sweep": {"lr": ("1e-3",), "name": ("a b", "$HOME")}},
 }
 

@@ -1,0 +1,76 @@
+"""Containers: what each tool wants to hear, as data in ``templates/containers``."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_ddp.launch.fabric import read_toml
+from hpc_ddp.launch.resources import folder
+from hpc_ddp.run.errors import UsageError, closest
+from hpc_ddp.run.spec import JobSpec
+
+DEFAULT_TOOL = "apptainer"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a job's processes get into their container: words before the command on each node, and
+    options of srun and sbatch. All empty without one."""
+
+    command: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    sbatch: tuple[str, ...] = ()
+
+
+def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
+    """Return how `spec`'s processes get into the container that it names, if it names one.
+
+    The run folder, the code and the working directory are mounted under their own paths.
+
+    Raises
+    ------
+    UsageError
+        there is no such tool; a path has a character that would cut a list of mounts
+    """
+    if not spec.image:
+        return Entry(command=tuple(shlex.split(spec.container or "")))
+    data = read_toml(_file(spec.container_tool or DEFAULT_TOOL))
+    paths = list(dict.fromkeys(str(path) for path in (run, code, Path(spec.workdir))))
+    outer = [p for p in paths if not any(Path(other) in Path(p).parents for other in paths)]
+    if bad := next((path for path in outer if set(path) & set(",:")), None):
+        raise UsageError(
+            f"the folder {bad!r} can't be mounted: its name has a comma or a colon",
+            hint="rename it, or say the whole command: --container 'apptainer exec …'",
+        )
+    values, options = {"image": spec.image, "workdir": spec.workdir}, list(spec.container_options)
+    lists = {
+        "{gpu}": data.get("gpu", []) if spec.gpu_count and not options else [],
+        "{options}": options,
+    }
+    mount = data.get("mount", "")
+    if isinstance(mount, list):  # an option for each
+        lists["{mounts}"] = [word.format(path=path) for path in outer for word in mount]
+    else:
+        values["mounts"] = ",".join(mount.format(path=path) for path in outer)
+
+    def filled(words: list[str]) -> tuple[str, ...]:
+        return tuple(
+            each
+            for word in words
+            for each in (lists[word] if word in lists else [word.format(**values)])
+        )
+
+    return Entry(*(filled(data.get(part, [])) for part in ("command", "srun", "sbatch")))
+
+
+def _file(tool: str) -> Path:
+    files = {path.stem: path for path in (folder("templates") / "containers").glob("*.toml")}
+    if tool not in files:
+        raise UsageError(
+            f"container-tool {tool!r} is unknown; accepted: {', '.join(sorted(files))}"
+            + closest(tool, sorted(files)),
+            hint="in its place, the whole command: --container 'TOOL run image'",
+        )
+    return files[tool]
