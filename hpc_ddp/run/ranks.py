@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median_low
 from typing import Any
 
 from hpc_ddp.run.journal import Event
@@ -60,15 +59,19 @@ def _slow_in(event: Event) -> dict[int, Slow]:
     own = _numbers(event.get("busy_s")) or data
     if not own or not isinstance(step_s, (int, float)):
         return {}
-    usual = median_low(own)
+    usual = _median(own)
     found = {}
     for rank, seconds in enumerate(own):
         more = seconds - usual
         if seconds >= FACTOR * usual and more >= LEAST_SHARE * step_s and more > 0:
-            waits = len(data) == len(own) and data[rank] - median_low(data) >= more / 2
+            waits = len(data) == len(own) and data[rank] - _median(data) >= more / 2
             node = event.get("node") if rank == event.get("slowest") else None
             found[rank] = Slow(rank, node, seconds, usual, waits)
     return found
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]  # the lower one: of two ranks the quicker
 
 
 def _numbers(value: Any) -> list[float]:

@@ -21,7 +21,7 @@ def test_a_rank_with_more_work_is_named(crew: Any) -> None:
     found = slow_rank(events)
     assert found
     assert (found.rank, found.node, found.data) == (2, "here", False)
-    assert 0.028 < found.own_s
+    assert found.own_s > 0.028
     last = events[-1]
     assert len(last["busy_s"]) == len(last["data_s"]) == 4
     assert last["busy_s"][2] > max(last["busy_s"][:2]) + 0.01

@@ -44,7 +44,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 batches = run.loader(Drawn(), 4, accumulate=args.accumulate)
 run.track(model=model, optimizer=optimizer)
 begin = time.monotonic()
-for epoch in run.epochs(1):
+for _ in run.epochs(1):
     for x in batches:
         run.backward(model(x).pow(2).mean())
         run.update(optimizer)
