@@ -64,18 +64,33 @@ def explain(run: str, runs_dir: str | None, as_json: bool) -> None:
 @click.command()
 @click.argument("run")
 @click.option("-f", "--follow", is_flag=True, help="Go on with what is added, until it has ended.")
-@click.option("--rank", type=click.IntRange(0), help="One rank's log (default: the job's output).")
+@click.option("--rank", type=click.IntRange(0), help="One rank's log as it is (default: all).")
 @click.option("--attempt", type=click.IntRange(0), help="One attempt's (default: all).")
+@click.option("--grep", metavar="PATTERN", help="Only lines with this regular expression.")
+@click.option("--job", is_flag=True, help="The job's own output: rank 0's, and Slurm's lines.")
+@click.option("--raw", is_flag=True, help="Leave out no noise, and fold no equal lines.")
 @folder_option
 def logs(
-    run: str, follow: bool, rank: int | None, attempt: int | None, runs_dir: str | None
+    run: str,
+    follow: bool,
+    rank: int | None,
+    attempt: int | None,
+    grep: str | None,
+    job: bool,
+    raw: bool,
+    runs_dir: str | None,
 ) -> None:
-    """Print what RUN (a folder, id, name or job id) has printed."""
+    """Print what RUN (a folder, id, name or job id) has printed, all ranks in order of time.
+
+    Each line has its node and rank before it, unless only rank 0 has said anything. Equal lines of
+    several ranks are shown once.
+    """
+    asked = report_logs.Asked.of(rank, attempt, job, raw, grep)
     folder = find_run(folder_of(runs_dir), run)
     if follow:
-        report_logs.follow(folder, rank, attempt, lambda: report_status.has_ended(folder))
+        report_logs.follow(folder, asked, lambda: report_status.has_ended(folder))
     else:
-        report_logs.show(folder, rank, attempt)
+        report_logs.show(folder, asked)
 
 
 @click.command()

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from hpc_ddp.node import failure, leaderless, oom
+from hpc_ddp.node.growth import Growth
 from hpc_ddp.node.network import LOOPBACK, interface_to, reach
 from hpc_ddp.run.folder import (
     AttemptFolder,
@@ -204,6 +205,7 @@ class Supervisor:
         for stale in (*self._pids(), self.folder.failures):
             stale.unlink(missing_ok=True)
         self.journal = self.place.run.journal(self._name(), self.place.attempt.number)
+        self.growth = Growth(self.folder)
 
     # What a supervisor of one worker does otherwise: see node/task.py.
 
@@ -238,6 +240,7 @@ class Supervisor:
             if leader_lost and leader_lost.is_set() and not self._kill_at:
                 self._kill_at = time.time()
         self._show_rank_0()
+        self.growth.note()
         return self._end(agent.returncode)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -297,6 +300,7 @@ class Supervisor:
 
     def _look_around(self, agent: subprocess.Popen[bytes], now: float) -> None:
         self._show_rank_0()
+        self.growth.note()
         place = self.place
         word = read_word(place.attempt.notice)
         if self._peer_failed():

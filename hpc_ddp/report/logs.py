@@ -1,21 +1,104 @@
-"""What a run has printed."""
+"""What a run has printed: the job's own output, one rank's log, or all ranks' in order of time."""
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
+import os
+import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_ddp.report.evidence import is_by_hand
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.folder import AttemptFolder, RunFolder
+from hpc_ddp.run.journal import Event, events_of, last_event
 
 POLL_S = 0.5
 ASK_EVERY = 20  # polls between two questions to Slurm whether the run has ended
+CHUNK = 1 << 16  # bytes read of a log at once: there may be thousands of them
+FOLD_S = 2.0  # equal lines of several ranks within this time are one: times are good to a second
+
+# What launchers and libraries print in every rank of every job, and nobody needs.
+NOISE = re.compile(
+    rb"\[W\d{4} .*socket\.cpp:\d+\] \[c10d\] The hostname of the client socket cannot be retrieved"
+    rb"|\[Gloo\] Rank \d+ is connected to \d+ peer ranks"
+)
+MARK = re.compile(rb"^\[rank\d+\]: ?")  # torch's own, of tracebacks
+COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be shown. `rank` shows one rank's log as it is, `job` the job's own output; else
+    all ranks' are merged, which `raw` does without leaving out or folding anything."""
+
+    rank: int | None = None
+    attempt: int | None = None
+    job: bool = False
+    raw: bool = False
+    pattern: re.Pattern[bytes] | None = None
+
+    @classmethod
+    def of(
+        cls, rank: int | None, attempt: int | None, job: bool, raw: bool, grep: str | None
+    ) -> Asked:
+        """Raises UsageError where the options contradict each other, or `grep` is no pattern."""
+        if job and (rank is not None or attempt is not None):
+            raise UsageError(
+                "--job was given with --rank or --attempt: the job's output is one file, of all",
+                hint="leave out --job",
+            )
+        try:
+            pattern = re.compile(os.fsencode(grep)) if grep is not None else None
+        except re.error as error:
+            raise UsageError(
+                f"--grep {grep!r} is no regular expression: {error}",
+                hint=r"a backslash before each of . * + ? [ ( | that is meant as it is",
+            ) from None
+        return cls(rank, attempt, job, raw, pattern)
+
+
+def show(run: RunFolder, asked: Asked) -> None:
+    """Print the logs."""
+    follow(run, asked, None)
+
+
+def follow(run: RunFolder, asked: Asked, ended: Callable[[], bool] | None) -> None:
+    """Print the logs and go on with what is added, until `ended` says so; None: only what is there.
+
+    Raises
+    ------
+    UsageError
+        there is no such rank or attempt, which names those that there are; or there will be nothing
+    """
+    if is_by_hand(run.events()):
+        log_files(run, asked.rank or 0, asked.attempt)  # where there are none, none will come
+    shown = _Plain(run, asked) if asked.job or asked.rank is not None else _Merged(run, asked)
+    if ended is None:
+        shown.update(last=True)
+        if isinstance(shown, _Merged) and shown.is_empty:
+            _Plain(run, asked).update(last=True)
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        for poll in itertools.count():
+            last = poll % ASK_EVERY == 0 and ended()  # asked first, so that all before it is shown
+            with contextlib.suppress(UsageError):  # a rank that has not started yet
+                shown.update(last)
+                if last and isinstance(shown, _Merged) and shown.is_empty:
+                    _Plain(run, asked).update(last)
+            if last:
+                return
+            time.sleep(POLL_S)
+
+
+# --- files as they are ----------------------------------------------------------------------
 
 
 def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Path]:
@@ -57,34 +140,311 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     return found
 
 
-def show(run: RunFolder, rank: int | None, attempt: int | None) -> None:
-    """Copy the logs to stdout."""
-    for path in log_files(run, rank, attempt):
-        _copy(path, 0)
+class _Plain:
+    """Copies files to stdout, one after the other."""
 
+    def __init__(self, run: RunFolder, asked: Asked) -> None:
+        self._run, self._asked = run, asked
+        self._files: dict[Path, _Log] = {}
 
-def follow(
-    run: RunFolder, rank: int | None, attempt: int | None, ended: Callable[[], bool]
-) -> None:
-    """Copy the logs to stdout and go on with what is added, until `ended` says so."""
-    if is_by_hand(run.events()):
-        log_files(run, rank, attempt)  # where there are none, none will come
-    read: dict[Path, int] = {}
-    for poll in itertools.count():
-        last = poll % ASK_EVERY == 0 and ended()  # asked first, so that all before it is shown
-        with contextlib.suppress(UsageError):  # a rank that has not started yet
-            for path in log_files(run, rank, attempt):
-                read[path] = _copy(path, read.get(path, 0))
-        if last:
-            return
-        time.sleep(POLL_S)
-
-
-def _copy(path: Path, start: int) -> int:
-    """Copy a file to stdout from byte `start` on; return where its end is."""
-    with open(path, "rb") as file:
-        file.seek(start)
-        while chunk := file.read(1 << 20):
-            sys.stdout.buffer.write(chunk)
+    def update(self, last: bool) -> None:
+        for path in log_files(self._run, self._asked.rank, self._asked.attempt):
+            log = self._files.setdefault(path, _Log(path))
+            for _, line in log.lines(last or self._asked.pattern is None):
+                _write(line, self._asked.pattern)
         sys.stdout.buffer.flush()
-        return file.tell()
+
+
+def _write(line: bytes, pattern: re.Pattern[bytes] | None, before: str = "") -> None:
+    if pattern is None or pattern.search(line):
+        sys.stdout.buffer.write(before.encode() + line)
+
+
+class _Log:
+    """One growing file; `times` and `sizes` tell how long it was when. With `tidy`, of what a
+    progress bar has drawn over and over only the last is a line."""
+
+    def __init__(self, path: Path, tidy: bool = False) -> None:
+        self.path, self._tidy, self._read = path, tidy, 0
+        self.times: list[float] = []
+        self.sizes: list[int] = []
+
+    def lines(self, last: bool) -> Iterator[tuple[float, bytes]]:
+        """Yield the lines that are new, and when they were there; `last`: also one without end."""
+        rest = b""
+        while True:
+            try:
+                with open(self.path, "rb") as file:  # not kept open: there may be thousands
+                    file.seek(self._read + len(rest))
+                    chunk = file.read(CHUNK)
+            except OSError:
+                return
+            *whole, rest = (rest + chunk).split(b"\n")
+            for line in whole:
+                self._read += len(line) + 1
+                yield self._when(self._read), self._last_drawn(line) + b"\n"
+            if self._tidy:
+                drawn = self._last_drawn(rest)
+                self._read += len(rest) - len(drawn)
+                rest = drawn
+            if not chunk:
+                break
+        if rest and last:
+            self._read += len(rest)
+            yield self._when(self._read), rest
+
+    def _last_drawn(self, line: bytes) -> bytes:
+        bar = line.rstrip(b"\r")
+        return line[bar.rfind(b"\r") + 1 :] if self._tidy else line
+
+    def _when(self, size: int) -> float:
+        at = bisect_left(self.sizes, size)
+        if at < len(self.times):
+            return self.times[at]
+        with contextlib.suppress(OSError):
+            return max(self.path.stat().st_mtime, *self.times[-1:], 0.0)
+        return time.time()
+
+
+# --- all ranks, in order of time --------------------------------------------------------------
+
+
+@dataclass
+class _Group:
+    """One attempt, of a run or of a task of an array: its ranks' logs by node and rank."""
+
+    run: RunFolder
+    attempt: AttemptFolder
+    tidy: bool
+    logs: dict[tuple[str, int], _Log] = field(default_factory=dict)
+    begun: bool = False
+    told: bool = False
+    _seen: dict[Path, int] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Take in the logs that there are by now, and when they grew."""
+        for node in self.attempt.nodes():
+            for path in node.path.glob("rank-*.log"):
+                rank = path.stem.removeprefix("rank-")
+                if rank.isdecimal():
+                    self.logs.setdefault((node.path.name, int(rank)), _Log(path, self.tidy))
+            for path in node.path.glob("printed*"):
+                self._read_times(node.path.name, path)
+
+    def _read_times(self, node: str, path: Path) -> None:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            file.seek(self._seen.get(path, 0))
+            for line in file.read().splitlines(keepends=True):
+                words = line.split()
+                if not line.endswith(b"\n"):
+                    break  # half-written: the next look takes it
+                self._seen[path] = self._seen.get(path, 0) + len(line)
+                with contextlib.suppress(ValueError, IndexError, KeyError):
+                    when, size = float(words[0]), int(words[2])
+                    log = self.logs[node, int(words[1])]
+                    log.times.append(when)
+                    log.sizes.append(size)
+
+    def events(self) -> list[Event]:
+        """Return what the batch shell has journaled of the attempt; those of ranks are many."""
+        paths = sorted(self.run.journal_folder.glob("*.jsonl"))
+        found = (e for p in paths if not p.name.startswith("rank-") for e in events_of(p))
+        return [event for event in found if event["attempt"] == self.attempt.number]
+
+    def lines(self, last: bool) -> Iterator[tuple[float, str, int, bytes]]:
+        """Yield the new lines of all ranks in order of time: time, node, rank, text."""
+
+        now = time.time()  # a node's clock may be ahead
+
+        def of(node: str, rank: int, log: _Log) -> Iterator[tuple[float, int, str, bytes]]:
+            at = 0.0
+            for when, line in log.lines(last):
+                at = max(at, min(when, now))
+                yield at, rank, node, line
+
+        each = (of(node, rank, log) for (node, rank), log in sorted(self.logs.items()))
+        for when, rank, node, line in heapq.merge(*each, key=lambda found: found[:2]):
+            yield when, node, rank, line
+
+
+@dataclass
+class _Line:
+    when: float
+    node: str
+    ranks: list[int]
+    text: bytes
+
+
+class _Folded:
+    """Makes one of equal lines that several ranks print at about the same time. No rank's lines
+    change their order by it."""
+
+    def __init__(self, fold: bool) -> None:
+        self._fold = fold
+        self._held: dict[int, _Line] = {}  # by when they came
+        self._equal: dict[bytes, list[int]] = {}
+        self._last: dict[int, int] = {}  # of each rank, the line that it has had part in
+        self._count = 0
+
+    def add(self, when: float, node: str, rank: int, text: bytes) -> None:
+        for number in self._equal.get(text, ()) if self._fold else ():
+            held = self._held.get(number)
+            if held and number > self._last.get(rank, -1):
+                held.ranks.append(rank)
+                self._last[rank] = number
+                return
+        self._held[self._count] = _Line(when, node, [rank], text)
+        self._equal.setdefault(text, []).append(self._count)
+        self._last[rank] = self._count
+        self._count += 1
+
+    def take(self, before: float) -> Iterator[_Line]:
+        """Yield, and forget, the lines from before a time, in order."""
+        while self._held:
+            number = next(iter(self._held))
+            if self._held[number].when >= before:
+                return
+            line = self._held.pop(number)
+            numbers = self._equal[line.text]
+            numbers.remove(number)
+            if not numbers:
+                del self._equal[line.text]
+            yield line
+
+
+class _Merged:
+    """Prints the ranks' lines with their node and rank, and a line where an attempt begins or ends.
+
+    The marks are left out as long as only rank 0 has said anything.
+    """
+
+    def __init__(self, run: RunFolder, asked: Asked) -> None:
+        self._run, self._asked = run, asked
+        self._groups: dict[Path, _Group] = {}
+        self._folded: dict[Path, _Folded] = {}
+        self._marked = False
+        self._colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has a log."""
+        return not any(group.logs for group in self._groups.values())
+
+    def update(self, last: bool) -> None:
+        self._find()
+        groups = sorted(self._groups.values(), key=_began)
+        for group in groups:
+            group.look()
+        self._marked = self._marked or any(map(self._has_several, groups))
+        for group in groups:
+            self._update(group, last)
+        sys.stdout.buffer.flush()
+
+    def _find(self) -> None:
+        for run in self._run.tasks() or [self._run]:
+            for attempt in run.attempts():
+                if self._asked.attempt in (None, attempt.number):
+                    self._groups.setdefault(attempt.path, _Group(run, attempt, not self._asked.raw))
+        wanted = self._asked.attempt
+        if wanted is not None and not self._groups:
+            log_files(self._run, 0, wanted)  # says which there are
+
+    def _has_several(self, group: _Group) -> bool:
+        """Tell whether any rank but 0 has printed what is to be shown."""
+        others = (log.path for (_, rank), log in group.logs.items() if rank)
+        return any(map(self._says_something, others))
+
+    def _says_something(self, path: Path) -> bool:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            return any(map(self._is_shown, file.read(CHUNK).splitlines(keepends=True)))
+        return False
+
+    def _is_shown(self, line: bytes) -> bool:
+        return self._asked.raw or not NOISE.search(line)
+
+    def _update(self, group: _Group, last: bool) -> None:
+        folded = self._folded.setdefault(group.attempt.path, _Folded(not self._asked.raw))
+        fresh = (line for line in group.lines(last) if self._is_shown(line[3]))
+        events: list[Event] = []
+        if not group.begun or not group.told:
+            events = group.events()
+        if not group.begun and (group.logs or last):
+            self._say(group, _beginning(events))
+            group.begun = True
+        when = 0.0
+        for when, node, rank, text in fresh:
+            folded.add(when, node, rank, text)
+            self._print(group, folded.take(when - FOLD_S))
+        verdict = last_event(events, "verdict")
+        over = last or verdict is not None
+        self._print(group, folded.take(float("inf") if over else time.time() - FOLD_S / 2))
+        if verdict and group.begun and not group.told:
+            self._say(group, _end(verdict))
+            group.told = True
+
+    def _print(self, group: _Group, lines: Iterable[_Line]) -> None:
+        for line in lines:
+            text = line.text if line.text.endswith(b"\n") else line.text + b"\n"
+            if self._marked:
+                text = MARK.sub(b"", text)
+            _write(text, self._asked.pattern, self._mark(group, line) if self._marked else "")
+
+    def _mark(self, group: _Group, line: _Line) -> str:
+        task = f"task {group.run.index} " if group.run.is_task else ""
+        if len(line.ranks) == 1:
+            where = f"{line.node} rank {line.ranks[0]}"
+        elif len(line.ranks) == len(group.logs):
+            where = "all ranks"
+        else:
+            where = f"ranks {spans(line.ranks)}"
+        width = max(len(f"{node} rank {rank}") for node, rank in group.logs)
+        mark = f"{task}{where:{width}} | "
+        if not self._colours:
+            return mark
+        return f"\033[{COLOURS[line.ranks[0] % len(COLOURS)]}m{mark}\033[0m"
+
+    def _say(self, group: _Group, text: str) -> None:
+        if self._asked.pattern is not None or not text:
+            return
+        task = f"task {group.run.index}, " if group.run.is_task else ""
+        said = f"--- {task}attempt {group.attempt.number}{text}"
+        sys.stdout.buffer.write(
+            f"\033[1m{said}\033[0m\n".encode() if self._colours else f"{said}\n".encode()
+        )
+
+
+def _began(group: _Group) -> tuple[float, int]:
+    with contextlib.suppress(OSError):
+        return (group.attempt.path / "attempt.json").stat().st_mtime, group.attempt.number
+    return float("inf"), group.attempt.number
+
+
+def _beginning(events: Sequence[Event]) -> str:
+    """Return when, where and as which job an attempt began."""
+    started = last_event(list(events), "started")
+    if started is None:
+        return ""
+    when = time.strftime(" began %a %H:%M:%S", time.localtime(started["time"]))
+    nodes = started.get("nodes") or []
+    where = " ".join(nodes) if len(nodes) <= 4 else f"{nodes[0]} … {nodes[-1]} ({len(nodes)} nodes)"
+    job = f", job {started['job_id']}" if started.get("job_id") else ""
+    return f"{when}{where and f' on {where}'}{job}"
+
+
+def _end(verdict: Event) -> str:
+    """Return how an attempt ended, in the words of the job's own output."""
+    when = time.strftime("%H:%M:%S", time.localtime(verdict["time"]))
+    why = verdict.get("why") or verdict.get("cause")
+    then = {"requeue": "; it goes on", "give up": "; given up"}.get(verdict.get("action", ""), "")
+    return f" ended {when}: {why}{then}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Return numbers as ``0-3,7``."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)

@@ -74,7 +74,7 @@ class Journal:
 
 def read_events(folder: Path) -> list[Event]:
     """Return all events of a journal folder, by attempt and time. Torn lines are skipped."""
-    events = [event for path in sorted(folder.glob("*.jsonl")) for event in _events_of(path)]
+    events = [event for path in sorted(folder.glob("*.jsonl")) for event in events_of(path)]
     return sorted(events, key=_order)
 
 
@@ -113,7 +113,8 @@ def _order(event: Event) -> tuple[int, float]:
     return event["attempt"], event["time"]
 
 
-def _events_of(path: Path) -> Iterator[Event]:
+def events_of(path: Path) -> Iterator[Event]:
+    """Yield the events of one writer, as they were written."""
     for line in path.read_bytes().splitlines():
         if event := _event(line):
             yield event

@@ -26,7 +26,7 @@ from hpc_ddp.node.verdict import decide
 from hpc_ddp.report.causes import CAUSES, recognise
 from hpc_ddp.report.evidence import gather
 from hpc_ddp.report.explain import Explanation, explain, explain_run, paragraph
-from hpc_ddp.report.logs import follow, log_files
+from hpc_ddp.report.logs import Asked, follow
 from hpc_ddp.report.reasons import in_words
 from hpc_ddp.report.status import status_of
 from hpc_ddp.run.errors import UsageError
@@ -676,10 +676,9 @@ def test_gone_by_hand_nobody_is_sent_to_its_logs(tmp_path: Path) -> None:
     assert written.explain().kind == "lost"
     for found in (written.explain(), written.explain(live=True)):
         assert "hpc-ddp logs" not in found.hint
-    shows = (log_files, lambda run, rank, attempt: follow(run, rank, attempt, lambda: True))
-    for show in shows:
+    for ended in (None, lambda: True):
         with pytest.raises(UsageError, match="by hand: what it printed went to its term") as caught:
-            show(written.run, None, None)
+            follow(written.run, Asked(), ended)
         assert str(caught.value.hint).startswith("hpc-ddp explain ")
 
 
