@@ -45,6 +45,6 @@ class Growth:
     def _list(self) -> None:
         if not self._logs or self._looks % LIST_EVERY == 0:
             pattern = "rank-*.log" if self._node.rank is None else f"rank-{self._node.rank}.log"
-            for path in self._node.path.glob(pattern):
+            for path in sorted(self._node.path.glob(pattern)):
                 self._logs.setdefault(path, 0)
         self._looks += 1

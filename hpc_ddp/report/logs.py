@@ -371,10 +371,9 @@ class _Merged:
         if not group.begun and (group.logs or last):
             self._say(group, _beginning(events))
             group.begun = True
-        when = 0.0
         for when, node, rank, text in fresh:
-            folded.add(when, node, rank, text)
             self._print(group, folded.take(when - FOLD_S))
+            folded.add(when, node, rank, text)
         verdict = last_event(events, "verdict")
         over = last or verdict is not None
         self._print(group, folded.take(float("inf") if over else time.time() - FOLD_S / 2))
