@@ -48,8 +48,9 @@ def slow_rank(events: Sequence[Event]) -> Slow | None:
     found = [_slow_in(event) for event in last]
     always = set(found[0]).intersection(*found)
     for event, slow in zip(reversed(last), reversed(found), strict=True):
-        if event.get("slowest") in always:
-            return slow[event["slowest"]]
+        rank = event.get("slowest")
+        if isinstance(rank, int) and rank in always:
+            return slow[rank]
     return None
 
 

@@ -113,7 +113,7 @@ def test_where_only_rank_0_speaks_nothing_is_marked(logs: Logs, capfd: Any) -> N
 
 def test_one_rank_is_shown_as_it_is(logs: Logs, capfd: Any) -> None:
     logs.say(NOISE, 2, 3).say("a\rb\r", 3).say("c\n[rank3]: d", 3)
-    text = logs.run.attempt(0).node("b").rank_log(3).read_text()
+    text = logs.run.attempt(0).node("b").rank_log(3).read_bytes().decode()
     show(logs.run, Asked(rank=3))
     assert capfd.readouterr().out == text
     assert shown(logs, capfd)[1:] == ["b rank 3 | c", "b rank 3 | d"]
