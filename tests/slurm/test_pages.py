@@ -22,6 +22,7 @@ told() {
 }
 at_step() { until [ "$(told "$1" step | tr -cd 0-9)0" -ge "${2}0" ]; do sleep 0.2; done; }
 in_state() { until [ "$(told "$1" state)" = "$2" ]; do sleep 0.5; done; }
+over() { while [ -n "$(squeue --noheader --job "$1" 2>/dev/null)" ]; do sleep 0.5; done; }
 preempt() {
     sbatch --quiet --partition=high --nodes=2 --gpus-per-node=4 --output=/dev/null \
         --nodelist="$(squeue --noheader --format=%N --job "$1")" --wrap='sleep 1'
@@ -94,7 +95,7 @@ class Session:
         self._shell.wait(60)
 
 
-@pytest.mark.parametrize("page", _with_commands())
+@pytest.mark.parametrize("page", list(_with_commands()))
 def test_page(page: Path, cluster: Cluster, tmp_path: Path) -> None:
     """To accept what was printed, run with ``HPC_DDP_ACCEPT=1``, and read the diff."""
     use(cluster)
