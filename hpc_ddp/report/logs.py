@@ -22,6 +22,7 @@ from hpc_ddp.run.journal import Event, events_of, last_event
 
 POLL_S = 0.5
 ASK_EVERY = 20  # polls between two questions to Slurm whether the run has ended
+LIST_EVERY = 10  # polls between two looks for new ranks
 CHUNK = 1 << 16  # bytes read of a log at once: there may be thousands of them
 FOLD_S = 2.0  # equal lines of several ranks within this time are one: times are good to a second
 
@@ -169,6 +170,11 @@ class _Log:
         self.times: list[float] = []
         self.sizes: list[int] = []
 
+    @property
+    def may_have_grown(self) -> bool:
+        """Whether there may be something new; asks nobody where the supervisor notes that."""
+        return not self.sizes or self.sizes[-1] > self._read
+
     def lines(self, last: bool) -> Iterator[tuple[float, bytes]]:
         """Yield the lines that are new, and when they were there; `last`: also one without end."""
         rest = b""
@@ -219,29 +225,34 @@ class _Group:
     logs: dict[tuple[str, int], _Log] = field(default_factory=dict)
     begun: bool = False
     told: bool = False
-    _seen: dict[Path, int] = field(default_factory=dict)
+    _looks: int = 0
+    _seen: dict[Path, int] = field(default_factory=dict)  # bytes of each list of times
 
-    def look(self) -> None:
+    def look(self, last: bool) -> None:
         """Take in the logs that there are by now, and when they grew."""
-        for node in self.attempt.nodes():
-            for path in node.path.glob("rank-*.log"):
-                rank = path.stem.removeprefix("rank-")
-                if rank.isdecimal():
-                    self.logs.setdefault((node.path.name, int(rank)), _Log(path, self.tidy))
-            for path in node.path.glob("printed*"):
-                self._read_times(node.path.name, path)
+        if last or not self._looks % LIST_EVERY or not self.logs:
+            for node in self.attempt.nodes():
+                for path in node.path.glob("rank-*.log"):
+                    rank = path.stem.removeprefix("rank-")
+                    if rank.isdecimal():
+                        self.logs.setdefault((node.path.name, int(rank)), _Log(path, self.tidy))
+                for path in node.path.glob("printed*"):
+                    self._seen.setdefault(path, 0)
+        self._looks += 1
+        for path in self._seen:
+            self._read_times(path)
 
-    def _read_times(self, node: str, path: Path) -> None:
+    def _read_times(self, path: Path) -> None:
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            file.seek(self._seen.get(path, 0))
+            file.seek(self._seen[path])
             for line in file.read().splitlines(keepends=True):
                 words = line.split()
                 if not line.endswith(b"\n"):
                     break  # half-written: the next look takes it
-                self._seen[path] = self._seen.get(path, 0) + len(line)
+                self._seen[path] += len(line)
                 with contextlib.suppress(ValueError, IndexError, KeyError):
                     when, size = float(words[0]), int(words[2])
-                    log = self.logs[node, int(words[1])]
+                    log = self.logs[path.parent.name, int(words[1])]
                     log.times.append(when)
                     log.sizes.append(size)
 
@@ -262,7 +273,9 @@ class _Group:
                 at = max(at, min(when, now))
                 yield at, rank, node, line
 
-        each = (of(node, rank, log) for (node, rank), log in sorted(self.logs.items()))
+        every = last or self._looks % LIST_EVERY == 1  # its supervisor may not be able to note it
+        grown = [each for each in sorted(self.logs.items()) if every or each[1].may_have_grown]
+        each = (of(node, rank, log) for (node, rank), log in grown)
         for when, rank, node, line in heapq.merge(*each, key=lambda found: found[:2]):
             yield when, node, rank, line
 
@@ -332,9 +345,9 @@ class _Merged:
 
     def update(self, last: bool) -> None:
         self._find()
-        groups = sorted(self._groups.values(), key=_began)
+        groups = sorted((g for g in self._groups.values() if last or not g.told), key=_began)
         for group in groups:
-            group.look()
+            group.look(last)
         self._marked = self._marked or any(map(self._has_several, groups))
         for group in groups:
             self._update(group, last)
@@ -351,7 +364,7 @@ class _Merged:
 
     def _has_several(self, group: _Group) -> bool:
         """Tell whether any rank but 0 has printed what is to be shown."""
-        others = (log.path for (_, rank), log in group.logs.items() if rank)
+        others = (log.path for (_, rank), log in group.logs.items() if rank and log.may_have_grown)
         return any(map(self._says_something, others))
 
     def _says_something(self, path: Path) -> bool:
@@ -364,20 +377,18 @@ class _Merged:
 
     def _update(self, group: _Group, last: bool) -> None:
         folded = self._folded.setdefault(group.attempt.path, _Folded(not self._asked.raw))
-        fresh = (line for line in group.lines(last) if self._is_shown(line[3]))
-        events: list[Event] = []
-        if not group.begun or not group.told:
-            events = group.events()
-        if not group.begun and (group.logs or last):
+        events = group.events()
+        verdict = last_event(events, "verdict")
+        over = last or verdict is not None  # asked first, so that all lines before it are there
+        if not group.begun and (group.logs or over):
             self._say(group, _beginning(events))
             group.begun = True
-        for when, node, rank, text in fresh:
-            self._print(group, folded.take(when - FOLD_S))
-            folded.add(when, node, rank, text)
-        verdict = last_event(events, "verdict")
-        over = last or verdict is not None
+        for when, node, rank, text in group.lines(over):
+            if self._is_shown(text):
+                self._print(group, folded.take(when - FOLD_S))
+                folded.add(when, node, rank, text)
         self._print(group, folded.take(float("inf") if over else time.time() - FOLD_S / 2))
-        if verdict and group.begun and not group.told:
+        if verdict and not group.told:
             self._say(group, _end(verdict))
             group.told = True
 

@@ -78,7 +78,10 @@ def _has_ended(status: Status, events: list[Event]) -> bool:
 
 def _seen(run: RunFolder) -> list[Any]:
     """Return what changes when anything changes that a run's state depends on."""
-    names = os.listdir(run.path)
+    try:
+        names = os.listdir(run.path)
+    except OSError:  # it is just being removed
+        return []
     folders = [str(run.path), *(f"{run.path}/{n}" for n in sorted(names) if n.startswith("task-"))]
     found: list[Any] = [os.path.exists(f"{folder}/cancelled") for folder in folders]
     for folder in folders:

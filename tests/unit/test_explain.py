@@ -205,7 +205,9 @@ def test_running(written: Written) -> None:
         ranks = {"busy_s": [0.1, 0.1, 0.4], "data_s": [0.0, 0.0, 0.3], "slowest": 2, "node": "n2"}
         written.event("ranks", step=20, steps=9, step_s=0.4, **ranks)
     found = written.explain(_record("RUNNING"))
-    assert "But rank 2 on n2 waits for data: 0.4 s a step of its own, others 0.1 s: the" in found.text
+    assert (
+        "But rank 2 on n2 waits for data: 0.4 s a step of its own, others 0.1 s: the" in found.text
+    )
     written.event("save_failed", step=20, error="[Errno 28] No space left on device")
     found = written.explain(_record("RUNNING"))
     assert "LAST SAVE FAILED" in found.text
