@@ -11,9 +11,12 @@ import shlex
 import sys
 import time
 from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from hpc_ddp.report.evidence import is_by_hand
 from hpc_ddp.run.errors import UsageError
@@ -262,67 +265,82 @@ class _Group:
         found = (e for p in paths if not p.name.startswith("rank-") for e in events_of(p))
         return [event for event in found if event["attempt"] == self.attempt.number]
 
-    def lines(self, last: bool) -> Iterator[tuple[float, str, int, bytes]]:
-        """Yield the new lines of all ranks in order of time: time, node, rank, text."""
+    def lines(self, last: bool) -> Iterator[_Line]:
+        """Yield the new lines of all ranks in order of time."""
 
         now = time.time()  # a node's clock may be ahead
 
-        def of(node: str, rank: int, log: _Log) -> Iterator[tuple[float, int, str, bytes]]:
+        def of(node: str, rank: int, log: _Log) -> Iterator[_Line]:
             at = 0.0
             for when, line in log.lines(last):
                 at = max(at, min(when, now))
-                yield at, rank, node, line
+                yield _Line(at, rank, node, line)
 
         every = last or self._looks % LIST_EVERY == 1  # its supervisor may not be able to note it
         grown = [each for each in sorted(self.logs.items()) if every or each[1].may_have_grown]
         each = (of(node, rank, log) for (node, rank), log in grown)
-        for when, rank, node, line in heapq.merge(*each, key=lambda found: found[:2]):
-            yield when, node, rank, line
+        return heapq.merge(*each, key=itemgetter(0, 1))
 
 
-@dataclass
-class _Line:
+class _Line(NamedTuple):
     when: float
+    rank: int
     node: str
-    ranks: list[int]
     text: bytes
 
 
 class _Folded:
     """Makes one of equal lines that several ranks print at about the same time. No rank's lines
-    change their order by it."""
+    change their order by it: those before an equal one are shown first."""
 
     def __init__(self, fold: bool) -> None:
         self._fold = fold
-        self._held: dict[int, _Line] = {}  # by when they came
-        self._equal: dict[bytes, list[int]] = {}
-        self._last: dict[int, int] = {}  # of each rank, the line that it has had part in
-        self._count = 0
+        self._held: list[_Line] = []
 
-    def add(self, when: float, node: str, rank: int, text: bytes) -> None:
-        for number in self._equal.get(text, ()) if self._fold else ():
-            held = self._held.get(number)
-            if held and number > self._last.get(rank, -1):
-                held.ranks.append(rank)
-                self._last[rank] = number
-                return
-        self._held[self._count] = _Line(when, node, [rank], text)
-        self._equal.setdefault(text, []).append(self._count)
-        self._last[rank] = self._count
-        self._count += 1
+    def add(self, line: _Line) -> Iterator[tuple[_Line, list[int]]]:
+        """Take a line in; yield those that are too old to be equal to it, with their ranks."""
+        if not self._fold:
+            yield line, [line.rank]
+            return
+        yield from self.take(line.when - FOLD_S)
+        self._held.append(line)
 
-    def take(self, before: float) -> Iterator[_Line]:
-        """Yield, and forget, the lines from before a time, in order."""
-        while self._held:
-            number = next(iter(self._held))
-            if self._held[number].when >= before:
-                return
-            line = self._held.pop(number)
-            numbers = self._equal[line.text]
-            numbers.remove(number)
-            if not numbers:
-                del self._equal[line.text]
-            yield line
+    def take(self, before: float) -> Iterator[tuple[_Line, list[int]]]:
+        """Yield, and forget, all lines, if the first is from before a time."""
+        if not self._held or self._held[0].when >= before:
+            return
+        queues: dict[int, deque[_Line]] = {}
+        places: dict[bytes, dict[int, int]] = {}  # of each text, how often each rank still has it
+        for line in self._held:
+            queues.setdefault(line.rank, deque()).append(line)
+            ranks = places.setdefault(line.text, {})
+            ranks[line.rank] = ranks.get(line.rank, 0) + 1
+        held, self._held = self._held, []
+
+        def pop(rank: int) -> _Line:
+            line = queues[rank].popleft()
+            places[line.text][rank] -= 1
+            return line
+
+        gone: Counter[int] = Counter()  # lines of each rank that were shown before their turn
+        for line in held:
+            if gone[line.rank]:
+                gone[line.rank] -= 1
+                continue
+            pop(line.rank)
+            ranks = [line.rank]
+            others = [rank for rank, count in places[line.text].items() if count]
+            for rank in others:
+                if rank == line.rank:
+                    continue
+                while True:
+                    first = pop(rank)
+                    gone[rank] += 1
+                    if first.text == line.text:
+                        break
+                    yield first, [rank]
+                ranks.append(rank)
+            yield line, ranks
 
 
 class _Merged:
@@ -336,6 +354,7 @@ class _Merged:
         self._groups: dict[Path, _Group] = {}
         self._folded: dict[Path, _Folded] = {}
         self._marked = False
+        self._width = 0  # of the widest mark of one rank so far
         self._colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
     @property
@@ -383,35 +402,35 @@ class _Merged:
         if not group.begun and (group.logs or over):
             self._say(group, _beginning(events))
             group.begun = True
-        for when, node, rank, text in group.lines(over):
-            if self._is_shown(text):
-                self._print(group, folded.take(when - FOLD_S))
-                folded.add(when, node, rank, text)
+        for line in group.lines(over):
+            if self._is_shown(line.text):
+                self._print(group, folded.add(line))
         self._print(group, folded.take(float("inf") if over else time.time() - FOLD_S / 2))
         if verdict and not group.told:
             self._say(group, _end(verdict))
             group.told = True
 
-    def _print(self, group: _Group, lines: Iterable[_Line]) -> None:
-        for line in lines:
+    def _print(self, group: _Group, lines: Iterable[tuple[_Line, list[int]]]) -> None:
+        for line, ranks in lines:
             text = line.text if line.text.endswith(b"\n") else line.text + b"\n"
-            if self._marked:
-                text = MARK.sub(b"", text)
-            _write(text, self._asked.pattern, self._mark(group, line) if self._marked else "")
+            if not self._marked:
+                _write(text, self._asked.pattern)
+            elif self._asked.pattern is None or self._asked.pattern.search(text):
+                _write(MARK.sub(b"", text), None, self._mark(group, line, ranks))
 
-    def _mark(self, group: _Group, line: _Line) -> str:
+    def _mark(self, group: _Group, line: _Line, ranks: list[int]) -> str:
         task = f"task {group.run.index} " if group.run.is_task else ""
-        if len(line.ranks) == 1:
-            where = f"{line.node} rank {line.ranks[0]}"
-        elif len(line.ranks) == len(group.logs):
+        if len(ranks) == 1:
+            where = f"{line.node} rank {line.rank}"
+        elif len(ranks) == len(group.logs):
             where = "all ranks"
         else:
-            where = f"ranks {spans(line.ranks)}"
-        width = max(len(f"{node} rank {rank}") for node, rank in group.logs)
-        mark = f"{task}{where:{width}} | "
+            where = f"ranks {spans(ranks)}"
+        self._width = max(self._width, len(where) if len(ranks) == 1 else 0)
+        mark = f"{task}{where:{self._width}} | "
         if not self._colours:
             return mark
-        return f"\033[{COLOURS[line.ranks[0] % len(COLOURS)]}m{mark}\033[0m"
+        return f"\033[{COLOURS[line.rank % len(COLOURS)]}m{mark}\033[0m"
 
     def _say(self, group: _Group, text: str) -> None:
         if self._asked.pattern is not None or not text:

@@ -95,7 +95,7 @@ def test_equal_lines_of_several_ranks_are_one(logs: Logs, capfd: Any) -> None:
 def test_folding_keeps_each_ranks_order(logs: Logs, capfd: Any) -> None:
     logs.say("x\ny\n", 0).say("y\nx\n", 1)
     lines = shown(logs, capfd)[1:]
-    assert lines == ["a rank 0 | x", "all ranks | y", "a rank 1 | x"]
+    assert lines == ["a rank 1 | y", "all ranks | x", "a rank 0 | y"]
 
 
 def test_equal_lines_at_other_times_are_not_one(logs: Logs, capfd: Any) -> None:
