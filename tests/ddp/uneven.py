@@ -17,7 +17,7 @@ parser.add_argument("--sharded", action="store_true", help="FSDP2 in place of DD
 parser.add_argument("--accumulate", type=int, default=1)
 args = parser.parse_args()
 effort.EVERY_S = 0.2
-STEP_S, MORE_S = 0.01, 0.02
+STEP_S, MORE_S = 0.01, 0.06
 
 
 class Drawn(Dataset[torch.Tensor]):
