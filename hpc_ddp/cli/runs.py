@@ -42,8 +42,8 @@ def status(
 
     if watch:
         report_overview.watch(shown, watch)
-    else:
-        click.echo(shown())
+    elif text := shown():
+        click.echo(text)
 
 
 @click.command()

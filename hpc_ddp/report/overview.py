@@ -23,8 +23,8 @@ PROGRESS_S = 1.0  # a look that takes longer shows a bar
 # Each column, and what is left out first on a narrow terminal (0: never).
 COLUMNS = {
     "name": 0,
-    "id": 3,
-    "job": 4,
+    "id": 4,
+    "job": 3,
     "state": 0,
     "attempt": 8,
     "nodes": 9,
@@ -52,7 +52,7 @@ COLOURS = {
 def show(root: Path, names: Sequence[str], every: bool, as_json: bool) -> str:
     """Return the states of the runs of these names, or of all, as a table or as JSON.
 
-    JSON has all runs, whatever the table would leave out.
+    Of all, those under way come first. JSON has all runs, whatever the table would leave out.
     """
     jobs = queue()
     others = 0
@@ -61,12 +61,15 @@ def show(root: Path, names: Sequence[str], every: bool, as_json: bool) -> str:
     else:
         runs, others = select(root, jobs, every or as_json)
     rows = look(root, runs, jobs)
+    if not names:
+        rows.sort(key=lambda row: row.state not in LIVE)
     tasks = sweep.tasks(runs[0], jobs) if len(names) == 1 else []
     if as_json:
         told = [row.to_dict() for row in rows]
         return json.dumps([told[0] | {"tasks": [t.to_dict() for t in tasks]}] if tasks else told)
     if not rows:
-        return f"no runs in {root}"
+        print(f"no runs in {root}", file=sys.stderr)  # stdout is data
+        return ""
     parts = [table(rows, *terminal())]
     if others:
         parts[0] += f"\n… {others:,} older: hpc-ddp status --all"
@@ -93,11 +96,11 @@ def select(
 
 
 def look(root: Path, runs: Sequence[RunFolder], queue: Mapping[str, slurm.Queued]) -> list[Status]:
-    """Return the states of runs, those first that are under way."""
+    """Return the states of runs, in their order."""
     known = Remembered(root, queue)
     found = [known.status_of(run) for run in _shown_if_long(runs)]
     known.save()
-    return sorted(found, key=lambda status: status.state not in LIVE)
+    return found
 
 
 def _shown_if_long(runs: Sequence[RunFolder]) -> Iterator[RunFolder]:
