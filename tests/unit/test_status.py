@@ -19,11 +19,9 @@ from hpc_ddp.run.ranks import slow_rank
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.slurm import Queued
 
-NOW = time.time()
-
 
 def write(run: RunFolder, writer: str, event: str, ago: float, **fields: Any) -> None:
-    line = {"time": NOW - ago, "event": event, "attempt": 0, **fields}
+    line = {"time": time.time() - ago, "event": event, "attempt": 0, **fields}
     with open(run.journal_folder / f"{writer}.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -36,7 +34,7 @@ def make(root: Path, number: int = 7, ended: bool = False) -> RunFolder:
     write(run, "submit", "submitted", 300, backend="slurm")
     write(run, "submit", "queued", 300, job_id=str(number))
     write(run, "batch", "started", 200, nodes=["n1", "n2"], job_id=str(number))
-    write(run, "rank-0", "worker", 190, began=NOW - 195, called=NOW - 191)
+    write(run, "rank-0", "worker", 190, began=time.time() - 195, called=time.time() - 191)
     write(run, "rank-0", "first_step", 100, step=1, world_size=4, hosts=["n1", "n2"])
     for step in (200, 400):
         values = {"step": step, "total_steps": 1000, "epoch": 0, "loss": 1 / step}
@@ -168,7 +166,9 @@ def test_a_slow_rank_is_named_only_when_it_is_slow_for_long(tmp_path: Path) -> N
     status = status_of(run, {"7": RUNNING})
     assert status.slow == "rank 2 on n2 is slow: 0.3 s a step of its own, others 0.1 s"
     assert status.slow in overview.table([status])
-    write(run, "rank-0", "worker", 0, began=NOW, called=NOW)  # they were started again
+    write(
+        run, "rank-0", "worker", 0, began=time.time(), called=time.time()
+    )  # they were started again
     assert slow_rank(run.events()) is None
 
 
