@@ -9,7 +9,7 @@ KEY := $(shell { grep -E '^(requires|train|    ")' pyproject.toml; $(PYTHON) -VV
 DEPS := $(CACHE)/deps-$(KEY)
 BIN := .venv/bin
 
-.PHONY: demo test lint types cluster bench soak clean
+.PHONY: demo test test-slurm lint types cluster bench soak clean
 
 demo: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/demo.sh
@@ -25,15 +25,24 @@ types: .venv/ready
 	$(BIN)/python -m mypy tests/ddp
 	MYPYPATH=tests/slurm $(BIN)/python -m mypy tests/slurm bench
 
+# The Slurm tests with the Slurm of another suite of Debian: bullseye has 20.11, trixie 24.11, sid
+# the newest. It is fetched once, into $(CACHE).
+SUITE ?= trixie
+test-slurm: .venv/ready
+	HPC_DDP_TEST_SLURM=$(SUITE) $(BIN)/python -m pytest tests/slurm -m "version or not soak" --durations=25
+
 cluster: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell
 
-# Every row of docs/bad-days.md, with the date's results; an hour or two. 200 kills at random
-# moments, of which `make test` does a dozen. Another HPC_DDP_SOAK_SEED, other moments.
+# Every row of docs/bad-days.md, with the date's results, and the Slurm tests with each other
+# version; two or three hours. 200 kills at random moments, of which `make test` does a dozen.
+# Another HPC_DDP_SOAK_SEED, other moments.
 soak: .venv/ready
 	HPC_DDP_SOAK=200 HPC_DDP_FAULT_REPORT=docs/bad-days/faults-$$(date +%F).md \
 		$(BIN)/python -m pytest -m "soak or row" --results docs/bad-days/$$(date +%F).md; \
-		status=$$?; $(BIN)/python tests/unit/bad_days.py; exit $$status
+		status=$$?; $(BIN)/python tests/unit/bad_days.py; \
+		for suite in bullseye trixie sid; do $(MAKE) test-slurm SUITE=$$suite || status=1; done; \
+		exit $$status
 
 bench: .venv/ready
 	$(BIN)/python bench/launch.py

@@ -44,8 +44,15 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k in _KEPT or not _INHERITED.match(k)}
 
 
-def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+def _run(
+    argv: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    script: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> str:
     """Run one of Slurm's commands once and return what it printed.
+
+    With a `script`, which it reads, also what it said besides.
 
     Raises
     ------
@@ -56,7 +63,13 @@ def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     """
     try:
         done = subprocess.run(
-            argv, env=env, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+            argv,
+            env=env,
+            input=script,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
         )
     except FileNotFoundError:
         raise HpcDdpError(
@@ -65,7 +78,7 @@ def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise NoAnswerError(
-            f"{argv[0]} gave no answer within {TIMEOUT_S:.0f} s", hint="scontrol ping"
+            f"{argv[0]} gave no answer within {timeout_s:.0f} s", hint="scontrol ping"
         ) from None
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
@@ -74,7 +87,7 @@ def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
             raise NoAnswerError(f"{argv[0]} got no answer: {said}", hint="scontrol ping")
         hint = next((hint for word, hint in _HINTS.items() if word in said), f"man {argv[0]}")
         raise HpcDdpError(f"{argv[0]} refused: {said}", hint=hint)
-    return done.stdout
+    return done.stdout if script is None else done.stdout + done.stderr
 
 
 # What to look at, by what Slurm says of a job that it refuses.
@@ -87,6 +100,9 @@ _HINTS = {
     "nvalid qos": "sacctmgr show associations user=$USER format=account,partition,qos shows yours",
     "nvalid feature": "sinfo -o '%P %f' shows the features that --constraint takes",
     "nvalid node name": "sinfo -N shows the nodes",
+    "time limit": "sinfo -o '%P %l' shows the longest --time of each partition",
+    "partition not available": "sinfo -o '%P %a' shows which partitions are up",
+    "eservation": "scontrol show reservation shows them",
 }
 
 
@@ -182,6 +198,96 @@ def could_run(script: Path, *options: str) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """When and where a job would start, as ``sbatch --test-only`` says; None where it does not.
+
+    `start` is in unix seconds. `preempts` are the ids of the jobs that would have to go. `said`
+    is all of it in Slurm's own words.
+    """
+
+    start: float | None
+    nodes: str | None
+    partition: str | None
+    preempts: tuple[str, ...]
+    said: str
+
+
+def estimate(script: str, env: Mapping[str, str]) -> Estimate:
+    """Ask Slurm when and where a script would start; nothing is submitted.
+
+    Raises
+    ------
+    HpcDdpError
+        Slurm refuses the job, or gives no answer
+    """
+    return parse_estimate(_run(["sbatch", "--test-only"], env=clean_env(env), script=script))
+
+
+def parse_estimate(text: str) -> Estimate:
+    """Read what ``sbatch --test-only`` says; each part on its own, since versions word it
+    differently."""
+
+    def found(pattern: str) -> str | None:
+        match = re.search(pattern, text)
+        return match[1] if match else None
+
+    said = re.sub(r"^sbatch: ", "", text, flags=re.M).strip()
+    return Estimate(
+        start=_unix(found(r"to start at (\S+)") or ""),
+        nodes=found(r" on (?:nodes )?([^\s,]\S*)"),
+        partition=found(r" in partition (\S+)"),
+        preempts=tuple(re.findall(r"\d+", found(r"Preempts: *(.*)") or "")),
+        said=said,
+    )
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What a partition permits: times in seconds, None for no bound (or no default)."""
+
+    name: str
+    is_default: bool
+    state: str
+    max_time_s: int | None
+    default_time_s: int | None
+    max_nodes: int | None
+    nodes: int
+
+
+def partitions() -> list[Partition]:
+    """Return the partitions of the cluster; empty where nobody answers."""
+    try:
+        printed = _run(["scontrol", "--oneliner", "show", "partition"])
+    except HpcDdpError:
+        return []
+    return [parse_partition(line) for line in printed.splitlines() if "PartitionName=" in line]
+
+
+def parse_partition(line: str) -> Partition:
+    """Read a line of ``scontrol --oneliner show partition``."""
+    said = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    count = said.get("MaxNodes", "")
+    return Partition(
+        name=said["PartitionName"],
+        is_default=said.get("Default") == "YES",
+        state=said.get("State", "UP"),
+        max_time_s=_seconds(said.get("MaxTime", "")),
+        default_time_s=_seconds(said.get("DefaultTime", "")),
+        max_nodes=int(count) if count.isdecimal() else None,
+        nodes=int(said.get("TotalNodes", "0")),
+    )
+
+
+def _seconds(text: str) -> int | None:
+    """Return the seconds of ``1-12:00:00``; None for UNLIMITED, NONE."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not match:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def unusable(nodes: Sequence[str]) -> list[str]:
     """Return those of the nodes that are down, drained, or do not answer the controller."""
     bad = re.compile(r"down|drain|fail|.*\*")  # a star: it does not answer
@@ -208,6 +314,18 @@ def expand_hosts(node_list: str) -> list[str]:
     if not names:
         raise HpcDdpError(f"the node list {node_list!r} of this job names no node")
     return names
+
+
+# Slurm shows a flag in the place of the state that it belongs to. A job that is being signalled,
+# as at a preemption, is SIGNALING until all of its nodes have answered: seconds, where one is slow.
+_STATE_OF = {
+    **dict.fromkeys(("SIGNALING", "STOPPED", "RESIZING"), "RUNNING"),
+    **dict.fromkeys(("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "EXPEDITING"), "PENDING"),
+}
+
+
+def _state(shown: str) -> str:
+    return _STATE_OF.get(shown, shown)
 
 
 @dataclass(frozen=True)
@@ -263,7 +381,7 @@ def parse_job(text: str) -> Job:
     value = partial(_field, text)
     end = value(r"^\s+StartTime=\S+ EndTime=(\S+)")
     return Job(
-        state=value(r"^\s+JobState=(\S+)"),
+        state=_state(value(r"^\s+JobState=(\S+)")),
         reason=value(r"^\s+JobState=\S+ Reason=(\S+)"),
         restarts=int(value(r"^\s+Requeue=\d+ Restarts=(\d+)") or 0),
         preempted_at=_unix(value(r"^\s+PreemptEligibleTime=\S+ PreemptTime=(\S+)")),
@@ -306,8 +424,9 @@ def queue() -> dict[str, Queued]:
     """
     printed = _run(["squeue", "--me", "--noheader", "--format=%F|%A|%T|%r|%N|%L", "--states=all"])
     rows = [row for row in (line.split("|") for line in printed.splitlines()) if len(row) == 6]
-    own = {row[1]: Queued(*row[2:]) for row in rows}
-    live = {row[0]: Queued(*row[2:]) for row in rows if row[2] in LIVE}
+    each_of = [(row[0], row[1], Queued(_state(row[2]), *row[3:])) for row in rows]
+    own = {job: each for _, job, each in each_of}
+    live = {array: each for array, _, each in each_of if each.state in LIVE}
     return own | {
         job: each for job, each in live.items() if job not in own or own[job].state not in LIVE
     }
@@ -356,9 +475,85 @@ def parse_record(text: str) -> Record:
 
     value = partial(_field, text)
     return Record(
-        state=value(r"^\s+JobState=(\S+)"),
+        state=_state(value(r"^\s+JobState=(\S+)")),
         reason=value(r"^\s+JobState=\S+ Reason=(\S+)").replace("_", " "),
         exit_code=value(r"^\s+Requeue=.* ExitCode=(\S+)"),
         nodes=value(r"^\s+NodeList=(\S+)").replace("(null)", ""),
         start_time=_unix(value(r"^\s+StartTime=(\S+)")),
     )
+
+
+# --- what a cluster is like ----------------------------------------------------------------
+
+ACCOUNTING_S = 15.0  # nobody waits longer for what is only good to know
+_PAIR = re.compile(r"(?:^|\s)([A-Z]\w*)=(\S*)")
+
+
+def show_config() -> dict[str, str]:
+    """Return slurm.conf's values by name, as ``scontrol show config`` prints them.
+
+    Raises
+    ------
+    HpcDdpError
+        there is no Slurm here, or no answer
+    """
+    return parse_config(_run(["scontrol", "show", "config"]))
+
+
+def show_all(kind: str) -> list[dict[str, str]]:
+    """Return all partitions (`kind` is ``partition``) or nodes (``node``), each with its values."""
+    return parse_records(_run(["scontrol", "--oneliner", "show", kind]))
+
+
+def show_qos() -> list[dict[str, str]]:
+    """Return the qualities of service; [] where there is no accounting, or it does not answer."""
+    return _accounting(("show", "qos"), ("Name", "GraceTime", "Preempt", "PreemptMode"))
+
+
+def show_accounts(user: str) -> list[dict[str, str]]:
+    """Return a user's accounts, on all clusters of the accounting; [] as `show_qos`."""
+    wanted = ("Cluster", "DefaultAccount", "Account", "Partition")
+    return _accounting(("show", "user", user, "withassoc"), wanted)
+
+
+def takes_option(command: str, option: str) -> bool:
+    """Tell whether the help of a command of Slurm's has an option: plugins of a site add some."""
+    try:
+        return f"--{option}" in _run([command, "--help"])
+    except HpcDdpError:
+        return False
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """Read lines of the form ``Name   = value``; a name that comes again is another section's."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        name, equals, value = line.partition("=")
+        if equals:
+            found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def parse_records(text: str) -> list[dict[str, str]]:
+    """Read ``scontrol --oneliner``: by name, never by place, since versions differ in both.
+
+    Of a value with blanks, such as a reason's, the first word is kept; what looks like a name
+    within it does not replace one that stands before.
+    """
+    rows = []
+    for line in text.splitlines():
+        row: dict[str, str] = {}
+        for name, value in _PAIR.findall(line):
+            row.setdefault(name, value)
+        rows += [row] if row else []
+    return rows
+
+
+def _accounting(words: Sequence[str], wanted: Sequence[str]) -> list[dict[str, str]]:
+    argv = ["sacctmgr", "--noheader", "--parsable2", *words, f"format={','.join(wanted)}"]
+    try:
+        printed = _run(argv, timeout_s=ACCOUNTING_S)
+    except HpcDdpError:
+        return []
+    rows = [line.split("|") for line in printed.splitlines()]
+    return [dict(zip(wanted, row, strict=True)) for row in rows if len(row) == len(wanted)]

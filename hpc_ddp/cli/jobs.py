@@ -14,11 +14,12 @@ import click
 
 from hpc_ddp.cli.common import root_of, say
 from hpc_ddp.cli.options import Grouped, given, job_options, local_options, node_options
-from hpc_ddp.launch import backends, config, prepare
+from hpc_ddp.launch import backends, config, difference, estimate, origin, prepare, variables
 from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch import sweep as launch_sweep
 from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.report import origin as report_origin
 from hpc_ddp.report import preflight as report_preflight
 from hpc_ddp.report.progress import watch
 from hpc_ddp.run.errors import CAN_GO_ON, UsageError
@@ -28,6 +29,11 @@ PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the
 
 
 def _prepare(options: dict[str, Any], **forced: Any) -> Prepared:
+    prepared, settings = _plan(options, **forced)
+    return prepare.make(prepared, settings, Path.cwd())
+
+
+def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Settings]:
     run_text = options.pop("run_text")
     said = given(options) | forced
     cwd = Path.cwd()
@@ -35,17 +41,33 @@ def _prepare(options: dict[str, Any], **forced: Any) -> Prepared:
     project = config.find_project_file(cwd)
     if project and project.parent != cwd:
         say(f"settings: {project}")
+    if settings.recognised:
+        say(f"site: {settings.recognised}")
     if run_text is None:
-        return prepare.new_run(settings, cwd, root_of(settings))
-    run = find_run(root_of(settings), run_text)
-    return prepare.continued_run(run, said, settings, cwd)
+        prepared = prepare.planned_run(settings, cwd, root_of(settings))
+    else:
+        run = find_run(root_of(settings), run_text)
+        prepared = prepare.planned_continuation(run, said, settings, cwd)
+    for text in (*prepared.rendering.left_out(), *variables.warnings(prepared.spec)):
+        say(f"warning: {text}")
+    return prepared, settings
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
+@click.option(
+    "--test-only", is_flag=True, help="Submit nothing: ask Slurm when and where it would start."
+)
 @job_options
-def submit(as_json: bool, **options: Any) -> None:
+def submit(as_json: bool, test_only: bool, **options: Any) -> None:
     """Submit SCRIPT with ARGS to Slurm; prints the job id."""
-    _start(_prepare(options), as_json)
+    if not test_only:
+        _start(_prepare(options), as_json)
+        return
+    prepared, _ = _plan(options)
+    found = estimate.of(prepared)
+    for text in found.notes:
+        say(f"note: {text}")
+    click.echo(json.dumps(found.to_dict()) if as_json else found.text())
 
 
 def _start(prepared: Prepared, as_json: bool) -> None:
@@ -82,9 +104,34 @@ def sweep(as_json: bool, sets: Sequence[str], max_parallel: int | None, **option
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
+@click.option("--explain", "explained", is_flag=True, help="Show where each line comes from.")
+@click.option(
+    "--diff",
+    "since",
+    metavar="RUN",
+    help="Show what has changed since RUN, in its script and its code. Exit code 1: something.",
+)
 @job_options
-def render(as_json: bool, **options: Any) -> None:
-    """Print the batch script that `submit` would run. It can be submitted by hand."""
+def render(as_json: bool, explained: bool, since: str | None, **options: Any) -> None:
+    """Print the batch script that `submit` would run. It can be submitted by hand.
+
+    With --explain and --diff nothing is left behind. --diff takes the options that RUN was
+    submitted with, and those given here over them.
+    """
+    if since is not None:
+        if explained or options["run_text"]:
+            raise UsageError(
+                "--diff RUN goes without --explain and --run", hint="hpc-ddp render --diff RUN"
+            )
+        _show_difference(since, options, as_json)
+        return
+    if explained:
+        lines = origin.explained(*_plan(options))
+        if as_json:
+            click.echo(json.dumps([line.to_dict() for line in lines]))
+        else:
+            report_origin.show([(each.origins[0].source, each.label, each.text) for each in lines])
+        return
     prepared = _prepare(options)
     text = backends.render(prepared)
     say(f"run: {prepared.run.path}")
@@ -92,6 +139,20 @@ def render(as_json: bool, **options: Any) -> None:
         say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")
     told = {"script": text, "run": str(prepared.run.path)}
     click.echo(json.dumps(told) if as_json else text, nl=as_json)
+
+
+def _show_difference(since: str, options: dict[str, Any], as_json: bool) -> None:
+    said = given({name: value for name, value in options.items() if name != "run_text"})
+    settings = config.load(said, Path.cwd(), Path.home())
+    run = find_run(root_of(settings), since)
+    found = difference.since(run, said, Path.cwd(), Path.home())
+    if as_json:
+        click.echo(json.dumps(found.to_dict()))
+    elif found:
+        report_origin.show_difference(found.script, found.code or {})
+    else:
+        say("no difference")
+    sys.exit(bool(found))
 
 
 @click.command("dry-run", cls=Grouped, context_settings=PASS_ON)
@@ -144,6 +205,8 @@ def preflight(as_json: bool, **options: Any) -> None:
     the first thing in a job, and leaves bad nodes out of the next attempt.
     """
     settings = config.load(given(options), Path.cwd(), Path.home())
+    if settings.recognised:
+        say(f"site: {settings.recognised}")
     event = launch_preflight.look(settings, Path.cwd(), root_of(settings))
     if as_json:
         click.echo(json.dumps(event))

@@ -19,6 +19,7 @@ from hpc_ddp.run.errors import HpcDdpError
 COMMANDS = {
     **dict.fromkeys(("submit", "sweep", "render", "dry-run", "drill", "preflight"), "jobs"),
     **dict.fromkeys(("status", "explain", "logs", "verify", "cancel"), "runs"),
+    "site": "site",
 }
 
 

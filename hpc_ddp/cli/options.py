@@ -19,7 +19,9 @@ _GPUS = click.option(
 # Where and in what a job runs.
 _SCENE = [
     click.option("--site", metavar="NAME", help="A site file of templates/sites or yours."),
-    click.option("--fabric", metavar="NAME", help="The interconnect: auto, ethernet, infiniband."),
+    click.option(
+        "--fabric", metavar="NAME", help="The interconnect (default: looked up on the nodes)."
+    ),
     click.option("--interface", metavar="NAME", help="Network interface (default: looked up)."),
     click.option(
         "--setup",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
+from hpc_ddp.launch import template
 from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.launch.render import job_env, node_command, srun_end
 from hpc_ddp.run.errors import HpcDdpError, UsageError
@@ -21,6 +22,7 @@ from hpc_ddp.run.folder import link_job
 from hpc_ddp.run.spec import array_indexes
 
 PICKLE = "supervisor.pkl"
+SET_UP, TEAR_DOWN = ("settings", "setup", "attempt", "preflight"), ("teardown", "verdict")
 # For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
 SRUN = """srun() {{
     command srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * {tasks_per_node}))" "$@" &
@@ -44,6 +46,10 @@ class Backend(Protocol):
         """Return the batch script as it will run."""
         ...
 
+    def write_rest(self, prepared: Prepared) -> None:
+        """Write what the script needs beside itself."""
+        ...
+
     def start(self, prepared: Prepared) -> Started:
         """Start the run.
 
@@ -60,6 +66,9 @@ class SlurmBackend:
 
     def script(self, prepared: Prepared) -> str:
         return prepared.rendering.whole()
+
+    def write_rest(self, prepared: Prepared) -> None:
+        pass
 
     def start(self, prepared: Prepared) -> Started:
         run = prepared.run
@@ -121,11 +130,10 @@ class SubmititBackend(SlurmBackend):
 
     def script(self, prepared: Prepared) -> str:
         executor = self._executor(prepared)
-        self._pickle(prepared)
         text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
         return text + "\n"
 
-    def _pickle(self, prepared: Prepared) -> None:
+    def write_rest(self, prepared: Prepared) -> None:
         from submitit.core.utils import DelayedSubmission
 
         from hpc_ddp.node.task import submitit_main
@@ -142,6 +150,7 @@ class SubmititBackend(SlurmBackend):
         spec, run = prepared.spec, prepared.run
         if spec.container or spec.image:
             raise UsageError("the submitit back-end has no containers", hint="--backend slurm")
+        template.check_used(spec.template, (*SET_UP, "unfit", *TEAR_DOWN))
         lib = shlex.quote(str(run.lib))
         try:
             executor = submitit.SlurmExecutor(
@@ -157,16 +166,13 @@ class SubmititBackend(SlurmBackend):
             wckey=None,
             stderr_to_stdout=True,
             setup=[
-                *(
-                    prepared.rendering.block(name)
-                    for name in ("settings", "setup", "attempt", "preflight")
-                ),
+                *(prepared.rendering.block(name) for name in SET_UP),
                 'job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"',
                 f'ln -sfn {PICKLE} {folder}/"${{job}}_submitted.pkl"',
                 'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',
                 SRUN.format(tasks_per_node=spec.tasks_per_node),
             ],
-            teardown=[prepared.rendering.block(name) for name in ("teardown", "verdict")],
+            teardown=[prepared.rendering.block(name) for name in TEAR_DOWN],
             srun_args=[
                 f"--output={pairs['output']}",
                 "--open-mode=append",
@@ -190,8 +196,10 @@ BACKENDS: dict[str, Backend] = {
 
 def render(prepared: Prepared) -> str:
     """Write the run's script, and return its text."""
-    text = BACKENDS[prepared.spec.backend].script(prepared)
+    backend = BACKENDS[prepared.spec.backend]
+    text = backend.script(prepared)
     prepared.run.script.write_text(text)
+    backend.write_rest(prepared)
     return text
 
 

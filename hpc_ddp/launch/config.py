@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, Literal
 
+from hpc_ddp.launch import sites
 from hpc_ddp.launch.fabric import read_toml
-from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError, closest
 from hpc_ddp.run.spec import JobSpec
 
@@ -25,7 +26,12 @@ _LISTS = (
 )
 _NUMBERS = ("nproc-per-node", "cpus-per-task", "max-requeues", "max-failures", "max-restarts")
 _BOUNDS = ("budget-gpu-hours",)
+# A file's table [when.partition.NAME] counts only for jobs that name this partition.
+CHOICES = ("partition", "qos")
 _FLAGS = ("exclusive", "snapshot", "preflight", "elastic")
+# What a site has of these comes first, and what the job has of them after it: neither can do
+# without the other. Of an option that is there twice Slurm takes the last.
+_JOINED = ("setup", "sbatch", "srun")
 
 
 def known_keys() -> list[str]:
@@ -36,13 +42,39 @@ def known_keys() -> list[str]:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """Values by key, and where they were said: the command line, or the file at `path`, which is a
+    project's, a user's own about a site, or a shipped profile."""
+
+    kind: Literal["option", "project", "site", "profile"]
+    values: dict[str, Any]
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
-    """Merged values, by key."""
+    """Merged values, by key, and the layers that they come from, the first to count first.
+
+    `recognised` names a site that nobody has named, and by what.
+    """
 
     values: Mapping[str, Any]
+    layers: Sequence[Layer] = ()
+    recognised: str = ""
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
+
+    def layer(self, key: str, name: str | None = None) -> Layer | None:
+        """Return the layer that a key's value comes from, or one `name` of ``env``, or an item."""
+        return next(
+            (
+                layer
+                for layer in self.layers
+                if key in layer.values and (name is None or name in layer.values[key])
+            ),
+            None,
+        )
 
 
 def find_project_file(start: Path) -> Path | None:
@@ -55,48 +87,112 @@ def find_project_file(start: Path) -> Path | None:
 def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     """Merge all layers; the first that has a key wins: option, project, own site file, profile.
 
-    `env` is merged name by name; all other values are taken whole.
+    `env` is merged name by name, and a site's `setup`, `sbatch` and `srun` come before the job's;
+    all other values are taken whole. A file's tables for the job's partition and QOS come before
+    the rest of that file. The site is the one that is named, else the user's own, else one that is
+    recognised by the environment.
 
     Raises
     ------
     UsageError
         a file has an unknown key, a value of the wrong kind, or there is no such site
     """
-    layers = [options]
+    layers = [Layer("option", dict(options))]
     project = find_project_file(cwd)
     if project:
-        layer = _read_layer(project)
-        if "script" in layer:  # a path in a file is meant from there
-            layer["script"] = str(project.parent / layer["script"])
-        layers.append(layer)
-    site = next((layer["site"] for layer in layers if layer.get("site")), None)
-    layers += _site_layers(site, home)
+        layers.append(Layer("project", _read_layer(project), project))
+    site = next((layer.values["site"] for layer in layers if layer.values.get("site")), None)
+    found = None if site else sites.recognised(home, os.environ)
+    of_site = [
+        Layer("site" if path.parent == sites.own_folder(home) else "profile", values, path)
+        for path in sites.files(found[0] if found else site, home)
+        for values in [_read_layer(path, sites.KEYS)]
+    ]
+    chosen = {key: _first([*layers, *of_site], key) or "" for key in CHOICES}
+    layers, of_site = _with_tables(layers, chosen), _with_tables(of_site, chosen)
+    values = _merged(_over(layers), _over(of_site))
+    if values.get("array") and _first(layers, "continue-by") is None:
+        values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
+    return Settings(values, [*layers, *of_site], f"{found[0]} ({found[1]})" if found else "")
+
+
+def _first(layers: Sequence[Layer], key: str) -> Any:
+    return next((layer.values[key] for layer in layers if key in layer.values), None)
+
+
+def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Layer]:
+    """Return the layers, and before each those of its ``[when]`` tables that count for a job in the
+    chosen partition and QOS."""
+    found: list[Layer] = []
+    for layer in layers:
+        when = layer.values.get("when", {})
+        for key, names in chosen.items():
+            tables = when.get(key, {})
+            named = (name for name in names.split(",") if name in tables)  # Slurm has lists
+            found += [replace(layer, values=tables[name]) for name in named]
+        values = {key: value for key, value in layer.values.items() if key != "when"}
+        found.append(replace(layer, values=values))
+    return found
+
+
+def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
+    """Merge what is said of a job with what is true of its site."""
+    values = {**site, **_share(site, job), **job}
+    if "env" in values:
+        values["env"] = {**site.get("env", {}), **job.get("env", {})}
+    for key in _JOINED:
+        if key in job:
+            values[key] = [*site.get(key, ()), *job[key]]
+    return values
+
+
+def _share(of_site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a node's CPUs for a job that takes some of its GPUs: a site says them for all."""
+    counts = (re.search(r"\d+$", str(each.get("gpus-per-node", ""))) for each in (of_site, job))
+    whole, some = (int(found[0]) if found else 0 for found in counts)
+    if "cpus-per-task" not in of_site or not 0 < some < whole:
+        return {}
+    return {"cpus-per-task": max(1, of_site["cpus-per-task"] * some // whole)}
+
+
+def _over(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Merge layers, the first to count first."""
     values: dict[str, Any] = {}
     for each in reversed(layers):
-        for key, value in each.items():
+        for key, value in each.values.items():
             values[key] = {**values.get(key, {}), **value} if key == "env" else value
-    return Settings(values)
+    return values
 
 
-def _site_layers(site: str | None, home: Path) -> list[Mapping[str, Any]]:
-    """Return the layers of a site: the user's own file, then the shipped profile.
+def _read_layer(path: Path, more_keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a file's values; it may have `more_keys`, which are none of a job's."""
+    read, known = read_toml(path), known_keys()
+    when = read.pop("when", {})
+    layer = _checked(path, {k: v for k, v in read.items() if k not in more_keys}, known)
+    inner = [key for key in known if key not in (*CHOICES, "site")]
+    for key, tables in when.items() if isinstance(when, dict) else [(when, None)]:
+        if key not in CHOICES or not isinstance(tables, dict):
+            raise UsageError(
+                f"{path}: no table [when.{key}.…]; accepted: [when.partition.NAME] and"
+                " [when.qos.NAME]",
+                hint=f"look at {path}",
+            )
+        layer.setdefault("when", {})[key] = {
+            name: _checked(path, table, inner) for name, table in tables.items()
+        }
+    return layer
 
-    Without a name the user's ``site.toml`` is the site, where there is one.
+
+def _checked(path: Path, layer: Any, known: Sequence[str]) -> dict[str, Any]:
+    """Return a file's keys and values, or those of one of its tables.
+
+    Raises
+    ------
+    UsageError
+        a key is not one of the known, or has a value of the wrong kind
     """
-    own = home / ".config" / "hpc-ddp" / f"{site or 'site'}.toml"
-    shipped = folder("templates") / "sites" / f"{site or 'generic'}.toml"
-    paths = [path for path in (own, shipped) if path.is_file()]
-    if site and not paths:
-        known = sorted(p.stem for f in (own, shipped) for p in f.parent.glob("*.toml"))
-        raise UsageError(
-            f"site {site!r} is unknown; accepted: {', '.join(known)}{closest(site, known)}",
-            hint=f"describe it in {own}",
-        )
-    return [_read_layer(path) for path in paths]
-
-
-def _read_layer(path: Path) -> dict[str, Any]:
-    layer, known = read_toml(path), known_keys()
+    if not isinstance(layer, dict):
+        raise UsageError(f"{path}: {layer!r} must be a table", hint=f"see {path}")
     for key, value in layer.items():
         if key not in known:
             raise UsageError(
@@ -108,6 +204,8 @@ def _read_layer(path: Path) -> dict[str, Any]:
             raise UsageError(f"{path}: {key} is {value!r}, but must be {kind}", hint=f"see {path}")
         if isinstance(value, list) and not all(isinstance(item, str) for item in value):
             raise UsageError(f"{path}: {key} must be {kind}", hint=f"see {path}")
+    for key in {"script", "template"} & layer.keys():  # a path in a file is meant from there
+        layer[key] = str(path.parent / Path(layer[key]).expanduser())
     if "env" in layer:
         layer["env"] = {name: str(value) for name, value in layer["env"].items()}
     if isinstance(layer.get("gpus-per-node"), int):
@@ -151,6 +249,8 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     values = {key.replace("-", "_"): value for key, value in settings.values.items()}
     given = {key: value for key, value in values.items() if key in names}
     given |= {"script": str(script), "workdir": working_directory(cwd, settings.get("chdir", ""))}
+    if "template" in given:
+        given["template"] = str(cwd / given["template"])
     given["name"] = settings.get("job-name") or name_for(script)
     in_container = bool(given.get("container") or given.get("image"))
     given.setdefault("python", default_python(given.get("setup", ()), in_container))
@@ -189,7 +289,7 @@ def runs_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
 
 
 def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
-    values = {**environ, "account": settings.get("account") or ""}
+    values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
     try:
         filled = Template(text.replace("{account}", "${account}")).substitute(values)
     except KeyError as error:

@@ -31,18 +31,31 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def fabric_env(name: str) -> dict[str, str]:
-    """Return the environment variables of a fabric.
+    """Return the environment variables of a fabric; none of `auto`, which nodes look up.
 
     Raises
     ------
     UsageError
         there is no such fabric; names those that there are
     """
-    known = sorted(path.stem for path in folder("templates").joinpath("fabrics").glob("*.toml"))
+    known = {path.stem: path for path in _files()}
     if name not in known:
         raise UsageError(
             f"fabric {name!r} is unknown; accepted: {', '.join(known)}{closest(name, known)}",
-            hint="--fabric auto leaves the choice to NCCL",
+            hint="--fabric auto looks on the nodes what is there",
         )
-    values = read_toml(folder("templates") / "fabrics" / f"{name}.toml")
+    return _env(read_toml(known[name]))
+
+
+def for_auto() -> dict[str, dict[str, str]]:
+    """Return the variables of the fabrics that `auto` may choose, by name: what nodes carry."""
+    layers = {path.stem: read_toml(path) for path in _files()}
+    return {name: _env(values) for name, values in layers.items() if values.get("by-auto", True)}
+
+
+def _files() -> list[Path]:
+    return sorted(folder("templates").joinpath("fabrics").glob("*.toml"))
+
+
+def _env(values: dict[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in values.get("env", {}).items()}

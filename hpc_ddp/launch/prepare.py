@@ -16,7 +16,7 @@ from hpc_ddp.launch.config import Settings, job_spec, working_directory
 from hpc_ddp.launch.render import Rendering
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.folder import RunFolder, read_json, write_json
 from hpc_ddp.run.spec import JobSpec, array_indexes
 
 
@@ -49,9 +49,14 @@ def new_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
     UsageError
         a setting is refused; nothing is left behind
     """
+    return make(planned_run(settings, cwd, root), settings, cwd)
+
+
+def planned_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
+    """Return what `new_run` would make, and make nothing."""
     spec = job_spec(settings, cwd)
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    return _fill(spec, RunFolder(root / spec.name / run_id), settings, is_new=True)
+    return plan(spec, RunFolder(root / spec.name / run_id), settings, is_new=True)
 
 
 def continued_run(
@@ -64,6 +69,13 @@ def continued_run(
     UsageError
         the run is finished, or an option is refused
     """
+    return make(planned_continuation(run, options, settings, cwd), settings, cwd)
+
+
+def planned_continuation(
+    run: RunFolder, options: Mapping[str, Any], settings: Settings, cwd: Path
+) -> Prepared:
+    """Return what `continued_run` would make, and make nothing."""
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
     _check_idle(run)
@@ -74,6 +86,8 @@ def continued_run(
         changed["script"] = str((cwd / changed["script"]).absolute())
     if "chdir" in changed:
         changed["workdir"] = working_directory(cwd, changed["chdir"])
+    if "template" in changed:
+        changed["template"] = str(cwd / changed["template"])
     if "env" in changed:
         changed["env"] = {**spec.env, **changed["env"]}
     # The back-end is not the run's: what was tried here may go on there, and the other way round.
@@ -85,7 +99,7 @@ def continued_run(
     spec = replace(spec, **{key: value for key, value in changed.items() if key in names})
     if not Path(spec.script).is_file():
         raise UsageError(f"script {spec.script!r} does not exist any more", hint="name SCRIPT")
-    return _fill(spec, run, settings, is_new=False)
+    return plan(spec, run, settings, is_new=False)
 
 
 def _unfinished(run: RunFolder, spec: JobSpec) -> str:
@@ -101,18 +115,34 @@ def _unfinished(run: RunFolder, spec: JobSpec) -> str:
     return ",".join(left) + percent + bound
 
 
-def _fill(spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool) -> Prepared:
+def plan(spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool) -> Prepared:
+    """Return the job as it would run there; nothing is written.
+
+    Raises
+    ------
+    UsageError
+        a variable is not set here, or the user's template is broken
+    """
     _check_environment(spec)
     script = Path(spec.script)
-    prepared = Prepared(spec, run, script.parent, script, is_new)
+    code = script.parent
+    if settings.get("snapshot", True):
+        code, script = snapshot.place(script, run)
+    prepared = Prepared(spec, run, code, script, is_new)
     prepared.rendering.whole()  # a broken template ends it before anything is written
+    return prepared
+
+
+def make(prepared: Prepared, settings: Settings, cwd: Path) -> Prepared:
+    """Make the folder of a planned run, with all that it needs."""
+    run, spec = prepared.run, prepared.spec
     try:
         run.make()
         snapshot.carry_library(run)
         if settings.get("snapshot", True):
-            code, script = snapshot.take(script, run, settings.get("snapshot-exclude", ()))
-            prepared = replace(prepared, code=code, script=script)
+            snapshot.take(Path(spec.script), run, settings.get("snapshot-exclude", ()))
         run.job_json.write_text(spec.to_json())
+        write_json(run.asked_json, _asked(run, settings, cwd))
     except OSError as error:
         prepared.discard()
         raise UsageError(
@@ -123,6 +153,21 @@ def _fill(spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool) -> Pr
         prepared.discard()
         raise
     return prepared
+
+
+def _asked(run: RunFolder, settings: Settings, cwd: Path) -> dict[str, Any]:
+    """Return what was said on the command line, over what was said when the run began."""
+    before = read_json(run.asked_json)
+    said = next((layer.values for layer in settings.layers if layer.kind == "option"), {})
+    return {"cwd": str(cwd), "options": over(before.get("options", {}), said)}
+
+
+def over(options: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with others over them: ``env`` name by name, and SCRIPT without its ARGS."""
+    merged = {**options, **others}
+    if "env" in options and "env" in others:
+        merged["env"] = {**options["env"], **others["env"]}
+    return merged
 
 
 def _check_idle(run: RunFolder) -> None:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
-
-import jinja2
+from typing import Any
 
 from hpc_ddp import __version__
-from hpc_ddp.launch import container
+from hpc_ddp.launch import container, template
 from hpc_ddp.launch.fabric import fabric_env
-from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec, directives, point_args
 
-T = TypeVar("T")
-
-BASE = "job.sbatch.j2"
 # No limit on how long srun waits for the other nodes once the first has ended well: rank 0 may
 # evaluate and export for long. A site's own WaitTime would end it. Failed nodes end the others.
 WAIT_S = 0
@@ -110,8 +102,12 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
 
 
 def job_env(spec: JobSpec) -> dict[str, str]:
-    """Return the variables written into the script: the fabric's, then the user's over them."""
-    return {**fabric_env(spec.fabric), **spec.env}
+    """Return the variables written into the script: the fabric's, then the user's over them.
+
+    A job of one node needs no fabric, and some are not set up for one (Slingshot on Frontier).
+    """
+    fabric = fabric_env(spec.fabric)
+    return {**(fabric if spec.node_range[1] > 1 else {}), **spec.env}
 
 
 class Rendering:
@@ -122,6 +118,8 @@ class Rendering:
     UsageError
         the user's template is missing or broken; names file and line
     """
+
+    _marker: template.Marker | None = None
 
     def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:
         if {":", "\\"} & set(str(run.path)) or not str(run.path).isprintable():
@@ -162,57 +160,12 @@ class Rendering:
 
     def whole(self) -> str:
         """Return the whole script."""
-        template = self._template()
-        return _guarded(lambda: template.render(self._context))
+        return template.whole(self._spec.template, self._context, self._marker)
+
+    def left_out(self) -> list[str]:
+        """Return what a user's template leaves out, and what follows from it."""
+        return template.missing(self.whole()) if self._spec.template else []
 
     def block(self, name: str) -> str:
         """Return one named block."""
-        template = self._template()
-        context = template.new_context(self._context)
-        return _guarded(lambda: "".join(template.blocks[name](context)))
-
-    def _template(self) -> jinja2.Template:
-        own = Path(self._spec.template).absolute() if self._spec.template else None
-        environment = _environment(own.parent if own else None)
-        return _guarded(lambda: environment.get_template(own.name if own else BASE))
-
-
-@cache  # keeps compiled templates: a job is rendered once to check it, and once to run it
-def _environment(own: Path | None) -> jinja2.Environment:
-    paths = ([own] if own else []) + [folder("templates")]
-    environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(path) for path in paths]),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )  # no autoescape: this is no HTML; every value goes through `q` or `in_double_quotes`
-    environment.filters["q"] = lambda value: shlex.quote(str(value))
-    environment.filters["in_double_quotes"] = _in_double_quotes
-    return environment
-
-
-def _in_double_quotes(word: str) -> str:
-    """Quote a word of ours in which variables are to be expanded: ``--x="$Y"``."""
-    name, _, value = word.partition("=")
-    return f'{name}="{value}"' if "$" in value else word
-
-
-def _guarded(work: Callable[[], T]) -> T:
-    try:
-        return work()
-    except jinja2.TemplateNotFound as error:
-        raise UsageError(
-            f"template {error.name!r} does not exist", hint="--template FILE"
-        ) from None
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"the template is broken: {type(error).__name__}: {error}",
-            hint=f"blocks and variables: {folder('templates') / BASE}",
-        ) from None
-    except jinja2.TemplateError as error:
-        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise UsageError(
-            f"the template is broken{line}: {error.message}",
-            hint=f"blocks and variables: {folder('templates') / BASE}",
-        ) from None
+        return template.block(name, self._spec.template, self._context, self._marker)

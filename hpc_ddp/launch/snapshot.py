@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from hpc_ddp.launch.fabric import for_auto
 from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
@@ -34,11 +36,19 @@ def carry_library(run: RunFolder) -> None:
     for name in ("__init__.py", "slurm.py", "py.typed"):
         shutil.copy(PACKAGE / name, package / name)
     shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
+    # Python 3.10, which a node may have, reads no TOML.
+    (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
     draft.rename(run.lib)
 
 
-def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, Path]:
-    """Copy the code around `script` to ``code/<n>``; return (that folder, the script in it).
+def place(script: Path, run: RunFolder) -> tuple[Path, Path]:
+    """Return where the next snapshot is made, ``code/<n>``, and the script's place in it."""
+    target = run.code / str(len(list(run.code.glob("*"))))
+    return target, target / script.relative_to(_work_tree(script) or script.parent)
+
+
+def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
+    """Copy the code around `script` to its `place`.
 
     The code is the git work tree of the script (tracked files, and untracked ones that are not
     ignored), or else its folder.
@@ -48,26 +58,50 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, Pa
     UsageError
         it is larger than 50 MB or 20,000 files; names the largest
     """
+    root, names = files(script, run, exclude)
+    target, inside = place(script, run)
+    made: set[Path] = set()
+    for name in names:
+        copy = target / name
+        if copy.parent not in made:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            made.add(copy.parent)
+        shutil.copy(root / name, copy, follow_symlinks=False)
+    if not inside.exists():  # ignored by git, or excluded: the one file that must be there
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(script, inside)
+
+
+def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the folder of the code around `script`, and the files in it that are taken."""
     root = _work_tree(script)
     if root:
         names = _git_files(root, run.root)
     else:
         root = script.parent
         names = _plain_files(root, run.root)
-    sizes = _measure(root, names, exclude)
-    target = run.code / str(len(list(run.code.glob("*"))))
-    made: set[Path] = set()
-    for name in sizes:
-        copy = target / name
-        if copy.parent not in made:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            made.add(copy.parent)
-        shutil.copy(root / name, copy, follow_symlinks=False)
-    inside = target / script.relative_to(root)
-    if not inside.exists():  # ignored by git, or excluded: the one file that must be there
-        inside.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(script, inside)
-    return target, inside
+    return root, list(_measure(root, names, exclude))
+
+
+def changes(script: Path, run: RunFolder, code: Path, exclude: Sequence[str]) -> dict[str, str]:
+    """Return what a snapshot of now would have otherwise than the one at `code`: for each such file
+    ``A`` (added), ``D`` (deleted) or ``M`` (modified)."""
+    root, names = files(script, run, exclude)
+    now = {*names, str(script.relative_to(root))}  # the script, too, though git may ignore it
+    then = {
+        str(path.relative_to(code))
+        for path in code.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    }
+    found = dict.fromkeys(now - then, "A") | dict.fromkeys(then - now, "D")
+    for name in now & then:
+        if _content(root / name) != _content(code / name):
+            found[name] = "M"
+    return dict(sorted(found.items()))
+
+
+def _content(path: Path) -> bytes:
+    return os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
 
 
 def _work_tree(script: Path) -> Path | None:

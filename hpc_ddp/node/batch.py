@@ -94,6 +94,7 @@ def variables(
         "HPC_DDP_LEAST_NODES": str(min(spec.least_nodes, len(nodes))),
         "HPC_DDP_RDZV_ID": f"{id}.{attempt.number}",
         "HPC_DDP_END_TIME": f"{end:.0f}" if end else "",
+        "HPC_DDP_FABRIC": spec.fabric,
         "HPC_DDP_SIGNAL": spec.notice_signal,
         "HPC_DDP_WARN_S": f"{min(warn_s, (end - time.time()) / 10):.0f}" if end else "",
     }

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from hpc_ddp.node import network
+from hpc_ddp.node import fabric, network
 from hpc_ddp.node.supervisor import NOTICE_SIGNALS, Place
 
 MARK = "hpc-ddp-preflight "  # what a set-up line or a container prints is passed over
@@ -83,6 +83,15 @@ def _has_ipv6(name: str) -> bool:
         lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
         return any(words[-1] == name and not words[0].startswith("fe80") for words in lines)
     return False
+
+
+def interconnect(place: Place) -> dict[str, Any]:
+    """Return the fabric that is here, and how many cards it has; also what keeps NCCL from it."""
+    if place.is_local or len(place.nodes) == 1:
+        return {}
+    found = fabric.look()
+    note = {"note": f"fabric: {found.trouble}"} if found.trouble else {}
+    return {"fabric": found.name or None, "cards": len(found.cards), **note}
 
 
 def gpus(asked: int, environ: dict[str, str], listed: int | None, devices: int) -> dict[str, Any]:
@@ -334,7 +343,8 @@ class Torch:
 
     def __init__(self, place: Place) -> None:
         argv = [sys.executable, str(place.run.lib / "node.py"), "bandwidth"]
-        env = {**os.environ, **place.interface_env()}
+        settings = place.fabric_env(fabric.look()) if place.seeks_fabric else {}
+        env = {**os.environ, **settings, **place.interface_env()}
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe, stderr=pipe)
         self._teller = threading.Thread(target=self._tell, daemon=True)
@@ -406,6 +416,7 @@ def main(argv: list[str]) -> int:
     with contextlib.suppress(OSError):
         tell(values={"load": round(os.getloadavg()[0] / (os.cpu_count() or 1), 1)})
     _look("interface", lambda: interface(place))
+    _look("fabric", lambda: interconnect(place))
     _look("gpus", lambda: _check_gpus(place, order["gpus"]))
     _look("tmpdir", lambda: tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")))
     _look("scratch", lambda: space(place.run.path, order["needed"]))

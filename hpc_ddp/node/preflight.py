@@ -200,6 +200,29 @@ def find_other_torch(told: All) -> None:
             each.bad.append(("torch", "torch sees no GPU here, or is built without NCCL"))
 
 
+def find_other_fabric(told: All, used: bool) -> None:
+    """Find nodes without the interconnect that others have, or with fewer cards of it.
+
+    Without GPUs, or over Ethernet by wish, it is not `used`, and only noted.
+    """
+    seen = [
+        (each.values["fabric"], each.values["cards"])
+        for each in told.values()
+        if "fabric" in each.values
+    ]
+    usual = Counter(pair for pair in seen if pair[0]).most_common(1)
+    if not usual:
+        return
+    (name, cards), _ = usual[0]
+    for each in told.values():
+        own, count = each.values.get("fabric", name), each.values.get("cards", cards)
+        if own != name:
+            why = f"{own or 'no fast network that we know'} here, while others have {name}"
+            each.bad.append(("fabric", why)) if used else each.notes.append(why)
+        elif count != cards:
+            each.notes.append(f"{count} cards of {name}, while others have {cards}")
+
+
 def note_odd(told: All) -> None:
     """Note busy processors, and clocks that differ: logs are hard to read then, for one."""
     for each in told.values():
@@ -489,6 +512,7 @@ def _converse(talk: Talk, spec: JobSpec, run: RunFolder, folder: Path) -> None:
     find_misnamed(told)
     find_cut_off(told, "scratch", unseen)
     find_cut_off(told, "link")
+    find_other_fabric(told, used=bool(spec.gpu_count) and spec.fabric != "ethernet")
     note_odd(told)
     imported = talk.until("imported", [node for node in checked if not told[node].bad])
     find_other_torch(told)
@@ -550,6 +574,8 @@ def main(argv: list[str]) -> int:
     environ.setdefault("HPC_DDP_ATTEMPT", "0")  # by hand in an allocation there is no attempt
     attempt = run.attempt(int(environ["HPC_DDP_ATTEMPT"]))
     try:
+        spec = JobSpec.from_json(run.job_json.read_text())
+        environ.setdefault("HPC_DDP_FABRIC", spec.fabric)
         if "HPC_DDP_NODES" not in environ:
             environ["HPC_DDP_NODES"] = " ".join(slurm.expand_hosts(environ["SLURM_JOB_NODELIST"]))
         found = examine(

@@ -11,6 +11,7 @@ without that word is being torn down after a peer's crash.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -19,13 +20,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from string import Template
 from types import FrameType
 from typing import Any
 
+from hpc_ddp.node import fabric as fabrics
 from hpc_ddp.node import failure, leaderless, oom
 from hpc_ddp.node.growth import Growth
 from hpc_ddp.node.network import LOOPBACK, interface_to, reach
@@ -64,6 +66,7 @@ class Place:
     warn_s: float
     interface: str | None
     notice_signal: signal.Signals = signal.SIGTERM
+    fabric: str = ""
 
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> Place:
@@ -79,6 +82,7 @@ class Place:
             warn_s=float(environ.get("HPC_DDP_WARN_S") or 0),
             interface=environ.get("HPC_DDP_INTERFACE") or None,
             notice_signal=signal.Signals[f"SIG{environ.get('HPC_DDP_SIGNAL') or 'TERM'}"],
+            fabric=environ.get("HPC_DDP_FABRIC", ""),
         )
 
     @property
@@ -115,7 +119,18 @@ class Place:
         if not name:
             return {}
         told = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # =: exactly this
-        return {key: value for key, value in told.items() if key not in os.environ}
+        # An administrator may have said it in NCCL's own files, and knows better than a route.
+        given = {**({} if self.interface else fabrics.configured(os.environ)), **os.environ}
+        return {key: value for key, value in told.items() if key not in given}
+
+    @property
+    def seeks_fabric(self) -> bool:
+        """Whether the interconnect is to be looked up: alone, a node needs none."""
+        return self.fabric == "auto" and len(self.nodes) > 1 and not self.is_local
+
+    def fabric_env(self, found: fabrics.Found) -> dict[str, str]:
+        """Return what tells NCCL of the interconnect, where nothing else has."""
+        return fabrics.settings(found, self.run.lib, os.environ)
 
 
 def node_index(environ: Mapping[str, str]) -> int:
@@ -198,6 +213,7 @@ class Supervisor:
     _next_fence: float = 0.0
     _log_position: int = 0
     _oom_kills: int = field(default_factory=oom.kills)
+    _fabric: fabrics.Found | None = None  # what is to be compared with the first node's
 
     def __post_init__(self) -> None:
         self.folder = self._own_folder()
@@ -215,6 +231,10 @@ class Supervisor:
     def _name(self) -> str:
         """Who this is among all supervisors of the attempt."""
         return self.place.node
+
+    @property
+    def _speaks_for_its_node(self) -> bool:
+        return True
 
     def _pids(self) -> list[Path]:
         """Return the files with the process ids of the workers that have started."""
@@ -271,7 +291,43 @@ class Supervisor:
         place = self.place
         env = dict(os.environ, HPC_DDP_NODE=place.node, HPC_DDP_NODE_FOLDER=str(self.folder.path))
         env["HPC_DDP_NOTICE"] = str(self.folder.notice)
-        return env | place.interface_env()
+        return env | self._fabric_env() | place.interface_env()
+
+    def _fabric_env(self) -> dict[str, str]:
+        """Look up the interconnect; note it, and say what was found and set for it.
+
+        What is said is the first node's: the others say only where theirs is another.
+        """
+        place = self.place
+        if not place.seeks_fabric:
+            return {}
+        found = fabrics.look()
+        told = place.fabric_env(found)
+        if not self._speaks_for_its_node:
+            return told
+        self.journal.write("fabric", node=place.node, **asdict(found), env=told)
+        if place.index > 0:
+            self._fabric = found
+            return told
+        with contextlib.suppress(OSError):  # then nobody compares
+            place.attempt.fabric.write_text(json.dumps(asdict(found)))
+        if found != fabrics.Found():
+            words = " ".join(f"{key}={value}" for key, value in told.items())
+            _say(f"fabric: {place.node}: {found}; {words or 'nothing is set for it'}")
+        return told
+
+    def _compare_fabric(self) -> None:
+        """Say loudly where the first node has another interconnect: NCCL would hang, or crawl."""
+        if not self._fabric:
+            return
+        place, own, told = self.place, self._fabric, read_json(self.place.attempt.fabric)
+        if told:
+            self._fabric, first = None, fabrics.Found(**told)
+            if not own.is_like(first):
+                _say(
+                    f"WARNING: the interconnect of {place.node} is {own}, and of {place.nodes[0]}"
+                    f" {first}: NCCL will fail, hang or be slow"
+                )
 
     def _look(self, agent: subprocess.Popen[bytes]) -> None:
         """Act on what has come since the last look."""
@@ -301,6 +357,7 @@ class Supervisor:
     def _look_around(self, agent: subprocess.Popen[bytes], now: float) -> None:
         self._show_rank_0()
         self.growth.note()
+        self._compare_fabric()
         place = self.place
         word = read_word(place.attempt.notice)
         if self._peer_failed():
@@ -434,6 +491,10 @@ class Supervisor:
             while waiting and waiting[-1].exists():  # each is looked for until it is seen once
                 waiting.pop()
             time.sleep(0.2)
+
+
+def _say(text: str) -> None:
+    print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
 
 
 def supervise(kind: type[Supervisor], command: list[str]) -> int:

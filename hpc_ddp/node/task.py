@@ -38,6 +38,10 @@ class TaskSupervisor(Supervisor):
     def _name(self) -> str:
         return f"{self.place.node}-{self.rank}"
 
+    @property
+    def _speaks_for_its_node(self) -> bool:
+        return self.rank % self.workers == 0
+
     def _pids(self) -> list[Path]:
         return [self.folder.path / f"rank-{self.rank}.pid"]
 

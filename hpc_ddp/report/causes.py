@@ -200,6 +200,14 @@ CAUSES = (
         "a program is built for another kind of processor",
         "use an environment that was built on such a node",
     ),
+    Cause(
+        "bad environment",
+        r"Error: network [\w ]+ not found|Failed to initialize any NET plugin",
+        "NCCL found no way to use the network that it was told to (NCCL_NET): its plugin, or"
+        " libibverbs, is not in the job's environment, or the cards are not in the node",
+        "see what the output says of it, and load what is missing (--setup 'module load …');"
+        " or go without it, slowly: --fabric ethernet",
+    ),
     # peers and network
     Cause(
         "hang",

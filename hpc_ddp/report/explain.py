@@ -399,6 +399,8 @@ def _known(facts: Facts, row: Cause, named: dict[str, str], who: str) -> tuple[s
     if "waited" in row.words and facts.ended:
         text += f" Until then {_ranks(facts.ended)} had said nothing."
         rank = facts.ended[0]
+    if row.kind in ("communication", "hang"):
+        text += _fabrics(facts)
     return row.kind, text, _hint(facts, row.hint, named, rank)
 
 
@@ -414,6 +416,18 @@ def _stood(facts: Facts) -> str:
         places.setdefault(place, []).append(rank)
     told = [f"{_ranks(ranks)} at {place}" for place, ranks in places.items()]
     return f" There stood {'; '.join(told[:4])}." if told else ""
+
+
+def _fabrics(facts: Facts) -> str:
+    """Return which nodes had another interconnect than most, where NCCL needs the same of all."""
+    told = facts.of("fabric", attempt=facts.newest)
+    seen = {text_of(event, "node"): text_of(event, "name") for event in told}
+    if len(set(seen.values())) < 2:
+        return ""
+    usual = Counter(filter(None, seen.values())).most_common(1)[0][0]
+    odd = [f"{node} ({name or 'none'})" for node, name in seen.items() if name != usual]
+    more = f" and {len(odd) - 3} more" if odd[3:] else ""
+    return f" The interconnect was {usual}, but not on {', '.join(odd[:3])}{more}."
 
 
 def _silent(facts: Facts, cause: str) -> Explanation:

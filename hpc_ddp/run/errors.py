@@ -35,9 +35,12 @@ class UsageError(HpcDdpError):
     exit_code = 2
 
 
-def closest(value: str, accepted: Iterable[str]) -> str:
-    """Return ``, did you mean 'x'?`` for the accepted word nearest to `value`, or nothing."""
+def closest(value: str, accepted: Iterable[str], alike: float = 0.6) -> str:
+    """Return ``, did you mean 'x'?`` for the accepted word nearest to `value`, or nothing.
+
+    `alike` is the least likeness, between 0 and 1 (difflib's ratio).
+    """
     import difflib  # on the error path only
 
-    near = difflib.get_close_matches(value, list(accepted), n=1)
+    near = difflib.get_close_matches(value, list(accepted), n=1, cutoff=alike)
     return f", did you mean {near[0]!r}?" if near else ""

@@ -4,12 +4,13 @@
 
     <runs>/<name>/<run id>/
         job.json job.sbatch          what was asked for, and the script that runs
+        asked.json                   what of it stood on the command line
         code/<n>/                    the snapshot of the n-th submit
         lib/hpc_ddp/                 the node-side part of hpc-ddp, so that no upgrade and no
                                      environment on the nodes can get in between
         journal/<writer>.jsonl
         logs/slurm.out
-        logs/attempt-<k>/attempt.json, notice, failed
+        logs/attempt-<k>/attempt.json, notice, failed, fabric
         logs/attempt-<k>/<node>/rank-<r>.log, agent.log, printed, notice, record.json,
                                 (where each worker is a task: notice-<r>, record-<r>.json, …)
                                 and of a hang stack-rank-<r>.txt, flight-rank-<r>
@@ -121,6 +122,11 @@ class AttemptFolder:
         return self.path / "failed"
 
     @property
+    def fabric(self) -> Path:
+        """Holds the interconnect that the first node has found; empty before (see `notice`)."""
+        return self.path / "fabric"
+
+    @property
     def port_taken(self) -> Path:
         return self.path / "port-taken"
 
@@ -182,6 +188,11 @@ class RunFolder:
     @property
     def job_json(self) -> Path:
         return self.path / "job.json"
+
+    @property
+    def asked_json(self) -> Path:
+        """What was said on the command line, and where: ``options`` by key, and ``cwd``."""
+        return self.path / "asked.json"
 
     @property
     def script(self) -> Path:
@@ -300,6 +311,7 @@ class RunFolder:
         (draft / "attempt.json").write_text(json.dumps(info))
         (draft / "notice").touch()
         (draft / "failed").touch()
+        (draft / "fabric").touch()
         try:
             draft.rename(attempt.path)  # fails on a folder that isn't empty: ours never is
         except OSError as error:

@@ -56,7 +56,9 @@ ELASTIC_RESTARTS = 3  # what is left of a group fails too when a peer is gone: t
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 _NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)", re.I)
+_SECRET = re.compile(
+    r"TOKEN(?!IZER|S)|SECRET|PASSW|CREDENTIAL|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)", re.I
+)
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
 _INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?", re.A)
 _PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,9 +62,12 @@ def _names(folder: Path) -> list[str]:
         (["submit", "--nodes", "4-1", "train.py"], "or a range of them, as 1-4"),
         (["submit", "--torchrun=--nnodes=3", "train.py"], "--nnodes is set by hpc-ddp"),
         (["submit", "--backend", "slrum", "train.py"], "did you mean 'slurm'?"),
-        (["submit", "--fabric", "ether", "train.py"], "accepted: auto, ethernet, infiniband"),
+        (["submit", "--fabric", "ether", "train.py"], "accepted: auto, efa, ethernet, infiniband"),
         (["submit", "--site", "nowhere", "train.py"], "site 'nowhere' is unknown"),
-        (["submit", "--template", "gone.j2", "train.py"], "template 'gone.j2' does not exist"),
+        (["submit", "--template", "gone.j2", "train.py"], "gone.j2' does not exist"),
+        (["submit", "--test-only", "--backend", "local", "train.py"], "accepted: slurm, submitit"),
+        (["render", "--diff", "nope"], "no run 'nope'"),
+        (["render", "--diff", "x", "--explain"], "goes without --explain and --run"),
         (["submit", "--env", "NOT_SET", "train.py"], "NOT_SET is not set here"),
         (["submit", "--env", "HF_TOKEN=x", "train.py"], "looks like a secret"),
         (["submit", "--run", "nope", "train.py"], "no run 'nope'"),
@@ -94,8 +98,8 @@ def test_usage_errors(run_cli: Cli, project: Path, words: list[str], message: st
 
 
 def test_without_a_slurm_submit_says_so(run_cli: Cli, project: Path) -> None:
-    for backend in ("slurm", "submitit"):
-        done = run_cli("submit", "--backend", backend, "train.py")
+    for words in (["slurm"], ["submitit"], ["slurm", "--test-only"]):
+        done = run_cli("submit", "--backend", *words, "train.py")
         assert done.returncode == 1
         assert "this machine has no Slurm client" in done.stderr
         assert "Traceback" not in done.stderr
@@ -110,6 +114,45 @@ def test_render_prints_the_script_alone_and_keeps_it(run_cli: Cli) -> None:
     assert Path(kept, "job.sbatch").read_text() == done.stdout
     told = json.loads(run_cli("render", "--json", "train.py").stdout)
     assert Path(told["run"]).is_dir()
+
+
+def test_explain_shows_the_script_and_leaves_nothing_behind(run_cli: Cli, project: Path) -> None:
+    words = ("--nodes", "2", "train.py")
+    done = run_cli("render", "--explain", *words)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^--nodes +#SBATCH --nodes=2$", done.stdout, re.M)
+    told = json.loads(run_cli("render", "--explain", "--json", *words).stdout)
+    assert {"line": "#!/bin/bash", "origins": [{"source": "hpc-ddp"}]} in told
+    assert _names(project.parent / "runs") == []
+    plain = run_cli("render", *words).stdout
+    assert plain.count("\n") == done.stdout.count("\n") == len(told)
+    kept = _names(project.parent / "runs")
+    same = run_cli("render", "--diff", "train")
+    assert (same.returncode, same.stdout, same.stderr) == (0, "", "no difference\n")
+    (project / "train.py").write_text("print('bye')\n")
+    other = run_cli("render", "--diff", "train", "--nodes", "3")
+    assert other.returncode == 1
+    assert "\n-#SBATCH --nodes=2\n+#SBATCH --nodes=3\n" in other.stdout
+    assert other.stdout.endswith("code: 1 changed\n  M train.py\n")
+    told = json.loads(run_cli("render", "--diff", "train", "--json").stdout)
+    assert told == {"same": False, "script": [], "code": {"train.py": "M"}}
+    assert _names(project.parent / "runs") == kept
+
+
+def test_a_template_of_a_site_file(run_cli: Cli, project: Path) -> None:
+    site = project.parent / ".config" / "hpc-ddp"
+    site.mkdir(parents=True)
+    (site / "site.toml").write_text('template = "group.j2"\n')
+    (site / "group.j2").write_text(
+        "{% extends 'job.sbatch.j2' %}\n{% block verdict %}\ntrue\n{% endblock %}\n"
+    )
+    done = run_cli("render", "train.py")
+    assert done.stdout.endswith("\ntrue\n")
+    assert "warning: the template leaves out 'batch verdict': nothing requeues" in done.stderr
+    (site / "group.j2").write_text("{% extends 'job.sbatch.j2' %}\n{% block stp %}{% endblock %}")
+    done = run_cli("render", "train.py")
+    assert done.returncode == 2
+    assert f"{site / 'group.j2'}, line 2: job.sbatch.j2 has no block 'stp'" in done.stderr
 
 
 def test_project_file_and_site_file_and_flag(run_cli: Cli, project: Path) -> None:
@@ -202,7 +245,7 @@ def test_the_options_are_these() -> None:
             "--reservation",
             "--run",
         ),
-        *("--elastic", "--max-restarts", "--torchrun"),
+        *("--elastic", "--max-restarts", "--torchrun", "--test-only"),
         *("--chdir", "--gpu-request", "--image", "--signal", "--starter"),
         *("--runs-dir", "--sbatch", "--setup", "--site", "--srun", "--template", "--time"),
     }
@@ -210,7 +253,7 @@ def test_the_options_are_these() -> None:
 
 def test_every_job_option_has_a_heading() -> None:
     names = {p.name for p in command("submit").params if isinstance(p, click.Option)}
-    assert names - {name for group in GROUPS.values() for name in group} == {"as_json"}
+    assert names - {name for group in GROUPS.values() for name in group} == {"as_json", "test_only"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -40,6 +40,7 @@ from cluster_machine import (
     sh,
     take_lock,
 )
+from cluster_versions import ensure, wanted
 
 __all__ = ["ATTACH", "Cluster", "ClusterError", "available", "cgroup_reason", "ensure_packages"]
 
@@ -61,16 +62,24 @@ class Cluster(Machinery):
         accounting: bool = True,
         extra: str = "",
         instance: int | None = None,
+        suite: str | None = None,
     ) -> Cluster:
-        """Bring up the first free instance (or that one); `extra` is added to slurm.conf."""
+        """Bring up the first free instance (or that one); `extra` is added to slurm.conf.
+
+        `suite` is the one of Debian to take Slurm from; without, the environment says it.
+        """
         reason = available() or (cgroup_reason() if proctrack == "cgroup" else None)
         if reason:
             raise ClusterError(reason)
+        suite = wanted() if suite is None else suite
         ensure_packages()
+        if suite:
+            ensure(suite)
         number, lock = claim(instance)
         self = cls(number)
         self._lock = lock
         self.proctrack, self.accounting, self.extra = proctrack, accounting, extra
+        self.suite = suite
         try:
             self._clear()  # an earlier holder may have been killed
             self._build()
@@ -157,6 +166,15 @@ class Cluster(Machinery):
     def kill_slurmd(self, node: str) -> None:
         """Kill a node's slurmd; its jobs go on."""
         self._stop(f"slurmd.{node}", number=signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def slow_slurmd(self, node: str) -> Iterator[None]:
+        """Have a node's slurmd take no message; its jobs go on."""
+        self._processes[f"slurmd.{node}"].send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._processes[f"slurmd.{node}"].send(signal.SIGCONT)
 
     def stop_ctld(self) -> None:
         self._stop("slurmctld")
@@ -284,6 +302,8 @@ def _up(instance: int | None) -> int:
     cluster._start(KEEPER, "sleep", "infinity", keep=[cluster._lock])
     print(_describe(cluster), file=sys.stderr)
     print(f"export {ATTACH}={cluster.instance}\nexport SLURM_CONF={cluster.conf}")
+    if cluster.suite:
+        print(f"export PATH={shlex.quote(cluster.path)}")
     return 0
 
 

@@ -32,6 +32,7 @@ from cluster_machine import (
     sh,
     tail,
 )
+from cluster_versions import home_of
 
 Proctrack = Literal["linuxproc", "cgroup"]
 
@@ -45,6 +46,8 @@ SLURM_VARIABLE = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|SCANCEL|SQUEUE|SINFO|S
 
 class Machinery:
     """The hosts and daemons of one instance, without a care for whose it is."""
+
+    KEPT = ("address", "accounting", "proctrack", "extra", "suite")
 
     def __init__(self, instance: int) -> None:
         self.instance = instance
@@ -61,6 +64,7 @@ class Machinery:
         self.accounting = True
         self.proctrack: Proctrack = "linuxproc"
         self.extra = ""
+        self.suite = ""  # of Debian, whose Slurm it is; the machine's own without
         self._children: list[subprocess.Popen[bytes]] = []
         self.attached = False
 
@@ -69,7 +73,12 @@ class Machinery:
     def env(self) -> dict[str, str]:
         """The environment of a user on the login node."""
         clean = {k: v for k, v in os.environ.items() if not SLURM_VARIABLE.match(k)}
-        return {**clean, "PATH": PATH, "SLURM_CONF": str(self.conf)}
+        return {**clean, "PATH": self.path, "SLURM_CONF": str(self.conf)}
+
+    @property
+    def path(self) -> str:
+        """The PATH that has this cluster's Slurm."""
+        return f"{home_of(self.suite)}/bin:{PATH}" if self.suite else PATH
 
     def run(
         self, *argv: str, check: bool = True, timeout: float = 60, **kw: Any
@@ -95,6 +104,11 @@ class Machinery:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a node: with its network, its host name and its view of the names."""
         return self.run(*self._inside(node, cwd), *argv, **kw)
+
+    def version(self) -> tuple[int, ...]:
+        """Of its Slurm, such as (24, 11, 5)."""
+        said = self.run("slurmctld", "-V").stdout.split()[-1]
+        return tuple(int(part) for part in said.split("."))
 
     def states(self) -> dict[str, str]:
         """The nodes' states as sinfo has them, such as idle, mixed, or down* (no answer)."""
@@ -150,6 +164,7 @@ class Machinery:
             f"AccountingStoragePass={self.folder}/munge.socket"
             if self.accounting
             else "AccountingStorageType=accounting_storage/none",
+            "plugins": f"PluginDir={home_of(self.suite)}/lib/slurm" if self.suite else "",
             "node_lines": "\n".join(
                 f"NodeName={node} NodeAddr={base}.{k} CPUs=8 RealMemory=20000 Gres=gpu:{GPUS}"
                 for node, k in zip(self.nodes, NODES, strict=True)
@@ -160,12 +175,12 @@ class Machinery:
             (self.folder / name).write_text(text)
         (self.folder / "slurmdbd.conf").chmod(0o600)  # slurmdbd insists
         # Also linuxproc needs a cgroup plugin that loads: 22.05 knows no way to have none. An empty
-        # folder will do, which spares a machine without cgroup v1.
+        # folder will do, which spares a machine without cgroup v1. Before 22.05 there were no such
+        # plugins, and slurmctld stops at a key that it does not know.
         freezer = freezer_mount() if self.proctrack == "cgroup" else None
         mount = freezer.parent if freezer else self.folder / "cgroup"
-        (self.folder / "cgroup.conf").write_text(
-            f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={mount}\nIgnoreSystemd=yes\n"
-        )
+        plugin = "CgroupPlugin=cgroup/v1\nIgnoreSystemd=yes\n" if self.version() >= (22, 5) else ""
+        (self.folder / "cgroup.conf").write_text(f"CgroupMountpoint={mount}\n{plugin}")
         if not (self.folder / "gres.conf").exists():
             gpus = f"{self._make_gpus()}[0-{GPUS - 1}]"
             (self.folder / "gres.conf").write_text(
@@ -238,7 +253,9 @@ class Machinery:
         return ["nsenter", f"--target={holder.pid}", *kinds, f"--wd={cwd}"]
 
     def _slurm(self, daemon: str) -> list[str]:
-        return [daemon, "-D", "-f", str(self.conf)]
+        own = self.suite and daemon == "slurmd"
+        stepd = ["-d", f"{home_of(self.suite)}/bin/slurmstepd"] if own else []
+        return [daemon, "-D", "-f", str(self.conf), *stepd]
 
     def _start_munge(self) -> None:
         key = self.folder / "munge.key"
@@ -360,7 +377,7 @@ class Machinery:
         return state
 
     def _save(self, processes: dict[str, Process]) -> None:
-        state = {k: getattr(self, k) for k in ("address", "accounting", "proctrack", "extra")}
+        state = {k: getattr(self, k) for k in self.KEPT}
         state["processes"] = {k: [p.pid, p.start] for k, p in processes.items()}
         new = self.folder / "cluster.json.new"
         new.write_text(json.dumps(state))

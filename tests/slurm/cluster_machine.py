@@ -63,9 +63,9 @@ def cgroup_reason() -> str | None:
     return None
 
 
-def ensure_packages() -> None:
-    """Install what is missing of Slurm, munge and MariaDB."""
-    missing = missing_packages()
+def ensure_packages(needed: dict[str, str] = PACKAGES) -> None:
+    """Install what is missing of Slurm, munge and MariaDB, or of other packages by program."""
+    missing = missing_packages(needed)
     if not missing:
         return
     env = {**os.environ, "PATH": PATH, "DEBIAN_FRONTEND": "noninteractive"}
@@ -75,12 +75,12 @@ def ensure_packages() -> None:
         )
         if done.returncode:
             raise ClusterError(f"`apt-get {argv[0]}` failed: {tail(done.stdout + done.stderr)}")
-    if missing_packages():
+    if missing_packages(needed):
         raise ClusterError(f"apt-get installed {' '.join(missing)}, yet their programs are missing")
 
 
-def missing_packages() -> list[str]:
-    return [package for name, package in PACKAGES.items() if not shutil.which(name, path=PATH)]
+def missing_packages(needed: dict[str, str] = PACKAGES) -> list[str]:
+    return [package for name, package in needed.items() if not shutil.which(name, path=PATH)]
 
 
 def _allowed(script: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import ATTACH, Cluster, available
+from cluster_versions import NotToBeHadError
 from harness import DIGITS, DIGITS_ARGS, ONE_BY_TWO, TWO_BY_TWO, WALK, Hpc, Job
 
 
@@ -21,7 +22,10 @@ def cluster() -> Iterator[Cluster]:
         if os.environ.get("CI") == "true":
             pytest.fail(f"the Slurm tests can't run, and CI must run them: {reason}")
         pytest.skip(reason)
-    up = Cluster.up()
+    try:
+        up = Cluster.up()
+    except NotToBeHadError as error:
+        pytest.skip(str(error))
     try:
         yield up
     finally:

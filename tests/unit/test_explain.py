@@ -47,7 +47,7 @@ class Written:
         self.run.job_json.write_text(JobSpec("t.py", python="/env/bin/python", **spec).to_json())
         self.clock = NOW - 1000.0
 
-    def event(self, name: str, attempt: int = 0, **fields: Any) -> Written:
+    def event(self, name: str, /, attempt: int = 0, **fields: Any) -> Written:
         self.clock += 10
         line = {"time": self.clock, "event": name, "attempt": attempt, **fields}
         with open(self.run.journal_folder / "all.jsonl", "a") as file:
@@ -422,6 +422,11 @@ SYNTAX = '  File "t.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid 
         (GLOO_CLOSED, "communication", "connection to another rank was lost"),
         (NCCL_SYSTEM, "communication", "collective communication failed"),
         (
+            f"{NCCL_SYSTEM}\nLast error:\nError: network AWS Libfabric not found.",
+            "bad environment",
+            "NCCL found no way to use the network",
+        ),
+        (
             "torch.distributed.DistStoreError: wait timeout after 5000ms, keys: /default_pg/0//cpu",
             "communication",
             "waited 5000 ms for another one to join",
@@ -481,6 +486,14 @@ def test_errors_of_a_rank(written: Written, error: str, kind: str, words: str) -
     assert "8 steps (11 s) are to be done again" in found.text
     assert found.hint
     assert not set("{}") & set(found.hint)
+
+
+def test_a_node_with_another_interconnect_is_named(written: Written) -> None:
+    written.attempt(0, steps=20)
+    for node, name in {"n1": "infiniband", "n2": "", "n3": "infiniband"}.items():
+        written.event("fabric", node=node, name=name, cards=[], trouble="", env={})
+    told = "The interconnect was infiniband, but not on n2 (none)."
+    assert told in written.failure(NCCL_SYSTEM).explain().text
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,11 @@ CASES: dict[str, dict[str, Any]] = {
         "exclude": "n3",
         "sbatch": ("--network=x y", "--uenv"),
     },
-    "fabric": {"fabric": "infiniband", "env": {"NCCL_IB_TIMEOUT": "50", "A": "it's $HOME"}},
+    "fabric": {
+        "nodes": 2,
+        "fabric": "slingshot",
+        "env": {"NCCL_NET_GDR_LEVEL": "SYS", "A": "it's $HOME"},
+    },
     "environment": {
         "setup": ("module purge", "source env/bin/activate"),
         "python": "python",
@@ -194,7 +198,9 @@ def test_a_broken_template_is_an_error_at_render_time(
 
 
 def test_unknown_fabric_names_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"auto, ethernet, infiniband.*did you mean 'infiniband'"):
+    with pytest.raises(
+        UsageError, match=r"auto, efa, ethernet, infiniband.*did you mean 'infiniband'"
+    ):
         _render(fabric="infinibnd")
 
 

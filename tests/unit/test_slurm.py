@@ -1,6 +1,12 @@
 from __future__ import annotations
 
-from hpc_ddp.slurm import clean_env, parse_job, parse_record
+from hpc_ddp.slurm import (
+    clean_env,
+    parse_estimate,
+    parse_job,
+    parse_partition,
+    parse_record,
+)
 
 SHOWN = """\
 JobId=7 JobName=x Restarts=9 JobState=FAILED
@@ -25,6 +31,14 @@ def test_preempted_is_not_cancelled_within_the_grace_time() -> None:
     assert not parse_job(SHOWN).preempted
     assert parse_job(SHOWN.replace("COMPLETING", "RUNNING")).preempted
     assert parse_job(SHOWN.replace("10:00:30", "10:01:00")).preempted
+
+
+def test_a_job_that_is_being_signalled_runs() -> None:
+    """In its grace time, and not cancelled: the flag stands where the state does."""
+    job = parse_job(SHOWN.replace("COMPLETING", "SIGNALING"))
+    assert job.state == "RUNNING"
+    assert job.preempted
+    assert parse_record(WAITS.replace("PENDING", "REQUEUE_HOLD")).state == "PENDING"
 
 
 def test_unknown_times_are_none() -> None:
@@ -64,3 +78,27 @@ def test_what_is_left_of_a_job() -> None:
     assert found.start_time is not None
     assert parse_record(WAITS.replace("NodeList=(null)\n", "NodeList=n[1-2]\n")).nodes == "n[1-2]"
     assert parse_record("").state == ""
+
+
+def test_an_estimate_is_read_part_by_part() -> None:
+    """As 22.05 says it, as it might be said, and as something that nobody has foreseen."""
+    said = "sbatch: Job 22 to start at 2026-11-22T02:51:36 using 2 processors on nodes n[1-2]"
+    found = parse_estimate(f"{said} in partition high\nsbatch:   Preempts: 20,21\n")
+    assert found.start == parse_estimate(said).start is not None
+    assert (found.nodes, found.partition, found.preempts) == ("n[1-2]", "high", ("20", "21"))
+    assert found.said.startswith("Job 22 to start")
+    short = parse_estimate("sbatch: Job 2 to start at 2026-11-22T02:51:36 on n1\n")
+    assert (short.nodes, short.partition, short.preempts) == ("n1", None, ())
+    other = parse_estimate("sbatch: all is well\n")
+    assert (other.start, other.nodes, other.said) == (None, None, "all is well")
+
+
+def test_a_partition_s_limits() -> None:
+    found = parse_partition(
+        "PartitionName=gpu Default=YES DefaultTime=00:10:00 MaxNodes=2 MaxTime=1-00:00:00"
+        " State=UP TotalNodes=4"
+    )
+    assert (found.name, found.is_default, found.state) == ("gpu", True, "UP")
+    assert (found.default_time_s, found.max_time_s, found.max_nodes) == (600, 86400, 2)
+    free = parse_partition("PartitionName=x Default=NO DefaultTime=NONE MaxTime=UNLIMITED")
+    assert (free.default_time_s, free.max_time_s, free.max_nodes) == (None, None, None)

@@ -26,7 +26,7 @@ def _filled(text: str, name: str, table: str) -> str:
 
 def _words(text: str) -> str:
     """Fill in what `explain` would of a run."""
-    known = {"again": "`hpc-ddp submit --run RUN`", "logs": "`hpc-ddp logs RUN --rank R`"}
+    known = {"again": "`hpc-ddp submit --run RUN`", "logs": "`hpc-ddp logs RUN --rank 3`"}
     known |= {"python": "the job's Python", "job": "JOB"}
     text = re.sub(r"\{(\w+)\}", lambda match: known.get(match[1], "…"), text)
     return text.replace("<", "&lt;").replace("*", "\\*")

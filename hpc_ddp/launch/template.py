@@ -1,0 +1,330 @@
+"""The batch script's template, the user's blocks over it, and what is wrong with those."""
+
+from __future__ import annotations
+
+import os.path
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.lexer import Token, TokenStream
+
+from hpc_ddp.launch.resources import folder
+from hpc_ddp.run.errors import UsageError, closest
+
+T = TypeVar("T")
+
+BASE = "job.sbatch.j2"
+# What a job can't do without: a word of the script, and what happens when it is left out.
+NEEDED = {
+    "HPC_DDP_RUN=": "the job does not know its run folder",
+    "batch begin": "no attempt begins, so `status` and `logs` know nothing of the job",
+    "supervisor|task|submitit": "the workers hear of no notice, and have no logs",
+    "batch verdict": "nothing requeues the job, nor tells how it ended",
+}
+
+
+# Around what is traced (see `origin`): noncharacters of Unicode, which stand in no text.
+OPEN, NUMBER, CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
+_MARKS = re.compile(f"{OPEN}[0-9]+{NUMBER}|{CLOSE}")
+Marker = Callable[[str, str], str]
+
+
+def whole(own: str | None, values: Mapping[str, Any], marker: Marker | None = None) -> str:
+    """Return the script.
+
+    Parameters
+    ----------
+    own
+        the user's template, which extends ours
+    values
+        the template's variables
+    marker
+        gives what to put before each block, by the block's name and its file; None: nothing
+
+    Raises
+    ------
+    UsageError
+        the template is missing or broken; names file and line
+    """
+    loaded = _load(own, marker)
+    context = loaded.new_context({**values})
+    return _guarded(lambda: "".join(loaded.root_render_func(context)), own)
+
+
+def block(
+    name: str, own: str | None, values: Mapping[str, Any], marker: Marker | None = None
+) -> str:
+    """Return one block of the script, as `whole` has it; parameters and errors as there."""
+    loaded = _load(own, marker)
+    context = loaded.new_context({**values})
+
+    def text() -> str:
+        "".join(loaded.root_render_func(context))  # only then are the parents' blocks known
+        if name not in context.blocks:
+            raise _broken(own, None, f"it has no block {name!r}, and does not extend {BASE}")
+        return "".join(context.blocks[name][0](context))
+
+    return _guarded(text, own)
+
+
+def _load(own: str | None, marker: Marker | None) -> jinja2.Template:
+    """Return the template of a job, checked."""
+    path = _normal(own) if own else None
+    if path and not path.is_file():
+        raise UsageError(f"template {str(path)!r} does not exist", hint="--template FILE")
+    environment = _environment(path.parent if path else None)
+    if marker:
+        environment = environment.overlay(cache_size=0, extensions=[_Marking])
+        environment.marker = marker
+
+    def checked() -> jinja2.Template:
+        if path:
+            _check(environment, str(path))
+        return environment.get_template(str(path) if path else BASE)
+
+    return _guarded(checked, own)
+
+
+def _guarded(work: Callable[[], T], own: str | None) -> T:
+    """Do something with a template; what goes wrong in a user's is an error with file and line."""
+    try:
+        return work()
+    except UsageError:
+        raise
+    except Exception as error:  # a template can do anything
+        if own is None:
+            raise  # a mistake of ours
+        found = _place(error.__traceback__)
+        if isinstance(error, jinja2.TemplateSyntaxError):
+            found = error.filename, error.lineno
+        file, line = found
+        raise _broken(file or own, line, _told(error)) from None
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, jinja2.TemplateNotFound):
+        return f"there is no template {error.name!r}; accepted: {BASE!r}, or a file beside this one"
+    if isinstance(error, RecursionError):
+        return "it extends or includes itself without end"
+    if isinstance(error, jinja2.TemplateError):
+        return str(error.message)
+    return f"{type(error).__name__}: {error}"
+
+
+def _broken(file: str | None, line: int | None, why: str) -> UsageError:
+    where = f"{file}, line {line}" if line else str(file)
+    return UsageError(
+        f"the template is broken: {where}: {why}",
+        hint=f"blocks and variables: docs/templates.md, {folder('templates') / BASE}",
+    )
+
+
+def _normal(own: str) -> Path:
+    return Path(os.path.normpath(Path(own).absolute()))
+
+
+def _place(trace: TracebackType | None) -> tuple[str | None, int | None]:
+    """Return file and line of the innermost template that an exception came through."""
+    file, line = None, None
+    while trace:
+        template = trace.tb_frame.f_globals.get("__jinja_template__")
+        if template is not None:
+            file, line = template.filename, template.get_corresponding_lineno(trace.tb_lineno)
+        trace = trace.tb_next
+    return file, line
+
+
+def check_used(own: str | None, used: Collection[str]) -> None:
+    """Refuse a template that overrides blocks which a back-end has no use for.
+
+    Raises
+    ------
+    UsageError
+        names the block, its line, and the used ones
+    """
+    if own is None:
+        return
+    path = _normal(own)
+    environment = _environment(path.parent)
+    base = _blocks(environment, BASE)
+    for name, file, tree in _chain(environment, str(path)):
+        for block in tree.find_all(nodes.Block):
+            if name != BASE and block.name in base and block.name not in used:
+                raise UsageError(
+                    f"{file}, line {block.lineno}: the submitit back-end does not use the block"
+                    f" {block.name!r}; accepted: {', '.join(used)}",
+                    hint="--backend slurm",
+                )
+
+
+def missing(script: str) -> list[str]:
+    """Return what a rendered script leaves out, and what follows from it."""
+    return [
+        f"the template leaves out {word.strip('=').split('|')[0]!r}: {so}"
+        for word, so in NEEDED.items()
+        if not re.search(rf"(?m)^(?!\s*#).*\b({word})", script)
+    ]
+
+
+def _check(environment: jinja2.Environment, name: str) -> None:
+    """Refuse what jinja would pass over in silence: an unknown block, and text outside of one."""
+    text, file, _ = _source(environment, name)
+    tree = environment.parse(text, name, file)
+    parent = _constant(tree.find(nodes.Extends))
+    if parent is None:
+        return
+    try:
+        if parent != BASE:
+            _check(environment, parent)
+        accepted = _blocks(environment, parent)
+    except jinja2.TemplateNotFound:
+        return  # told with its line when it is rendered
+    for node in _outermost(tree.body):
+        if isinstance(node, nodes.Block) and node.name not in accepted:
+            known = ", ".join(accepted)
+            raise _broken(
+                file,
+                node.lineno,
+                f"{parent} has no block {node.name!r}; accepted: {known}"
+                + closest(node.name, accepted),
+            )
+        if isinstance(node, nodes.Output) and (line := _first_line(node)):
+            raise _broken(
+                file, line, "this stands outside of a block, and would be left out of the script"
+            )
+
+
+def _outermost(body: Iterable[nodes.Node]) -> Iterator[nodes.Node]:
+    """Return the statements of a template that are in no block, through ``if`` and the like."""
+    for node in body:
+        yield node
+        if not isinstance(node, (nodes.Block, nodes.Output, nodes.Macro, nodes.CallBlock)):
+            yield from _outermost(node.iter_child_nodes())
+
+
+def _first_line(output: nodes.Output) -> int | None:
+    """Return the line of the first word or expression of a text, None if it is blank."""
+    for part in output.nodes:
+        if not isinstance(part, nodes.TemplateData):
+            return part.lineno
+        if part.data.strip():
+            blank = part.data[: len(part.data) - len(part.data.lstrip())]
+            return part.lineno + blank.count("\n")
+    return None
+
+
+def _blocks(environment: jinja2.Environment, name: str) -> list[str]:
+    """Return the blocks of a template and of those that it extends, ours first."""
+    trees = [tree for _, _, tree in _chain(environment, name)]
+    names = (block.name for tree in reversed(trees) for block in tree.find_all(nodes.Block))
+    return list(dict.fromkeys(names))
+
+
+def _chain(
+    environment: jinja2.Environment, name: str
+) -> Iterator[tuple[str, str | None, nodes.Template]]:
+    """Return name, file and content of a template and of those that it extends."""
+    text, file, _ = _source(environment, name)
+    tree = environment.parse(text, name, file)
+    yield name, file, tree
+    if parent := _constant(tree.find(nodes.Extends)):
+        yield from _chain(environment, parent)
+
+
+def _constant(extends: nodes.Extends | None) -> str | None:
+    if extends is None or not isinstance(extends.template, nodes.Const):
+        return None
+    return str(extends.template.value)
+
+
+def _source(environment: jinja2.Environment, name: str) -> tuple[str, str | None, Any]:
+    assert environment.loader
+    return environment.loader.get_source(environment, name)
+
+
+class _Environment(jinja2.Environment):
+    marker: Marker
+
+
+class _Marking(Extension):
+    """Puts marks around the blocks of each template, as if they stood in its file."""
+
+    environment: _Environment
+
+    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
+        tokens, opening = list(stream), None
+        for n, token in enumerate(tokens):
+            statement = tokens[n + 1].value if token.type == "block_begin" else ""
+            if statement == "endblock":
+                yield Token(token.lineno, "data", CLOSE)
+            yield token
+            if statement == "block":
+                opening = tokens[n + 2].value
+            elif token.type == "block_end" and opening:
+                mark = self.environment.marker(opening, stream.filename or "")
+                yield Token(token.lineno, "data", mark)
+                opening = None
+
+
+@cache  # keeps compiled templates: a job is rendered once to check it, and once to run it
+def _environment(beside: Path | None) -> _Environment:
+    """Return the environment of a user's template in a folder, or of ours alone.
+
+    Ours comes first under its name: a user's may be called the same, and extends it.
+    """
+    loaders: list[jinja2.BaseLoader] = [jinja2.FileSystemLoader(folder("templates"))]
+    if beside:  # what it includes, and itself by its whole path
+        loaders += [jinja2.FileSystemLoader(beside), jinja2.FileSystemLoader("/")]
+    environment = _Environment(
+        loader=jinja2.ChoiceLoader(loaders),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )  # no autoescape: this is no HTML; every value goes through `q` or `in_double_quotes`
+    environment.filters["q"] = quoted
+    environment.filters["in_double_quotes"] = in_double_quotes
+    return environment
+
+
+class Marked(str):
+    """A value that knows where it comes from: compared it is plain, and printed it is marked."""
+
+    mark: str
+
+    def __new__(cls, text: str, mark: str) -> Marked:
+        self = super().__new__(cls, text)
+        self.mark = mark
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.mark}{str.__str__(self)}{CLOSE}"
+
+
+def unmarked(text: str) -> str:
+    """Return a text without any marks."""
+    return _MARKS.sub("", text)
+
+
+def quoted(value: object) -> str:
+    """Quote a value for the shell; marks stay outside of the quotes."""
+    text = str(value)
+    mark = _MARKS.search(text)
+    if mark:
+        return Marked(shlex.quote(unmarked(text)), mark[0])
+    return shlex.quote(text)
+
+
+def in_double_quotes(word: str) -> str:
+    """Quote a word of ours in which variables are to be expanded: ``--x="$Y"``."""
+    name, _, value = word.partition("=")
+    text = f'{name}="{value}"' if "$" in value else word
+    return Marked(text, word.mark) if isinstance(word, Marked) else text

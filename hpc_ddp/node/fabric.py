@@ -1,0 +1,171 @@
+"""Which interconnect a node has, and the settings that follow from it (``--fabric auto``).
+
+It is looked up where the workers are, on each node and inside the container. What the fabrics set
+is data: ``lib/fabrics.json`` of the run, made of ``templates/fabrics``.
+
+=============  ==============================================================================
+``slingshot``  a device of the class cxi
+``efa``        an RDMA device whose driver is efa
+``tcpxo``      ``/dev/aperture_devices``, through which Google's a3-megagpu VMs reach their GPUs
+``infiniband`` an RDMA port with the link layer InfiniBand that is active
+``roce``       an RDMA port with the link layer Ethernet that is active; nothing is set for it
+=============  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path("/")
+TABLE = "fabrics.json"
+VERBS = "libibverbs.so.1"  # what NCCL opens, when it starts
+NOTHING = "none"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A node's interconnect.
+
+    `name` is that of the fabric, '' where there is none that we know, `cards` are the devices that
+    tell of it, and `trouble` is what keeps NCCL from them, '' where nothing does.
+    """
+
+    name: str = ""
+    cards: tuple[str, ...] = ()
+    trouble: str = ""
+
+    def __str__(self) -> str:
+        more = f" and {len(self.cards) - 1} more" if len(self.cards) > 1 else ""
+        seen = f"{self.name} ({self.cards[0]}{more})" if self.name else NOTHING
+        return f"{seen}, but {self.trouble}" if self.trouble else seen
+
+    def is_like(self, other: Found) -> bool:
+        """Tell whether NCCL will fare here as there."""
+        mine, theirs = (bool(each.trouble) for each in (self, other))
+        return self.name == other.name and mine == theirs
+
+
+class Port(NamedTuple):
+    """A port of an RDMA device, as the kernel tells of it."""
+
+    card: str
+    driver: str
+    layer: str
+    active: bool
+
+
+def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found:
+    """Look what interconnect this node has.
+
+    Parameters
+    ----------
+    root
+        where ``sys`` and ``dev`` lie
+    loads
+        tells whether a shared library can be loaded (default: tries it)
+    """
+    ports = _ports(root / "sys/class/infiniband")
+    aperture = root / "dev/aperture_devices"
+    kinds = {
+        "slingshot": [path.name for path in _entries(root / "sys/class/cxi")],
+        "efa": [port.card for port in ports if port.driver == "efa"],
+        "tcpxo": ["/dev/aperture_devices"] if aperture.is_dir() else [],
+        "infiniband": [p.card for p in ports if p.layer == "InfiniBand" and p.active],
+        "roce": [p.card for p in ports if p.layer == "Ethernet" and p.active],
+    }
+    name = next((kind for kind, cards in kinds.items() if cards), "")
+    idle = [port.card for port in ports if port.layer == "InfiniBand" and not port.active]
+    trouble = ""
+    if name in ("", "roce") and idle:
+        trouble = f"no InfiniBand port is active ({', '.join(idle)})"
+    elif name in ("infiniband", "roce"):
+        trouble = _verbs(root, loads or _loads)
+    return Found(name, tuple(dict.fromkeys(kinds.get(name, ()))), trouble)
+
+
+def settings(
+    found: Found, lib: Path, environ: Mapping[str, str], root: Path = ROOT
+) -> dict[str, str]:
+    """Return the variables of a fabric that nobody has set: neither here, nor in NCCL's own files.
+
+    NCCL_NET is left out as well where the network was chosen in other words. A plugin brings a
+    network of its own, which NCCL takes before its verbs.
+    """
+    given = {**configured(environ, root), **environ}
+    fabrics: dict[str, dict[str, str]] = {}
+    with contextlib.suppress(OSError, ValueError):  # a lib of an older version has no table
+        fabrics = json.loads((lib / TABLE).read_text())
+    told = {key: value for key, value in fabrics.get(found.name, {}).items() if key not in given}
+    verbs = told.get("NCCL_NET") == "IB"
+    if "NCCL_NET_PLUGIN" in given or (verbs and (_without_verbs(given) or _has_plugin(given))):
+        told.pop("NCCL_NET", None)
+    return told
+
+
+def _ports(folder: Path) -> list[Port]:
+    found = []
+    for card in _entries(folder):
+        driver = os.path.basename(os.path.realpath(card / "device/driver"))
+        for port in _entries(card / "ports"):
+            active = _read(port / "state").endswith("ACTIVE")  # "4: ACTIVE"
+            found.append(Port(card.name, driver, _read(port / "link_layer"), active))
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:  # no such class of devices
+        return []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _verbs(root: Path, loads: Callable[[str], bool]) -> str:
+    """Return why verbs can't be used here, '' if they can: a container may lack a part of it."""
+    devices = [path for path in _entries(root / "dev/infiniband") if path.name.startswith("uverbs")]
+    if not any(os.access(path, os.R_OK | os.W_OK) for path in devices):
+        return "they can't be opened: there is no /dev/infiniband/uverbs* that we may use"
+    return "" if loads(VERBS) else f"{VERBS} can't be loaded, without which NCCL can't use them"
+
+
+def configured(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
+    """Return what NCCL's and RCCL's configuration files set; the environment comes before them."""
+    home = environ.get("HOME", "/").lstrip("/")
+    paths = [root / f"etc/{name}.conf" for name in ("nccl", "rccl")]
+    paths += [root / home / f".{name}.conf" for name in ("nccl", "rccl")]
+    if own := environ.get("NCCL_CONF_FILE"):
+        paths.append(Path(own))
+    lines = (line for path in paths for line in _read(path).splitlines())
+    pairs = (line.partition("=") for line in lines if not line.startswith("#"))
+    return {name.strip(): value for name, _, value in pairs}
+
+
+def _without_verbs(given: Mapping[str, str]) -> bool:
+    return given.get("NCCL_IB_DISABLE", "0") != "0"
+
+
+def _has_plugin(given: Mapping[str, str]) -> bool:
+    folders = filter(None, given.get("LD_LIBRARY_PATH", "").split(":"))
+    names = ("libnccl-net.so", "librccl-net.so")
+    return any(os.path.exists(os.path.join(folder, name)) for folder in folders for name in names)

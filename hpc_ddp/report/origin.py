@@ -1,0 +1,80 @@
+"""A script beside where its lines come from, and what has changed in it, for a person to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COLOURS = {
+    "option": "green",
+    **dict.fromkeys(("project", "site", "run"), "cyan"),
+    **dict.fromkeys(("profile", "fabric"), "blue"),
+    "template": "magenta",
+}
+LETTERS = {"A": ("new", "green"), "M": ("changed", "yellow"), "D": ("gone", "red")}
+
+
+def show(rows: Sequence[tuple[str, str, str]], console: Console | None = None) -> None:
+    """Print a script, each line behind its origin. What is as in the line above is not repeated.
+
+    Parameters
+    ----------
+    rows
+        for each line its origin's source, its origin in words, and the line
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = console or Console(highlight=False)
+    wide = max(len(label) for _, label, _ in rows)
+    # On a terminal a long line goes on below itself; for a file or a pipe it stays whole.
+    room = max(20, console.width - wide - 2) if console.is_terminal else None
+    before = ""
+    for source, label, line in rows:
+        told = "" if label == before or not line else label
+        before = label if line else before
+        for n, piece in enumerate(_pieces(line, room)):
+            text = Text(f"{'' if n else told:{wide}}  ", COLOURS.get(source, "dim"))
+            console.print(text.append(piece, "default not dim"), soft_wrap=True)
+
+
+def _pieces(line: str, room: int | None) -> list[str]:
+    room = room or max(1, len(line))
+    return [line[at : at + room] for at in range(0, len(line), room)] or [""]
+
+
+def show_difference(
+    script: Sequence[str], code: Mapping[str, str], console: Console | None = None
+) -> None:
+    """Print a unified diff of scripts, then the files of the code that differ, with a count.
+
+    Parameters
+    ----------
+    script
+        the lines of the diff
+    code
+        by file: A, M or D
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = console or Console(highlight=False)
+    for line in script:
+        style = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "")
+        console.print(
+            Text(line, "bold" if line.startswith(("+++", "---")) else style), soft_wrap=True
+        )
+    if code:
+        console.print(Text(summary(code), "bold"), soft_wrap=True)
+    for name, letter in code.items():
+        console.print(Text(f"  {letter} {name}", LETTERS[letter][1]), soft_wrap=True)
+
+
+def summary(code: Mapping[str, Any]) -> str:
+    """Return how many files of the code are new, changed and gone."""
+    counts = ((word, list(code.values()).count(letter)) for letter, (word, _) in LETTERS.items())
+    told = ", ".join(f"{count} {word}" for word, count in counts if count)
+    return f"code: {told}"

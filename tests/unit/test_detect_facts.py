@@ -1,0 +1,243 @@
+"""What follows from what a cluster says of itself.
+
+`clusters` has what Slurm's own commands printed on the tests' cluster, in four versions, with a
+partition more that cancels what it preempts, and one that gives whole nodes. The rest is made up
+from the manual's names.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.launch.detect import Facts, Site, describe, gpus_of
+from hpc_ddp.slurm import parse_config, parse_records
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CLUSTERS = sorted((Path(__file__).parent / "clusters").glob("slurm-*.txt"))
+
+
+def _real(path: Path) -> Facts:
+    _, config, partitions, nodes = re.split(r"### \w+\n", path.read_text())
+    return Facts(parse_config(config), parse_records(partitions), parse_records(nodes))
+
+
+def _made(partitions: str, nodes: str, config: dict[str, str] | None = None, **more: Any) -> Facts:
+    given = {"ClusterName": "made", "SLURM_VERSION": "24.05.1", **(config or {})}
+    return Facts(given, parse_records(partitions), parse_records(nodes), **more)
+
+
+def _says(site: Site, *texts: str) -> None:
+    for text in texts:
+        assert any(text in remark for remark in site.remarks), "\n".join(site.remarks)
+
+
+def _when(site: Site, kind: str, name: str) -> Any:
+    """Return a table of the file as TOML has it: what stands behind a # does not count."""
+    return tomllib.loads(site.to_toml("x")).get("when", {}).get(kind, {}).get(name, {})
+
+
+def test_there_are_texts_of_several_versions() -> None:
+    assert [path.stem for path in CLUSTERS] == [
+        f"slurm-{version}" for version in ("20.11", "22.05", "24.11", "26.05")
+    ]
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_the_same_cluster_is_the_same_in_each_version(path: Path) -> None:
+    site = describe(_real(path))
+    version = path.stem.removeprefix("slurm-")
+    assert f"Cluster hd0: Slurm {version}." in site.title
+    assert site.title.endswith("5 partitions, 4 nodes, 4 of them with GPUs.")
+    assert list(site.remarks) == list(describe(_real(CLUSTERS[0])).remarks)
+    _says(
+        site,
+        "low, low0, high, lowc: --gpus-per-node 4 asks for all of a node's GPUs",
+        "low, low0, high, lowc: without --cpus-per-task a job has one core of each node for",
+        "whole: nodes are given whole (OverSubscribe=EXCLUSIVE), so a job has all their CPUs; for"
+        " their GPUs it must ask all the same: --gpus-per-node 4",
+        "whole: without --time an attempt has 00:10:00, and with it at most 01:00:00",
+        "is not refused, but the job would never start (EnforcePartLimits=NO)",
+        "low: jobs can be preempted by high, whole, are requeued, and go on. A save then has the"
+        " 20 s of GraceTime",
+        "low0: jobs can be preempted by high, whole, are requeued, and go on. A save then has the"
+        " 5 s of KillWait",
+        "lowc: jobs can be preempted by high, whole, and Slurm requeues none of them",
+        "waits 6 s before it may start again",
+        "1,001 points",
+    )
+    assert not any(remark.startswith(("high:", "whole: jobs")) for remark in site.remarks)
+    assert _when(site, "partition", "lowc") == {"continue-by": "resubmit"}
+    assert _when(site, "partition", "whole") == {"gpus-per-node": "4"}
+    assert _when(site, "partition", "low") == {}
+    assert "partition" not in tomllib.loads(site.to_toml("x"))
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("(null)", ()),
+        ("gpu:4", (("", 4),)),
+        ("gpu:a100:4(S:0-1)", (("a100", 4),)),
+        ("gpu:a100:2(S:0,1),gpu:a100_3g.20gb:4(S:1),nvme:1", (("a100", 2), ("a100_3g.20gb", 4))),
+        ("craynetwork:4,gpu:h100:8(IDX:0-7)", (("h100", 8),)),
+        ("gpu:no_consume:2,shard:8", (("", 2),)),
+        ("gpu:gh200:no_consume:4", (("gh200", 4),)),
+        ("gpu", (("", 1),)),
+        ("gpumem:80,mps:400", ()),
+    ],
+)
+def test_gpus_of_a_node(gres: str, gpus: tuple[tuple[str, int], ...]) -> None:
+    assert gpus_of(gres) == gpus
+
+
+def _nodes(partitions: str, gres: str, count: int, cpus: int = 64, first: int = 1) -> str:
+    return "".join(
+        f"NodeName=n{k} CPUTot={cpus} Gres={gres} RealMemory=512000 Partitions={partitions} X=1\n"
+        for k in range(first, first + count)
+    )
+
+
+def test_types_of_gpus_and_a_default_without_any() -> None:
+    site = describe(
+        _made(
+            "PartitionName=cpu Default=YES OverSubscribe=NO\n"
+            "PartitionName=gpu Default=NO OverSubscribe=NO JobDefaults=DefCpuPerGPU=8\n"
+            "PartitionName=odd Default=NO OverSubscribe=NO\n",
+            _nodes("cpu", "(null)", 3)
+            + _nodes("gpu,odd", "gpu:a100:4(S:0-1)", 2, first=4)
+            + _nodes("odd", "gpu:h100:8", 1, first=6),
+            {"SelectTypeParameters": "CR_Core_Memory", "EnforcePartLimits": "ALL"},
+        )
+    )
+    _says(
+        site,
+        "Jobs go to cpu, which has no GPUs, unless they name another partition; with GPUs: gpu, o",
+        "gpu: --gpus-per-node a100:4 asks for all",
+        "odd: nodes differ: ask for one type, --gpus-per-node a100:4 or h100:8",
+        "gpu: without --cpus-per-task a job has 8 CPUs for each of its GPUs; an even share of the"
+        " CPUs is 16",
+        "There is no accounting",
+        "waits 121 s",
+    )
+    assert '# gpus-per-node = "a100:4"' in site.to_toml("x")
+    assert "[when.partition.cpu]" not in site.to_toml("x")
+
+
+def test_whole_nodes_of_which_slurm_knows_no_gpus() -> None:
+    site = describe(
+        _made("PartitionName=gh Default=NO OverSubscribe=EXCLUSIVE", _nodes("gh", "(null)", 9))
+    )
+    _says(site, "no default partition", 'gpu-request = "none"', "gh: nodes are given whole")
+
+
+def test_preemption_by_qos() -> None:
+    qos = [
+        {"Name": "normal", "GraceTime": "00:00:00", "Preempt": "scavenger", "PreemptMode": "off"},
+        {"Name": "scavenger", "GraceTime": "00:02:00", "Preempt": "", "PreemptMode": "cancel"},
+        {"Name": "burst.1", "GraceTime": "00:00:00", "Preempt": "", "PreemptMode": "cluster"},
+        {"Name": "top", "GraceTime": "", "Preempt": "normal,burst.1", "PreemptMode": "cluster"},
+    ]
+    config = {"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE", "KillWait": "30 sec"}
+    facts = _made("PartitionName=a Default=YES", _nodes("a", "gpu:4", 1), config, qos=qos)
+    site = describe(facts)
+    _says(
+        site,
+        "QOS scavenger: jobs can be preempted by normal, and Slurm requeues none",
+        "the 120 s of GraceTime",
+        "QOS burst.1: jobs can be preempted by top, are requeued, and go on. A save then has the"
+        " 30 s of KillWait",
+    )
+    assert _when(site, "qos", "scavenger") == {"continue-by": "resubmit"}
+    assert not any("QOS normal" in remark for remark in site.remarks)
+    blind = _made("PartitionName=a Default=YES", "", {**config, "PreemptMode": "CANCEL"})
+    assert tomllib.loads(describe(blind).to_toml("x"))["continue-by"] == "resubmit"
+
+
+def test_what_suspends_and_what_preempts_nobody() -> None:
+    partitions = (
+        "PartitionName=day Default=YES PriorityTier=1 PreemptMode=GANG,SUSPEND GraceTime=0\n"
+        "PartitionName=now PriorityTier=2 PreemptMode=OFF\n"
+        "PartitionName=far PriorityTier=1 PreemptMode=CANCEL\n"
+    )
+    nodes = _nodes("day,now", "gpu:4", 1) + _nodes("far", "gpu:4", 1, first=2)
+    site = describe(_made(partitions, nodes, {"PreemptType": "preempt/partition_prio"}))
+    _says(site, "day: jobs can be suspended by now")
+    assert not any("far: jobs" in remark for remark in site.remarks)
+    assert not _when(site, "partition", "far")
+    none = describe(_made(partitions, nodes, {"PreemptType": "preempt/none"}))
+    assert not any("preempted" in remark or "suspended" in remark for remark in none.remarks)
+
+
+def test_the_default_is_named_where_its_table_counts() -> None:
+    partitions = (
+        "PartitionName=a.b Default=YES PriorityTier=1 PreemptMode=CANCEL GraceTime=60\n"
+        "PartitionName=top PriorityTier=2 PreemptMode=OFF\n"
+    )
+    facts = _made(partitions, _nodes("a.b,top", "gpu:4", 1), {"PreemptType": "x/partition_prio"})
+    site = describe(facts)
+    assert tomllib.loads(site.to_toml("x"))["partition"] == "a.b"
+    assert _when(site, "partition", "a.b") == {"continue-by": "resubmit"}
+
+
+def test_accounts_scratch_containers_and_modules() -> None:
+    accounts = [
+        {"Cluster": "made", "DefaultAccount": "p1", "Account": name, "Partition": ""}
+        for name in ("p1", "p2", "p2")
+    ] + [{"Cluster": "other", "DefaultAccount": "p1", "Account": "p3", "Partition": ""}]
+    facts = _made(
+        "PartitionName=a Default=YES",
+        _nodes("a", "gpu:4", 1),
+        {
+            "AccountingStorageType": "accounting_storage/slurmdbd",
+            "JobRequeue": "0",
+            "MaxArraySize": "0",
+        },
+        accounts=accounts,
+        scratch=[("SCRATCH", "/gone", False), ("WORK", "/work/me", True)],
+        containers=["singularity", "pyxis"],
+        modules=["pytorch/2.1", "pytorch/2.5"],
+    )
+    site = describe(facts)
+    _says(
+        site,
+        "$SCRATCH (/gone) can't be written here",
+        "Runs are kept in $WORK/hpc-ddp",
+        "in a container by singularity; there is pyxis, too",
+        "'module load pytorch/2.5'",
+        "JobRequeue=0 does no harm",
+        "no sweeps",
+    )
+    text = site.to_toml("x")
+    assert '# account = "p1"  # yours: p1, p2; p1 unless it is named' in text
+    read = tomllib.loads(text)
+    assert (read["scratch"], read["container-tool"]) == ("$WORK", "singularity")
+    assert not any("accounting" in remark for remark in site.remarks)
+
+
+def test_where_runs_are_kept_is_said_once() -> None:
+    facts = _made("PartitionName=a Default=YES", "", {}, scratch=[("WORK", "/w", True)], runs="/r")
+    site = describe(facts)
+    _says(site, "Runs are kept in /r, as HPC_DDP_RUNS says.")
+    assert not any(each.key == "scratch" for each in site.settings)
+    known = describe(_made("PartitionName=a Default=YES", ""), known=["scratch", "continue-by"])
+    assert not any("kept" in remark for remark in known.remarks)
+
+
+def test_a_slurm_that_says_next_to_nothing() -> None:
+    site = describe(Facts({"SLURM_VERSION": "19.05.8"}, [], []))
+    _says(site, "Slurm 19.05 is older than 20.11")
+    assert tomllib.loads(site.to_toml("x")) == {}
+
+
+def test_what_looks_like_a_name_within_a_value() -> None:
+    (row,) = parse_records("NodeName=n1 Gres=gpu:2 OS=Linux 6 #1 Reason=bad Gres=none [me@x]\n")
+    assert (row["Gres"], row["OS"], row["Reason"]) == ("gpu:2", "Linux", "bad")

@@ -1,0 +1,84 @@
+"""Tables of a project or site file that count for one partition or QOS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.launch.config import load
+from hpc_ddp.run.errors import UsageError
+
+SITE = """\
+partition = "low"
+time = "1:00:00"
+[env]
+A = "site"
+[when.partition.low]
+continue-by = "resubmit"
+[when.partition."a.b"]
+time = "2:00:00"
+gpus-per-node = 4
+[when.partition."a.b".env]
+A = "table"
+B = "table"
+[when.qos.long]
+time = "9:00:00"
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / ".config" / "hpc-ddp"
+    folder.mkdir(parents=True)
+    (folder / "site.toml").write_text(SITE)
+    return tmp_path
+
+
+def _values(home: Path, **options: Any) -> dict[str, Any]:
+    given = {name.replace("_", "-"): value for name, value in options.items()}
+    return dict(load(given, home, home).values)
+
+
+def test_a_table_counts_for_its_partition_alone(home: Path) -> None:
+    low = _values(home)
+    assert (low["partition"], low["continue-by"], low["time"]) == ("low", "resubmit", "1:00:00")
+    assert "when" not in low
+    other = _values(home, partition="a.b")
+    assert "continue-by" not in other
+    assert (other["time"], other["gpus-per-node"]) == ("2:00:00", "4")
+    assert other["env"] == {"A": "table", "B": "table"}
+    assert _values(home, partition="x,a.b")["time"] == "2:00:00"
+    assert _values(home, partition="x")["time"] == "1:00:00"
+    assert _values(home, partition="x", qos="long")["time"] == "9:00:00"
+
+
+def test_what_the_job_says_comes_before_a_sites_table(home: Path) -> None:
+    assert _values(home, continue_by="requeue")["continue-by"] == "requeue"
+    (home / "hpc-ddp.toml").write_text('partition = "a.b"\n[when.partition."a.b"]\ntime = "3"\n')
+    assert _values(home)["time"] == "3"
+    assert _values(home, time="4")["time"] == "4"
+    assert _values(home)["gpus-per-node"] == "4"
+
+
+def test_an_array_is_no_chain_unless_one_says_so(home: Path) -> None:
+    assert "continue-by" not in _values(home, array="0-3")
+    assert _values(home, array="0-3", continue_by="resubmit")["continue-by"] == "resubmit"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("when = 1", "no table"),
+        ("[when.account.x]", r"no table \[when.account"),
+        ("[when.partition]\nx = 1", "must be a table"),
+        ("[when.partition.x]\nnodse = 1", "unknown key 'nodse', did you mean 'nodes'"),
+        ('[when.partition.x]\npartition = "y"', "unknown key 'partition'"),
+        ('[when.partition.x]\nnodes = ["y"]', "nodes is"),
+    ],
+)
+def test_wrong_tables(home: Path, text: str, message: str) -> None:
+    (home / "hpc-ddp.toml").write_text(text + "\n")
+    with pytest.raises(UsageError, match=message):
+        _values(home)
