@@ -18,9 +18,12 @@ from hpc_ddp.run.errors import HpcDdpError
 # The module of each command, in the order of the help. Imported when it is asked for: a start of
 # Python is most of the time that a command takes.
 COMMANDS = {
-    **dict.fromkeys(("submit", "sweep", "render", "dry-run", "drill", "preflight", "rerun"), "jobs"),
-    **dict.fromkeys(("status", "explain", "logs", "report", "verify", "cancel"), "runs"),
+    **dict.fromkeys(
+        ("submit", "sweep", "render", "dry-run", "drill", "preflight", "rerun"), "jobs"
+    ),
+    **dict.fromkeys(("status", "explain", "logs", "verify", "cancel"), "runs"),
     **dict.fromkeys(("attach", "tensorboard", "clean", "completion"), "handy"),
+    "report": "report",
     "site": "site",
 }
 
