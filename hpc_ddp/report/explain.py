@@ -103,7 +103,8 @@ def explain(facts: Facts) -> Explanation:
         lost_steps=lost_steps,
         lost_s=lost_s,
     )
-    text = [f"{_name(facts.path)} {found.text}", _before(facts), _loss(facts, found)]
+    of = "".join(f"It is a rerun of {text_of(event, 'of')}." for event in facts.of("rerun")[:1])
+    text = [f"{_name(facts.path)} {found.text}", _before(facts), _loss(facts, found), of]
     return replace(found, text=" ".join(filter(None, text)))
 
 

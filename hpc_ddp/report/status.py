@@ -43,6 +43,8 @@ class Status:
         the rank that the others wait for, '' where there is none (see `hpc_ddp.run.ranks`)
     results
         what the script gave to ``run.finish``
+    rerun_of
+        the folder of the run that it is one more of
     """
 
     run: str
@@ -65,6 +67,7 @@ class Status:
     reason: str
     slow: str
     results: dict[str, float | None]
+    rerun_of: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,6 +120,7 @@ def judge(
         reason=why if waits else "",
         slow=str(slow or ""),
         results=(last_event(events, "finished") or {}).get("results", {}),
+        rerun_of=(last_event(events, "rerun") or {}).get("of"),
     )
 
 
@@ -146,7 +150,8 @@ def _eta_s(events: Sequence[Event], metrics: Event, now: float) -> float | None:
     if first.get("event") != "first_step" or not total or done <= 0:
         return None
     pace_s = (metrics["time"] - first["time"]) / done
-    return max(0.0, (total - step) * pace_s - (now - metrics["time"]))
+    left_s = (total - step) * pace_s - (now - metrics["time"])
+    return max(0.0, float(left_s))
 
 
 def _state(

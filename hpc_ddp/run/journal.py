@@ -21,7 +21,8 @@ from hpc_ddp.run.patience import patiently
 
 Event = dict[str, Any]
 
-FROM_LOGIN_NODE = ("submitted", "queued", "cancelled")  # of no attempt, and maybe days later
+# Of no attempt, and maybe days later.
+FROM_LOGIN_NODE = ("submitted", "queued", "cancelled", "rerun")
 _ALWAYS: dict[str, Any] = {"time": (int, float), "event": str, "attempt": int}
 
 

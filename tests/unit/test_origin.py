@@ -27,7 +27,7 @@ def project(tmp_path: Path) -> Path:
     (folder / "train.py").write_text("print(1)\n")
     (folder / "hpc-ddp.toml").write_text(
         'script = "train.py"\ntime = "1:00:00"\nsetup = ["module load a", "x\\ny"]\nfabric = '
-        '"infiniband"\nsbatch = ["--network=x"]\n[env]\nA = "1"\nB = "1"\nNCCL_NET = "Socket"\n'
+        '"ethernet"\nsbatch = ["--network=x"]\n[env]\nA = "1"\nB = "1"\nNCCL_NET = "Socket"\n'
     )
     site = tmp_path / ".config" / "hpc-ddp" / "site.toml"
     site.parent.mkdir(parents=True)
@@ -67,7 +67,7 @@ def test_each_line_has_its_origin(project: Path, monkeypatch: pytest.MonkeyPatch
         "export B=1": "hpc-ddp.toml: env",
         "export C=1": "~/.config/hpc-ddp/site.toml: env",
         "export NCCL_NET=Socket": "hpc-ddp.toml: env",
-        "export NCCL_IB_TIMEOUT=22": "fabric infiniband: env",
+        "export NCCL_IB_DISABLE=1": "fabric ethernet: env",
         "module load a": "hpc-ddp.toml: setup",
         "x": "hpc-ddp.toml: setup",
         "y": "hpc-ddp.toml: setup",
