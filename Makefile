@@ -44,6 +44,9 @@ soak: .venv/ready
 		for suite in bullseye trixie sid; do $(MAKE) test-slurm SUITE=$$suite || status=1; done; \
 		exit $$status
 
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --site-dir site
+
 bench: .venv/ready
 	$(BIN)/python bench/launch.py
 	$(BIN)/python bench/training.py
@@ -65,4 +68,4 @@ $(DEPS)/done:
 	@touch $@
 
 clean:
-	rm -rf .venv runs dist
+	rm -rf .venv runs dist site

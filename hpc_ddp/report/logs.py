@@ -313,8 +313,8 @@ class _Folded:
         places: dict[bytes, dict[int, int]] = {}  # of each text, how often each rank still has it
         for line in self._held:
             queues.setdefault(line.rank, deque()).append(line)
-            ranks = places.setdefault(line.text, {})
-            ranks[line.rank] = ranks.get(line.rank, 0) + 1
+            counts = places.setdefault(line.text, {})
+            counts[line.rank] = counts.get(line.rank, 0) + 1
         held, self._held = self._held, []
 
         def pop(rank: int) -> _Line:

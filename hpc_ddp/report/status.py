@@ -150,7 +150,8 @@ def _eta_s(events: Sequence[Event], metrics: Event, now: float) -> float | None:
     if first.get("event") != "first_step" or not total or done <= 0:
         return None
     pace_s = (metrics["time"] - first["time"]) / done
-    return max(0.0, (total - step) * pace_s - (now - metrics["time"]))
+    left_s = (total - step) * pace_s - (now - metrics["time"])
+    return max(0.0, float(left_s))
 
 
 def _state(

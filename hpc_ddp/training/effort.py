@@ -98,7 +98,8 @@ class Effort:
             run(loss)
             return
         self._computed = None
-        handle = loss.register_hook(self._queue_note)
+        hooks: Any = loss  # without types in torch
+        handle = hooks.register_hook(self._queue_note)
         run(loss)
         handle.remove()
         if self._computed is not None:
@@ -133,7 +134,8 @@ class Effort:
     def _mark(self) -> Mark:
         if not self._on_gpu:
             return time.perf_counter()
-        mark = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event
+        mark = event(enable_timing=True)
         mark.record()
         return mark
 
@@ -148,7 +150,7 @@ class Effort:
             del self._measured[0]
 
     def _between(self, begin: Mark, end: Mark) -> float:
-        return begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin
+        return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
 
     # -- what all ranks measured -----------------------------------------------------------
 

@@ -202,8 +202,8 @@ def test_running(written: Written) -> None:
     assert "checkpoint is of step 10" in found.text
     assert "it may hang" in found.text  # the last event is 950 s old
     for _ in range(3):
-        ranks = {"busy_s": [0.1, 0.1, 0.4], "data_s": [0.0, 0.0, 0.3], "slowest": 2, "node": "n2"}
-        written.event("ranks", step=20, steps=9, step_s=0.4, **ranks)
+        own: dict[str, Any] = {"busy_s": [0.1, 0.1, 0.4], "data_s": [0.0, 0.0, 0.3], "slowest": 2}
+        written.event("ranks", step=20, steps=9, step_s=0.4, node="n2", **own)
     found = written.explain(_record("RUNNING"))
     assert (
         "But rank 2 on n2 waits for data: 0.4 s a step of its own, others 0.1 s: the" in found.text

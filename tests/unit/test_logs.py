@@ -61,7 +61,12 @@ def logs(tmp_path: Path) -> Logs:
 
 def shown(logs: Logs, capfd: Any, **asked: Any) -> list[str]:
     capfd.readouterr()
-    told = dict.fromkeys(("rank", "attempt", "grep"), None) | {"job": False, "raw": False} | asked
+    told: dict[str, Any] = {
+        **dict.fromkeys(("rank", "attempt", "grep")),
+        "job": False,
+        "raw": False,
+    }
+    told |= asked
     show(logs.run, Asked.of(**told))
     return [line.rstrip() for line in capfd.readouterr().out.splitlines()]
 

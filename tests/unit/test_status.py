@@ -189,7 +189,12 @@ def test_what_is_slow(tmp_path: Path) -> None:
 
 def test_damaged_ranks_name_nobody(tmp_path: Path) -> None:
     run = make(tmp_path)
-    for damage in ({"busy_s": ["x"], "data_s": 3}, {"step_s": None}, {"busy_s": []}):
+    damages: list[dict[str, Any]] = [
+        {"busy_s": ["x"], "data_s": 3},
+        {"step_s": None},
+        {"busy_s": []},
+    ]
+    for damage in damages:
         fields = {"busy_s": [0.1, 0.3], "data_s": [0.0], "slowest": 1, "node": 7, "step_s": 0.3}
         write(run, "rank-0", "ranks", 0, **{**fields, **damage})
     assert slow_rank(run.events()) is None
@@ -198,7 +203,12 @@ def test_damaged_ranks_name_nobody(tmp_path: Path) -> None:
 def test_the_queue_is_asked_once(tmp_path: Path, monkeypatch: Any) -> None:
     """However many runs."""
     calls = []
-    monkeypatch.setattr(overview, "queue", lambda: calls.append(1) or {"7": RUNNING})
+
+    def queue() -> dict[str, Queued]:
+        calls.append(1)
+        return {"7": RUNNING}
+
+    monkeypatch.setattr(overview, "queue", queue)
     for number in range(5, 30):
         make(tmp_path, number)
     told = overview.show(tmp_path, [], True, False)
