@@ -432,6 +432,20 @@ def queue() -> dict[str, Queued]:
     }
 
 
+# States that nothing comes after. PREEMPTED is none of them: a requeue may follow.
+OVER = (
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"),
+    *("OUT_OF_MEMORY", "REVOKED"),
+)
+
+
+def queued_scripts() -> set[str]:
+    """Return the scripts of those of my jobs that are not over, whoever has submitted them."""
+    printed = _run(["squeue", "--me", "--noheader", "--format=%T|%o", "--states=all"])
+    rows = (line.partition("|") for line in printed.splitlines())
+    return {script for state, _, script in rows if state not in OVER}
+
+
 @dataclass(frozen=True)
 class Record:
     """What is left of a job in Slurm's memory, in Slurm's words.

@@ -13,7 +13,14 @@ from typing import Any
 import click
 
 from hpc_ddp.cli.common import root_of, say
-from hpc_ddp.cli.options import Grouped, given, job_options, local_options, node_options
+from hpc_ddp.cli.options import (
+    Grouped,
+    again_options,
+    given,
+    job_options,
+    local_options,
+    node_options,
+)
 from hpc_ddp.launch import backends, config, difference, estimate, origin, prepare, variables
 from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
@@ -213,6 +220,35 @@ def preflight(as_json: bool, **options: Any) -> None:
     elif event["report"]:
         click.echo(report_preflight.table(event))
     sys.exit(not event["ok"])
+
+
+@click.command(cls=Grouped)
+@click.argument("run")
+@click.option(
+    "--set", "sets", multiple=True, metavar="NAME=VALUE", help="Another --NAME of the script's."
+)
+@click.option("--same-code", is_flag=True, help="The run's own copy of the code, not today's.")
+@again_options
+def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **options: Any) -> None:
+    """Run the job of RUN once more, from its beginning and as a new run.
+
+    Script, arguments, options and back-end are as they were, but for what is said here. Of a
+    task of a sweep (SWEEP/task-3) it is that point alone.
+    """
+    changes: dict[str, str] = {}
+    for text in sets:
+        name, equals, value = text.removeprefix("--").partition("=")
+        if not (name and equals):
+            raise UsageError(
+                f"--set {text} is not of the form NAME=VALUE",
+                hint=f"hpc-ddp rerun {run} --set lr=0.1",
+            )
+        changes[name] = value
+    said, cwd = given(options), Path.cwd()
+    settings = config.load(said, cwd, Path.home())
+    root = root_of(settings)
+    found = find_run(root, run)
+    _start(prepare.rerun(found, changes, said, settings, cwd, root, same_code), as_json)
 
 
 def _foreground(run: RunFolder, started: backends.Started) -> int:

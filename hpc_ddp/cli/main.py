@@ -7,6 +7,7 @@ a dry run was stopped and can go on.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import click
@@ -17,8 +18,12 @@ from hpc_ddp.run.errors import HpcDdpError
 # The module of each command, in the order of the help. Imported when it is asked for: a start of
 # Python is most of the time that a command takes.
 COMMANDS = {
-    **dict.fromkeys(("submit", "sweep", "render", "dry-run", "drill", "preflight"), "jobs"),
+    **dict.fromkeys(
+        ("submit", "sweep", "render", "dry-run", "drill", "preflight", "rerun"), "jobs"
+    ),
     **dict.fromkeys(("status", "explain", "logs", "verify", "cancel"), "runs"),
+    **dict.fromkeys(("attach", "tensorboard", "clean", "completion"), "handy"),
+    "report": "report",
     "site": "site",
 }
 
@@ -34,6 +39,10 @@ class Group(click.Group):
             return None
         module = importlib.import_module(f"hpc_ddp.cli.{COMMANDS[name]}")
         command: click.Command = getattr(module, name.replace("-", "_"))
+        if "_HPC_DDP_COMPLETE" in os.environ:  # a shell asks what the Tab key is to offer
+            from hpc_ddp.cli.completing import teach
+
+            teach(command)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -212,6 +212,15 @@ def local_options(command: Command) -> Command:
     return command
 
 
+def again_options(command: Command) -> Command:
+    """Add the options of a job whose script and arguments are known already."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    params = vars(command)["__click_params__"]
+    params[:] = [each for each in params if each.name not in ("run_text", "site")]
+    return command
+
+
 def node_options(command: Command) -> Command:
     """Add the options that say what a job's nodes have to be like."""
     for option in reversed([_GPUS, *_SCENE, _JSON]):

@@ -10,37 +10,40 @@ from dataclasses import asdict
 import click
 
 from hpc_ddp.cli.common import folder_of, folder_option, json_option, say
-from hpc_ddp.report import explain as report_explain
 from hpc_ddp.report import health as report_health
 from hpc_ddp.report import logs as report_logs
+from hpc_ddp.report import overview as report_overview
 from hpc_ddp.report import status as report_status
-from hpc_ddp.report import sweep as report_sweep
 from hpc_ddp.run import checkpoints
-from hpc_ddp.run.folder import all_runs, find_run
+from hpc_ddp.run.folder import find_run
 
 
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.option("--all", "every", is_flag=True, help="All runs, not only those that are new or live.")
+@click.option(
+    "--watch",
+    is_flag=False,
+    flag_value=10.0,
+    type=click.FloatRange(1),
+    metavar="[SECONDS]",
+    help="Show it again every so often, until Ctrl-C.  [10]",
+)
 @folder_option
 @json_option
-def status(runs: Sequence[str], runs_dir: str | None, as_json: bool) -> None:
-    """Show the state of runs (default: all), newest first; of one array or sweep, its tasks."""
+def status(
+    runs: Sequence[str], every: bool, watch: float | None, runs_dir: str | None, as_json: bool
+) -> None:
+    """Show the state of runs, those under way first; of one array or sweep also its tasks."""
     root = folder_of(runs_dir)
-    found = [find_run(root, text) for text in runs] if runs else all_runs(root)
-    jobs = report_status.queue()
-    rows = [report_status.status_of(run, jobs) for run in found]
-    tasks = report_sweep.tasks(found[0], jobs) if len(runs) == 1 else []
-    if as_json:
-        told = [row.to_dict() for row in rows]
-        click.echo(
-            json.dumps([told[0] | {"tasks": [t.to_dict() for t in tasks]}] if tasks else told)
-        )
-    elif not rows:
-        say(f"no runs in {root}")
-    else:
-        click.echo(report_status.table(rows))
-    if tasks and not as_json:
-        click.echo(f"\n{report_sweep.table(tasks)}\n\n{report_sweep.summary(found[0], tasks)}")
+
+    def shown() -> str:
+        return report_overview.show(root, runs, every, as_json)
+
+    if watch:
+        report_overview.watch(shown, watch)
+    elif text := shown():
+        click.echo(text)
 
 
 @click.command()
@@ -49,6 +52,8 @@ def status(runs: Sequence[str], runs_dir: str | None, as_json: bool) -> None:
 @json_option
 def explain(run: str, runs_dir: str | None, as_json: bool) -> None:
     """Tell what became of RUN (a folder, id, name or job id), why, and what to do about it."""
+    from hpc_ddp.report import explain as report_explain  # a quarter of what `status` takes
+
     found = report_explain.explain_run(find_run(folder_of(runs_dir), run))
     if as_json:
         click.echo(json.dumps(found.to_dict()))
@@ -59,18 +64,33 @@ def explain(run: str, runs_dir: str | None, as_json: bool) -> None:
 @click.command()
 @click.argument("run")
 @click.option("-f", "--follow", is_flag=True, help="Go on with what is added, until it has ended.")
-@click.option("--rank", type=click.IntRange(0), help="One rank's log (default: the job's output).")
+@click.option("--rank", type=click.IntRange(0), help="One rank's log as it is (default: all).")
 @click.option("--attempt", type=click.IntRange(0), help="One attempt's (default: all).")
+@click.option("--grep", metavar="PATTERN", help="Only lines with this regular expression.")
+@click.option("--job", is_flag=True, help="The job's own output: rank 0's, and Slurm's lines.")
+@click.option("--raw", is_flag=True, help="Leave out no noise, and fold no equal lines.")
 @folder_option
 def logs(
-    run: str, follow: bool, rank: int | None, attempt: int | None, runs_dir: str | None
+    run: str,
+    follow: bool,
+    rank: int | None,
+    attempt: int | None,
+    grep: str | None,
+    job: bool,
+    raw: bool,
+    runs_dir: str | None,
 ) -> None:
-    """Print what RUN (a folder, id, name or job id) has printed."""
+    """Print what RUN (a folder, id, name or job id) has printed, all ranks in order of time.
+
+    Each line has its node and rank before it, unless only rank 0 has said anything. Equal lines of
+    several ranks are shown once.
+    """
+    asked = report_logs.Asked.of(rank, attempt, job, raw, grep)
     folder = find_run(folder_of(runs_dir), run)
     if follow:
-        report_logs.follow(folder, rank, attempt, lambda: report_status.has_ended(folder))
+        report_logs.follow(folder, asked, lambda: report_status.has_ended(folder))
     else:
-        report_logs.show(folder, rank, attempt)
+        report_logs.show(folder, asked)
 
 
 @click.command()

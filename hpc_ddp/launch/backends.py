@@ -21,6 +21,8 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
 from hpc_ddp.run.spec import array_indexes
 
+Output = int | IO[bytes] | None  # as Popen takes it; None: to where this process prints
+
 PICKLE = "supervisor.pkl"
 SET_UP, TEAR_DOWN = ("settings", "setup", "attempt", "preflight"), ("teardown", "verdict")
 # For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
@@ -50,8 +52,8 @@ class Backend(Protocol):
         """Write what the script needs beside itself."""
         ...
 
-    def start(self, prepared: Prepared) -> Started:
-        """Start the run.
+    def start(self, prepared: Prepared, output: Output = None) -> Started:
+        """Start the run. What a process in the foreground prints goes to `output`.
 
         Raises
         ------
@@ -70,7 +72,7 @@ class SlurmBackend:
     def write_rest(self, prepared: Prepared) -> None:
         pass
 
-    def start(self, prepared: Prepared) -> Started:
+    def start(self, prepared: Prepared, output: Output = None) -> Started:
         run = prepared.run
         known = run.job_ids(run.events())
         return Started(job_id=slurm.sbatch(run.script, os.environ, known=known))
@@ -79,7 +81,7 @@ class SlurmBackend:
 class AllocationBackend(SlurmBackend):
     """The same script, run by a shell inside an allocation that is there already."""
 
-    def start(self, prepared: Prepared) -> Started:
+    def start(self, prepared: Prepared, output: Output = None) -> Started:
         if "SLURM_JOB_ID" not in os.environ:
             raise UsageError(
                 "the allocation back-end runs inside an allocation, and this shell is in none",
@@ -88,17 +90,25 @@ class AllocationBackend(SlurmBackend):
         env = dict(os.environ, HPC_DDP_INTERACTIVE="1")
         argv = ["bash", str(prepared.run.script)]
         # A session of its own: Ctrl-C is for this process, which passes on a notice.
-        return Started(process=subprocess.Popen(argv, env=env, start_new_session=True))
+        return Started(
+            process=subprocess.Popen(
+                argv,
+                env=env,
+                start_new_session=True,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+            )
+        )
 
 
 class LocalBackend(SlurmBackend):
     """The same attempt, supervisors and verdict on this machine, with gloo on CPU."""
 
-    def start(self, prepared: Prepared) -> Started:
-        bar = sys.stdout.isatty() and sys.stderr.isatty()
-        return Started(process=self.launch(prepared, subprocess.PIPE if bar else None))
+    def start(self, prepared: Prepared, output: Output = None) -> Started:
+        bar = output is None and sys.stdout.isatty() and sys.stderr.isatty()
+        return Started(process=self.launch(prepared, subprocess.PIPE if bar else output))
 
-    def launch(self, prepared: Prepared, output: int | IO[bytes] | None) -> subprocess.Popen[bytes]:
+    def launch(self, prepared: Prepared, output: Output) -> subprocess.Popen[bytes]:
         """Start the run with all that it prints going to `output`, as Popen takes it."""
         spec, run = prepared.spec, prepared.run
         env = {**slurm.clean_env(os.environ), **job_env(spec)}
@@ -203,8 +213,8 @@ def render(prepared: Prepared) -> str:
     return text
 
 
-def start(prepared: Prepared) -> Started:
-    """Start a prepared run with its back-end, and journal it.
+def start(prepared: Prepared, output: Output = None) -> Started:
+    """Start a prepared run with its back-end, and journal it; `output` as `Backend.start` has it.
 
     Raises
     ------
@@ -218,7 +228,7 @@ def start(prepared: Prepared) -> Started:
         run.cancelled.unlink(missing_ok=True)  # whoever starts it wants it to run
         asked: dict[str, Any] = {"backend": spec.backend, "script": spec.script}
         asked["first_attempt"] = len(run.attempts())
-        started = BACKENDS[spec.backend].start(prepared)
+        started = BACKENDS[spec.backend].start(prepared, output)
     except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
         journal.write("submitted", **asked)
         raise

@@ -183,6 +183,17 @@ def _read_layer(path: Path, more_keys: Sequence[str] = ()) -> dict[str, Any]:
     return layer
 
 
+def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return what was said in a program, checked as a file's values are; `where` is its name.
+
+    Raises
+    ------
+    UsageError
+        a key is unknown, or has a value of the wrong kind
+    """
+    return _checked(Path(where), values, known_keys())
+
+
 def _checked(path: Path, layer: Any, known: Sequence[str]) -> dict[str, Any]:
     """Return a file's keys and values, or those of one of its tables.
 

@@ -289,8 +289,8 @@ def describe(facts: Facts, known: Collection[str] = ()) -> Site:
     partitions = partitions_of(facts)
     threats = preempted(facts, partitions)
     found = [*_chains(threats), *_requests(partitions), *_scratch(facts), *_tool(facts)]
-    found = [*_default(partitions, found), *_accounts(facts), *found]
-    settings = [each for each in found if each.key not in known]
+    found = [each for each in [*_accounts(facts), *found] if each.key not in known]
+    settings = [each for each in _default(partitions, found) if each.key not in known] + found
     tables = {("partition", p.name): str(p) for p in partitions}
     tables |= {("qos", qos["Name"]): "a QOS" for qos in facts.qos}
     return Site(
@@ -373,7 +373,7 @@ def _requests(partitions: Sequence[Partition]) -> list[Setting]:
             why = "all of a node's (Gres of scontrol show node)"
             found.append(Setting("gpus-per-node", asked, why, when, sure and len(p.asked) == 1))
         if p.asked and not p.is_whole and p.kinds[0].cpus:
-            why = "all of a node's (scontrol show node)"
+            why = "all of a node's (scontrol show node); with fewer GPUs, the share of those"
             found.append(Setting("cpus-per-task", p.kinds[0].cpus, why, when, sure=False))
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.launch.render import Rendering
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.launch.template import CLOSE, NUMBER, OPEN, Marked, unmarked
+from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.spec import JobSpec
 
 # The key that says an option of sbatch which has another name.
@@ -121,12 +123,13 @@ def explained(prepared: Prepared, settings: Settings) -> list[Line]:
     backend = BACKENDS[prepared.spec.backend]
     plain = backend.script(prepared)
     # A user's template may do with a value what a mark does not survive; then its block has to do.
-    for parts in (("values", "blocks"), ("blocks",), ()):
+    for parts in (("values", "blocks"), ("blocks",)):
         trace = _Trace(prepared, settings, parts)
-        text = backend.script(_Traced(**_fields(prepared), trace=trace))
-        if unmarked(text) == plain:
-            break
-    return list(_lines(text, trace))
+        with suppress(UsageError):
+            text = backend.script(_Traced(**_fields(prepared), trace=trace))
+            if unmarked(text) == plain:
+                return list(_lines(text, trace))
+    return list(_lines(plain, _Trace(prepared, settings, ())))
 
 
 def _fields(prepared: Prepared) -> dict[str, Any]:

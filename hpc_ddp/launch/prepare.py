@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,100 @@ def new_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
 def planned_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
     """Return what `new_run` would make, and make nothing."""
     spec = job_spec(settings, cwd)
+    return plan(spec, _new_folder(root, spec), settings, is_new=True)
+
+
+def _new_folder(root: Path, spec: JobSpec) -> RunFolder:
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    return plan(spec, RunFolder(root / spec.name / run_id), settings, is_new=True)
+    return RunFolder(root / spec.name / run_id)
+
+
+def rerun(
+    run: RunFolder,
+    changes: Mapping[str, str],
+    options: Mapping[str, Any],
+    settings: Settings,
+    cwd: Path,
+    root: Path,
+    same_code: bool,
+) -> Prepared:
+    """Make a new run of the job that `run` was, from its beginning, below `root`.
+
+    Parameters
+    ----------
+    run
+        any run; of a sweep all of it begins anew, of a sweep's task its point as a job of its own
+    changes
+        arguments of the script that are to have another value, by name
+    options
+        what else was said of the job, by key, over what it was
+    same_code
+        take the snapshot that the run had last, not the code as it is now
+
+    Raises
+    ------
+    UsageError
+        a change or an option is refused, or the code is not there any more
+    """
+    old = JobSpec.from_json(run.job_json.read_text())
+    for name in changes:
+        if name in old.sweep:
+            raise UsageError(
+                f"{name} is a parameter of the sweep {run.id}",
+                hint=f"a new sweep; or one of its points: hpc-ddp rerun {run.id}/task-0 --set …",
+            )
+    if not run.lib.exists():
+        raise UsageError(
+            f"run {run.path} was started by hand: there is no job to start again",
+            hint=f"hpc-ddp submit {shlex.join([old.script, *old.args])}",
+        )
+    changed = {"args": with_values(old.args, changes), **_changes(old, options, cwd)}
+    changed.setdefault("dependency", None)  # what it waited for then is over
+    if "job_name" in changed:
+        changed["name"] = changed["job_name"]
+    if run.is_task and JobSpec.from_json((run.whole / "job.json").read_text()).sweep:
+        changed.setdefault("array", None)  # its point stands in its arguments
+    elif old.array and not run.is_task:
+        every = f"0-{len(old.points) - 1}" if old.sweep else ",".join(map(str, _indexes(run, old)))
+        changed.setdefault("array", every + _bound(old))
+    spec = _changed(old, changed)
+    if not same_code:
+        _check_script(spec, hint="hpc-ddp rerun --same-code takes the run's own copy")
+    like = run if same_code else None
+    planned = plan(spec, _new_folder(root, spec), settings, is_new=True, like=like)
+    prepared = make(planned, settings, cwd, like)
+    asked = read_json(RunFolder(run.whole).asked_json)
+    if "options" in asked:
+        said = {**options, "script": spec.script, "args": list(spec.args), "array": spec.array}
+        asked["options"] = over(asked["options"], said | {"sweep": spec.sweep})
+        write_json(prepared.run.asked_json, asked)
+    prepared.run.journal("submit").write("rerun", of=str(run.path))
+    return prepared
+
+
+def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
+    """Return a script's arguments with ``--name value`` and ``--name=value`` as `changes` has it;
+    what is not among them comes at the end.
+
+    Examples
+    --------
+    >>> with_values(["data", "--lr", "0.1", "--seed=1"], {"lr": "0.2", "seed": "2", "steps": "9"})
+    ['data', '--lr=0.2', '--seed=2', '--steps=9']
+    """
+    words, left = list(args), dict(changes)
+    found: list[str] = []
+    while words:
+        word = words.pop(0)
+        name, equals, _ = word.partition("=")
+        name = name[2:] if name.startswith("--") else ""
+        if name not in changes:
+            found.append(word)
+            continue
+        if not equals and words and not words[0].startswith("--"):
+            words.pop(0)  # its value
+        if name in left:  # said twice, the last one counts: there is one from now on
+            found.append(f"--{name}={left.pop(name)}")
+    return [*found, *(f"--{name}={value}" for name, value in left.items())]
 
 
 def continued_run(
@@ -80,7 +173,20 @@ def planned_continuation(
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
     _check_idle(run)
     spec = JobSpec.from_json(run.job_json.read_text())
-    names = {field.name for field in fields(JobSpec)}
+    changed = _changes(spec, options, cwd)
+    # The back-end is not the run's: what was tried here may go on there, and the other way round.
+    changed.setdefault("backend", settings.get("backend", "slurm"))
+    if run.is_task:  # it alone goes on, and keeps its index
+        changed["array"] = str(run.index)
+    elif spec.array:
+        changed.setdefault("array", _unfinished(run, spec))
+    spec = _changed(spec, changed)
+    _check_script(spec, hint="name SCRIPT")
+    return plan(spec, run, settings, is_new=False)
+
+
+def _changes(spec: JobSpec, options: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
+    """Return what was said of a job that there is already, by field."""
     changed = {key.replace("-", "_"): value for key, value in options.items()}
     if "script" in changed:
         changed["script"] = str((cwd / changed["script"]).absolute())
@@ -90,33 +196,45 @@ def planned_continuation(
         changed["template"] = str(cwd / changed["template"])
     if "env" in changed:
         changed["env"] = {**spec.env, **changed["env"]}
-    # The back-end is not the run's: what was tried here may go on there, and the other way round.
-    changed.setdefault("backend", settings.get("backend", "slurm"))
-    if run.is_task:  # it alone goes on, and keeps its index
-        changed["array"] = str(run.index)
-    elif spec.array:
-        changed.setdefault("array", _unfinished(run, spec))
-    spec = replace(spec, **{key: value for key, value in changed.items() if key in names})
+    return changed
+
+
+def _changed(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
+    names = {field.name for field in fields(JobSpec)}
+    return replace(spec, **{key: value for key, value in changed.items() if key in names})
+
+
+def _check_script(spec: JobSpec, hint: str) -> None:
     if not Path(spec.script).is_file():
-        raise UsageError(f"script {spec.script!r} does not exist any more", hint="name SCRIPT")
-    return plan(spec, run, settings, is_new=False)
+        raise UsageError(f"script {spec.script!r} does not exist any more", hint=hint)
 
 
 def _unfinished(run: RunFolder, spec: JobSpec) -> str:
     """Return the indexes of the array's tasks that are not finished, with its bound (``%2``)."""
-    array = spec.array or ""
-    begun = (task.index for task in run.tasks())
-    # The last submit may have been of some of them only.
-    known = range(len(spec.points)) if spec.sweep else sorted({*begun, *array_indexes(array)})
-    left = [str(index) for index in known if not run.task(index).finished()]
+    left = [str(index) for index in _indexes(run, spec) if not run.task(index).finished()]
     if not left:
         raise UsageError(f"all tasks of {run.path} are finished", hint=f"hpc-ddp status {run.id}")
-    _, percent, bound = array.partition("%")
-    return ",".join(left) + percent + bound
+    return ",".join(left) + _bound(spec)
 
 
-def plan(spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool) -> Prepared:
-    """Return the job as it would run there; nothing is written.
+def _indexes(run: RunFolder, spec: JobSpec) -> list[int]:
+    """Return the indexes of all tasks of an array: its last submit may have been of some only."""
+    if spec.sweep:
+        return list(range(len(spec.points)))
+    return sorted({*(task.index for task in run.tasks()), *array_indexes(spec.array or "")})
+
+
+def _bound(spec: JobSpec) -> str:
+    """Return an array's bound on the tasks that run at once, as ``%2``; '' without one."""
+    _, percent, bound = (spec.array or "").partition("%")
+    return percent + bound
+
+
+def plan(
+    spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool, like: RunFolder | None = None
+) -> Prepared:
+    """Return the job as it would run there, with the code of the run `like` where one is named;
+    nothing is written.
 
     Raises
     ------
@@ -126,20 +244,28 @@ def plan(spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool) -> Pre
     _check_environment(spec)
     script = Path(spec.script)
     code = script.parent
-    if settings.get("snapshot", True):
+    if like:
+        code = run.code / "0"
+        script = code / snapshot.newest(like, script)[1]
+    elif settings.get("snapshot", True):
         code, script = snapshot.place(script, run)
     prepared = Prepared(spec, run, code, script, is_new)
     prepared.rendering.whole()  # a broken template ends it before anything is written
     return prepared
 
 
-def make(prepared: Prepared, settings: Settings, cwd: Path) -> Prepared:
-    """Make the folder of a planned run, with all that it needs."""
+def make(
+    prepared: Prepared, settings: Settings, cwd: Path, like: RunFolder | None = None
+) -> Prepared:
+    """Make the folder of a planned run, with all that it needs; `like` as `plan` has it."""
     run, spec = prepared.run, prepared.spec
     try:
         run.make()
         snapshot.carry_library(run)
-        if settings.get("snapshot", True):
+        if like:
+            newest, _ = snapshot.newest(like, Path(spec.script))
+            shutil.copytree(newest, prepared.code, symlinks=True)
+        elif settings.get("snapshot", True):
             snapshot.take(Path(spec.script), run, settings.get("snapshot-exclude", ()))
         run.job_json.write_text(spec.to_json())
         write_json(run.asked_json, _asked(run, settings, cwd))

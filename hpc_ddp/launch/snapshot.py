@@ -15,6 +15,7 @@ from hpc_ddp.launch.fabric import for_auto
 from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.progress import Progress
 
 LIMIT_BYTES = 50 * 10**6
 LIMIT_FILES = 20_000
@@ -61,12 +62,14 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
     root, names = files(script, run, exclude)
     target, inside = place(script, run)
     made: set[Path] = set()
-    for name in names:
-        copy = target / name
-        if copy.parent not in made:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            made.add(copy.parent)
-        shutil.copy(root / name, copy, follow_symlinks=False)
+    with Progress("copying the code", len(names)) as progress:
+        for name in names:
+            copy = target / name
+            if copy.parent not in made:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                made.add(copy.parent)
+            shutil.copy(root / name, copy, follow_symlinks=False)
+            progress.add(1)
     if not inside.exists():  # ignored by git, or excluded: the one file that must be there
         inside.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(script, inside)
@@ -102,6 +105,26 @@ def changes(script: Path, run: RunFolder, code: Path, exclude: Sequence[str]) ->
 
 def _content(path: Path) -> bytes:
     return os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
+
+
+def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
+    """Return the newest snapshot of a run, and the script's place in it.
+
+    Raises
+    ------
+    UsageError
+        there is none, or none of the script
+    """
+    taken = [path for path in RunFolder(run.whole).code.glob("*") if path.name.isdecimal()]
+    found = max(taken, key=lambda path: int(path.name), default=None)
+    # Where the work tree began is not written down: the longest end of the script's path it is.
+    ends = (Path(*script.parts[start:]) for start in range(1, len(script.parts)))
+    inside = next((end for end in ends if found and (found / end).is_file()), None)
+    if found is None or inside is None:
+        raise UsageError(
+            f"run {run.path} has no snapshot of {script}", hint="leave out --same-code"
+        )
+    return found, inside
 
 
 def _work_tree(script: Path) -> Path | None:

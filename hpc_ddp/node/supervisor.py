@@ -29,6 +29,7 @@ from typing import Any
 
 from hpc_ddp.node import fabric as fabrics
 from hpc_ddp.node import failure, leaderless, oom
+from hpc_ddp.node.growth import Growth
 from hpc_ddp.node.network import LOOPBACK, interface_to, reach
 from hpc_ddp.run.folder import (
     AttemptFolder,
@@ -220,6 +221,7 @@ class Supervisor:
         for stale in (*self._pids(), self.folder.failures):
             stale.unlink(missing_ok=True)
         self.journal = self.place.run.journal(self._name(), self.place.attempt.number)
+        self.growth = Growth(self.folder)
 
     # What a supervisor of one worker does otherwise: see node/task.py.
 
@@ -258,6 +260,7 @@ class Supervisor:
             if leader_lost and leader_lost.is_set() and not self._kill_at:
                 self._kill_at = time.time()
         self._show_rank_0()
+        self.growth.note()
         return self._end(agent.returncode)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -353,6 +356,7 @@ class Supervisor:
 
     def _look_around(self, agent: subprocess.Popen[bytes], now: float) -> None:
         self._show_rank_0()
+        self.growth.note()
         self._compare_fabric()
         place = self.place
         word = read_word(place.attempt.notice)

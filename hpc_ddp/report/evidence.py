@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,7 +112,7 @@ class Facts:
     stands: Mapping[int, str] = field(default_factory=dict)
     tasks: Mapping[str, Facts] = field(default_factory=dict)
 
-    @property
+    @cached_property  # asked for each event
     def newest(self) -> int | None:
         """The newest attempt, by its folder or by what it has journaled."""
         told = [e["attempt"] for e in self.events if e["event"] == "started"]

@@ -21,6 +21,7 @@ from hpc_ddp.report.status import age
 from hpc_ddp.run import goodput
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, is_finished, last_event
+from hpc_ddp.run.ranks import slow_rank
 
 WIDTH = 100  # of the paragraph, in characters
 QUIET_S = 600.0  # a running job that has said nothing for so long may hang
@@ -102,7 +103,8 @@ def explain(facts: Facts) -> Explanation:
         lost_steps=lost_steps,
         lost_s=lost_s,
     )
-    text = [f"{_name(facts.path)} {found.text}", _before(facts), _loss(facts, found)]
+    of = "".join(f"It is a rerun of {text_of(event, 'of')}." for event in facts.of("rerun")[:1])
+    text = [f"{_name(facts.path)} {found.text}", _before(facts), _loss(facts, found), of]
     return replace(found, text=" ".join(filter(None, text)))
 
 
@@ -217,6 +219,8 @@ def _running(facts: Facts, where: str) -> Explanation:
     good = goodput.share(goodput.account(facts.events, facts.now))
     if good is not None:
         text += f" Goodput {good:.0%}."
+    if slow := slow_rank(events):
+        text += f" But {slow}: the others wait for it."
     quiet_s = facts.now - events[-1]["time"]
     if quiet_s > QUIET_S:
         text += f" But nothing was heard of it for {age(quiet_s)}: it may hang."

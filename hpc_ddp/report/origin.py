@@ -38,7 +38,10 @@ def show(rows: Sequence[tuple[str, str, str]], console: Console | None = None) -
         before = label if line else before
         for n, piece in enumerate(_pieces(line, room)):
             text = Text(f"{'' if n else told:{wide}}  ", COLOURS.get(source, "dim"))
-            console.print(text.append(piece, "default not dim"), soft_wrap=True)
+            text.append(piece, "default not dim")
+            if not line:
+                text.rstrip()
+            console.print(text, soft_wrap=True)
 
 
 def _pieces(line: str, room: int | None) -> list[str]:

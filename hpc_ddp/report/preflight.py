@@ -16,7 +16,12 @@ COLUMNS = (
 
 def table(event: Event) -> str:
     """Return one line per node of an event `preflight`."""
-    return columns(COLUMNS, [_cells(node, told) for node, told in event["report"].items()])
+    return columns(COLUMNS, rows(event))
+
+
+def rows(event: Event) -> list[tuple[Any, ...]]:
+    """Return the values of `COLUMNS` for each node, None for what is not known."""
+    return [_cells(node, told) for node, told in event["report"].items()]
 
 
 def _cells(node: str, told: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -11,19 +11,40 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpc_ddp import slurm
+from hpc_ddp.report.reasons import in_words
 from hpc_ddp.run import goodput, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import Event, is_finished, last_event
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.journal import Event, is_finished, last_event, read_briefly
+from hpc_ddp.run.ranks import slow_rank
+from hpc_ddp.run.spec import JobSpec, parse_time
 
 
 @dataclass(frozen=True)
 class Status:
-    """One run. `state` is in plain words; `last_checkpoint_s` is the age in seconds.
+    """One run. `state` and `why` are in plain words.
 
-    `goodput` is from 0 to 1, `seconds` what it comes from (see `hpc_ddp.run.goodput`), `results`
-    what the script gave to ``run.finish``.
+    Attributes
+    ----------
+    attempt, nodes
+        the newest start, from 0, and how many nodes it has
+    step, total_steps, loss, samples_per_s
+        what the journal told last
+    last_checkpoint_s
+        the age of the newest one, in seconds
+    time_left_s, eta_s
+        of one that runs: seconds to its attempt's time limit, and to its last step at the pace of
+        this attempt
+    goodput, seconds
+        from 0 to 1, and what it comes from (see `hpc_ddp.run.goodput`)
+    reason
+        Slurm's own word for why it waits
+    slow
+        the rank that the others wait for, '' where there is none (see `hpc_ddp.run.ranks`)
+    results
+        what the script gave to ``run.finish``
+    rerun_of
+        the folder of the run that it is one more of
     """
 
     run: str
@@ -32,14 +53,21 @@ class Status:
     state: str
     job_id: str | None
     attempt: int | None
+    nodes: int | None
     step: int | None
     total_steps: int | None
     loss: float | None
+    samples_per_s: float | None
     last_checkpoint_s: float | None
+    time_left_s: float | None
+    eta_s: float | None
     goodput: float | None
     seconds: dict[str, float]
     why: str
+    reason: str
+    slow: str
     results: dict[str, float | None]
+    rerun_of: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,15 +75,29 @@ class Status:
 
 def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
     """Return the state of one run; `queue` is what Slurm still has, by job id."""
-    events = run.events()
+    events = read_briefly(run.journal_folder)
+    return judge(run, events, run.job_ids(events), queue)
+
+
+def judge(
+    run: RunFolder,
+    events: Sequence[Event],
+    jobs: Sequence[str],
+    queue: Mapping[str, slurm.Queued],
+) -> Status:
+    """Return the state of a run from its journal and the ids of all its jobs."""
+    events = list(events)
     started = last_event(events, "started")
     metrics = last_event(events, "metrics") or {}
     saved = last_event(events, "checkpoint")
-    jobs = run.job_ids(events)
-    state, why = _state(run, events, [queue[job] for job in jobs if job in queue])
+    queued = [queue[job] for job in jobs if job in queue]
+    state, why = _state(run, events, queued)
     now = time.time()
-    live = state in _LIVE.values()
-    seconds = goodput.account(events, now if live else None, waits=state == _LIVE["PENDING"])
+    live, running = state in LIVE, state == _LIVE["RUNNING"]
+    waits = state == _LIVE["PENDING"]
+    seconds = goodput.account(events, now if live else None, waits=waits)
+    slow = slow_rank(events) if running else None
+    limit = next((job.time_left for job in queued if job.state == "RUNNING"), "")
     moved = last_event(events, "metrics", "checkpoint", "stopped", "finished", "restored")
     return Status(
         run=str(run.path),
@@ -64,14 +106,21 @@ def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
         state=state,
         job_id=jobs[-1] if jobs else None,
         attempt=started["attempt"] if started else None,
+        nodes=len(started.get("nodes", ())) or None if started else None,
         step=moved.get("step") if moved else None,
         total_steps=metrics.get("total_steps"),
         loss=metrics.get("loss"),
+        samples_per_s=metrics.get("samples_per_s"),
         last_checkpoint_s=now - saved["time"] if saved else None,
+        time_left_s=_limit_s(limit) if running else None,
+        eta_s=_eta_s(events, metrics, now) if running else None,
         goodput=goodput.share(seconds),
         seconds={part: round(value, 3) for part, value in seconds.items()},
-        why=why,
+        why=in_words(why, jobs[-1])[0] if waits else why,
+        reason=why if waits else "",
+        slow=str(slow or ""),
         results=(last_event(events, "finished") or {}).get("results", {}),
+        rerun_of=(last_event(events, "rerun") or {}).get("of"),
     )
 
 
@@ -82,6 +131,26 @@ _LIVE = {
     "SUSPENDED": "suspended",
     "CONFIGURING": "starting",
 }
+LIVE = tuple(_LIVE.values())
+
+
+def _limit_s(text: str) -> float | None:
+    """Return squeue's time left in seconds; None for one without a limit."""
+    try:
+        return float(parse_time(text))
+    except UsageError:
+        return None
+
+
+def _eta_s(events: Sequence[Event], metrics: Event, now: float) -> float | None:
+    """Return the seconds to the last step at the mean pace of this start, saves and all."""
+    first = last_event(list(events), "first_step", "worker") or {}
+    total, step = metrics.get("total_steps"), metrics.get("step", 0)
+    done = step - first.get("step", step)
+    if first.get("event") != "first_step" or not total or done <= 0:
+        return None
+    pace_s = (metrics["time"] - first["time"]) / done
+    return max(0.0, (total - step) * pace_s - (now - metrics["time"]))
 
 
 def _state(
@@ -158,7 +227,7 @@ def has_ended(run: RunFolder) -> bool:
         jobs = {} if local else slurm.queue()
     except HpcDdpError:
         return False
-    return status_of(run, jobs).state not in {*_LIVE.values(), "rendered"}
+    return status_of(run, jobs).state not in {*LIVE, "rendered"}
 
 
 def cancel(run: RunFolder) -> None:
@@ -196,14 +265,6 @@ def _own_jobs(task: RunFolder, jobs: Sequence[str]) -> list[str]:
     return [*mine, *(job for job in jobs if job not in arrays)]
 
 
-COLUMNS = ("name", "id", "job", "state", "attempt", "step", "loss", "saved", "goodput", "why")
-
-
-def table(rows: Sequence[Status]) -> str:
-    """Return the rows as a table for a person."""
-    return columns(COLUMNS, [_row(row) for row in rows])
-
-
 def columns(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return rows of values below a header, in columns as wide as they need be."""
     cells = [["-" if value is None else str(value) for value in row] for row in rows]
@@ -213,14 +274,6 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         for line in ([*header], *cells)
     )
     return "\n".join(lines)
-
-
-def _row(row: Status) -> tuple[Any, ...]:
-    step = f"{row.step}/{row.total_steps}" if row.total_steps else row.step
-    saved = None if row.last_checkpoint_s is None else f"{age(row.last_checkpoint_s)} ago"
-    loss = None if row.loss is None else f"{row.loss:.4g}"
-    good = None if row.goodput is None else f"{row.goodput:.0%}"
-    return row.name, row.id, row.job_id, row.state, row.attempt, step, loss, saved, good, row.why
 
 
 def age(seconds: float) -> str:

@@ -19,15 +19,20 @@ import json
 import re
 import time
 import zlib
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from hpc_ddp.run.progress import Progress
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of what is in the files; another one can't be read
 CHUNK = 4 << 20  # bytes; big enough that summing and writing run outside the interpreter lock
 
 _STEP = re.compile(r"step-(\d+)(\.old-\d+)?")
+_ANY = re.compile(r"step-\d+(\.(old|bad|tmp)-[\w-]+)?")
 _SHOWN = re.compile(r"step-(\d+)(\.(old|bad)-[\d-]+)?")
 
 
@@ -51,10 +56,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return value
 
 
-def verify(folder: Path, rank: int = 0, world_size: int = 1) -> str | None:
+def _unheard(size: int) -> None: ...
+
+
+def verify(
+    folder: Path, rank: int = 0, world_size: int = 1, read: Callable[[int], None] = _unheard
+) -> str | None:
     """Return why a checkpoint can't be trusted, or None when every byte is as it was written.
 
-    Ranks can share the work: each looks at the manifest, and at its part of the files.
+    Ranks can share the work: each looks at the manifest, and at its part of the files. `read` is
+    told how many bytes were read, again and again.
     """
     try:
         files = read_manifest(folder)["files"]
@@ -64,7 +75,7 @@ def verify(folder: Path, rank: int = 0, world_size: int = 1) -> str | None:
         return f"{MANIFEST} can't be read: {error}"
     for name, said in list(files.items())[rank::world_size]:
         try:
-            found = facts_of(folder / name)
+            found = facts_of(folder / name, read)
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
@@ -76,7 +87,7 @@ def verify(folder: Path, rank: int = 0, world_size: int = 1) -> str | None:
     return None
 
 
-def facts_of(path: Path) -> FileFacts:
+def facts_of(path: Path, read: Callable[[int], None] = _unheard) -> FileFacts:
     """Read a file through; raises OSError."""
     size = crc32 = 0
     chunk = memoryview(bytearray(CHUNK))
@@ -84,6 +95,7 @@ def facts_of(path: Path) -> FileFacts:
         while count := file.readinto(chunk):
             size += count
             crc32 = zlib.crc32(chunk[:count], crc32)
+            read(count)
     return FileFacts(size, crc32)
 
 
@@ -99,6 +111,12 @@ def candidates(folder: Path) -> list[Path]:
 def published(folder: Path) -> list[Path]:
     """Return the checkpoints that have their final name, newest first."""
     return [path for path in candidates(folder) if "." not in path.name]
+
+
+def all_of(folder: Path) -> list[Path]:
+    """Return all checkpoints, also those that are half-written, damaged or on their way out."""
+    found = folder.glob("step-*") if folder.is_dir() else ()
+    return sorted(path for path in found if _ANY.fullmatch(path.name) and path.is_dir())
 
 
 def step_of(folder: Path) -> int:
@@ -122,13 +140,21 @@ class Health:
 def health(folder: Path) -> list[Health]:
     """Verify all checkpoints in a run's folder of checkpoints, oldest first."""
     found = [path for path in folder.glob("step-*") if _SHOWN.fullmatch(path.name)]
-    rows = [_health(path) for path in sorted(found, key=lambda path: (step_of(path), path.name))]
+    found.sort(key=lambda path: (step_of(path), path.name))
+    with Progress("reading the checkpoints", sum(map(_size, found))) as progress:
+        rows = [_health(path, progress.add) for path in found]
     marked = [row.name for row in rows if row.best]
     return [replace(row, best=row.name == marked[-1]) if row.best else row for row in rows]
 
 
-def _health(path: Path) -> Health:
-    problem = verify(path)
+def _size(folder: Path) -> int:
+    with suppress(OSError):  # deleted meanwhile
+        return sum(path.stat().st_size for path in folder.iterdir())
+    return 0
+
+
+def _health(path: Path, read: Callable[[int], None]) -> Health:
+    problem = verify(path, read=read)
     try:
         manifest = read_manifest(path)
     except (OSError, ValueError):

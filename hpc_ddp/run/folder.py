@@ -11,8 +11,8 @@
         journal/<writer>.jsonl
         logs/slurm.out
         logs/attempt-<k>/attempt.json, notice, failed, fabric
-        logs/attempt-<k>/<node>/rank-<r>.log, agent.log, notice, record.json,
-                                (where each worker is a task: notice-<r>, record-<r>.json)
+        logs/attempt-<k>/<node>/rank-<r>.log, agent.log, printed, notice, record.json,
+                                (where each worker is a task: notice-<r>, record-<r>.json, …)
                                 and of a hang stack-rank-<r>.txt, flight-rank-<r>
         checkpoints/step-<n>/
         tensorboard/
@@ -62,6 +62,11 @@ class NodeFolder:
     def failures(self) -> Path:
         """Which workers failed, as torchrun has told the supervisor; or why there are none."""
         return self.path / f"failures{self._task}.json"
+
+    @property
+    def printed(self) -> Path:
+        """When which rank's log had which size: lines of unix seconds, rank and bytes."""
+        return self.path / f"printed{self._task}"
 
     @property
     def _task(self) -> str:

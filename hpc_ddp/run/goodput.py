@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from hpc_ddp.run.journal import FROM_LOGIN_NODE, Event
 
@@ -22,6 +23,16 @@ PARTS = {
     "lost": "after an attempt's last sign of progress, until its end was known",
     "queued": "before an attempt, also one that waited for somebody to continue the run",
 }
+
+
+class Piece(NamedTuple):
+    """A stretch of the wall time, in unix seconds, and the part that it is given to."""
+
+    begin: float
+    end: float
+    part: str
+
+
 _OURS = ("worker", "restored", "training", "first_step")
 _MARKS = ("first_step", "metrics", "stopped", "finished")  # written as their step ends
 
@@ -30,6 +41,17 @@ def account(
     events: Sequence[Event], now: float | None = None, waits: bool = False
 ) -> dict[str, float]:
     """Return the seconds that a run has spent in each of `PARTS`, over all its attempts.
+
+    The parameters are those of `pieces`.
+    """
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for piece in pieces(events, now, waits):
+        seconds[piece.part] += piece.end - piece.begin
+    return seconds
+
+
+def pieces(events: Sequence[Event], now: float | None = None, waits: bool = False) -> list[Piece]:
+    """Cut a run's wall time into pieces of one part each, in order and without gaps.
 
     Parameters
     ----------
@@ -48,7 +70,7 @@ def account(
     `metrics` in proportion. They count as redone there, and as training where they came first.
     """
     if not events:
-        return dict.fromkeys(PARTS, 0.0)
+        return []
     attempts: dict[int, list[Event]] = {}
     for event in events:
         if event["event"] not in FROM_LOGIN_NODE:
@@ -73,7 +95,7 @@ def account(
             clock.until(_began(attempt), "queued")
             clock.until(_end(attempt, live), "running")
     clock.until(math.inf, "queued")
-    return clock.seconds
+    return clock.pieces
 
 
 def share(seconds: dict[str, float]) -> float | None:
@@ -98,13 +120,16 @@ class _Clock:
 
     def __init__(self, start: float, end: float) -> None:
         self.at, self._end = start, max(start, end)
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.pieces: list[Piece] = []
 
     def until(self, when: float | None, part: str) -> None:
         """Give the time up to `when` to a part. Never goes back: clocks of hosts differ."""
         if when is not None and when > self.at:
             when = min(when, self._end)
-            self.seconds[part] += when - self.at
+            begin = self.at
+            if self.pieces and self.pieces[-1].part == part:
+                begin = self.pieces.pop().begin
+            self.pieces.append(Piece(begin, when, part))
             self.at = when
 
 

@@ -109,6 +109,13 @@ class Control:
         """Begin to replace a CPU tensor by its maximum over ranks; `wait` on what is returned."""
         return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
+    def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        """Begin to send a CPU tensor to rank 0: every rank's there, none elsewhere; `wait` on the
+        second before reading the first."""
+        found = [torch.empty_like(values) for _ in range(self.world_size if self.rank == 0 else 0)]
+        work = dist.gather(values, found or None, dst=0, group=self._group, async_op=True)
+        return found, work
+
     def sum(self, values: torch.Tensor) -> None:
         """Replace a CPU tensor by its sum over ranks."""
         dist.all_reduce(values, group=self._group)

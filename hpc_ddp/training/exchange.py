@@ -20,6 +20,7 @@ class Decision:
 
     reason: int = NONE
     save: bool = False
+    gather: bool = False  # what the ranks have measured of themselves
 
 
 def next_period(current: int, step_us: int) -> int:
@@ -57,11 +58,11 @@ class Exchange:
         values, work = self._pending
         self._pending = None
         work.wait()
-        reason, save, step_us = values.tolist()
+        reason, save, gather, step_us = values.tolist()
         self.period = next_period(self.period, step_us)
-        return Decision(reason, bool(save))
+        return Decision(reason, bool(save), bool(gather))
 
-    def send(self, reason: int, save: bool, step_s: float) -> None:
+    def send(self, reason: int, save: bool, gather: bool, step_s: float) -> None:
         """Send this rank's word, and how long its steps take on average, in seconds."""
-        values = torch.tensor([reason, int(save), int(step_s * 1e6)])
+        values = torch.tensor([reason, int(save), int(gather), int(step_s * 1e6)])
         self._pending = (values, self._control.start_max(values))

@@ -49,6 +49,7 @@ class Loader:
         self.samples = size_of(dataset)
         self.share: Share | None = None
         self.on_batch: Callable[[Any], None] = lambda batch: None
+        self.timed: Callable[[Iterator[Any]], Iterator[Any]] = iter
         self._cut, self._position, self._device = cut, position, device
         self._check, self._sync = check, sync
         if self.samples is not None and not cut.steps(self.samples):
@@ -77,7 +78,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self._check()
-        for share, batch in _watched(self._batches):
+        for share, batch in self.timed(_watched(self._batches)):
             self.share = share
             self._sync(share.ends_step)
             if share.ends_step:

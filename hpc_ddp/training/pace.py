@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from hpc_ddp.training.control import Control
+from hpc_ddp.training.effort import Effort
 from hpc_ddp.training.exchange import Decision, Exchange
 from hpc_ddp.training.notice import DEADLINE, NONE, Notices
 from hpc_ddp.training.schedule import Schedule
@@ -19,9 +20,14 @@ class Pace:
     """
 
     def __init__(
-        self, control: Control, notices: Notices, end_time: float | None, schedule: Schedule
+        self,
+        control: Control,
+        notices: Notices,
+        end_time: float | None,
+        schedule: Schedule,
+        effort: Effort | None = None,
     ) -> None:
-        self._exchange = Exchange(control)
+        self._exchange, self._effort = Exchange(control), effort
         self._notices, self._end_time, self._schedule = notices, end_time, schedule
         self._stepped_at = time.monotonic()
         self.exchanges = 0  # so far, the same number on all ranks
@@ -43,10 +49,19 @@ class Pace:
             return Decision(decision.reason, save=True)
         return decision
 
+    def _read(self) -> Decision:
+        """Return what was sent last; here, at the same step on all ranks, they gather figures."""
+        decision = self._exchange.read()
+        if self._effort:
+            self._effort.tell()
+            if decision.gather:
+                self._effort.gather()
+        return decision
+
     def hear_all(self) -> Decision:
         """Return what all ranks do now; here they wait for each other, some 0.2 ms."""
         first = self._turn()
-        second = self._exchange.read()
+        second = self._read()
         return Decision(max(first.reason, second.reason), first.save or second.save)
 
     def restart_step(self) -> None:
@@ -55,12 +70,13 @@ class Pace:
 
     def _turn(self) -> Decision:
         """Read the last exchange and send the next."""
-        decision = self._exchange.read()
+        decision = self._read()
         self.exchanges += 1
         # A save that has just been decided is not due once more.
         save = self._schedule.due() and not decision.save
         mean_s = sum(self._steps) / max(len(self._steps), 1)
-        self._exchange.send(self._reason(), save, mean_s)
+        gather = self._effort is not None and self._effort.due()
+        self._exchange.send(self._reason(), save, gather, mean_s)
         self._slowest_before_s = max(self._steps, default=0.0)
         self._steps.clear()
         return decision

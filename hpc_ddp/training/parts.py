@@ -16,6 +16,7 @@ from hpc_ddp.training import control as groups
 from hpc_ddp.training import place, randomness
 from hpc_ddp.training.checkpoint import Checkpoints
 from hpc_ddp.training.control import Control
+from hpc_ddp.training.effort import Effort
 from hpc_ddp.training.facts import DistInfo, Surroundings
 from hpc_ddp.training.failure import FailureHook
 from hpc_ddp.training.grid import Grid
@@ -51,6 +52,7 @@ class Parts:
     keeper: Keeper
     journal: Journal
     metrics: Metrics
+    effort: Effort
     watchdog: Watchdog
     precision: Precision
     profiler: Profiler
@@ -93,7 +95,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
     schedule = Schedule(
         checkpoints, info.rank, options.save_every, options.save_every_steps, history
     )
-    hosts = sorted(set(control.to_first(said.node)))
+    nodes = control.to_first(said.node)
     randomness.seed_all(options.seed, device)
     watchdog = Watchdog(
         options.hang_after,
@@ -105,7 +107,8 @@ def assemble(asked: dict[str, Any]) -> Parts:
     )
     first = info.rank == 0
     use = use_per_sample(options, device, info.world_size)
-    metrics = Metrics(journal, info.world_size, hosts, use)
+    metrics = Metrics(journal, info.world_size, sorted(set(nodes)), use)
+    effort = Effort(control, journal, position, device, nodes)
     board = Board(folder.path / "tensorboard", position) if options.tensorboard and first else None
     progress = Progress() if options.progress and first else None
     metrics.listeners += [each.show for each in (board, progress) if each is not None]
@@ -118,12 +121,13 @@ def assemble(asked: dict[str, Any]) -> Parts:
         position=position,
         control=control,
         notices=notices,
-        pace=Pace(control, notices, said.end_time, schedule),
+        pace=Pace(control, notices, said.end_time, schedule, effort),
         schedule=schedule,
         checkpoints=checkpoints,
         keeper=keeper,
         journal=journal,
         metrics=metrics,
+        effort=effort,
         watchdog=watchdog,
         precision=Precision(options.precision, device, options.stop_on_nan, grid),
         profiler=Profiler(options.profile, trace, told=first),

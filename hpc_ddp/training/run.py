@@ -220,6 +220,8 @@ class Run:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
         settle(ddp)
+        if grid.pp == 1:
+            self._parts.effort.watch(ddp)
         self._wrapped.append(ddp)
         return ddp
 
@@ -400,6 +402,7 @@ class Run:
             sync=self._sync_gradients,
             **options,
         )
+        self._loader.timed = self._parts.effort.batches
         return self._loader
 
     def track(self, **objects: Any) -> None:
@@ -447,6 +450,7 @@ class Run:
         _ = self.tensorboard  # opened here, where the position is the checkpoint's
         while self.position.epoch < total:
             self._parts.pace.restart_step()
+            self._parts.effort.step_begins()
             yield self.position.epoch
             self.position.epoch += 1
             self.position.samples = 0
@@ -468,7 +472,8 @@ class Run:
         in size at the end of an epoch. DDP talks to its peers in the last one of a step only.
         """
         weight = 1.0 if self._share is None else self._share.weight
-        self._parts.precision.backward(loss if weight == 1.0 else loss * weight)
+        weighted = loss if weight == 1.0 else loss * weight
+        self._parts.effort.backward(weighted, self._parts.precision.backward)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes in the run's precision; it does nothing for fp32."""
@@ -540,6 +545,7 @@ class Run:
                 hint="call it once per batch, behind all optimizers' steps",
             )
         self._stepped = True
+        self._parts.effort.step_ends()
         self._parts.precision.check_updated()
         self.position.step += 1
         self._parts.watchdog.step_done()
@@ -562,6 +568,7 @@ class Run:
             self._save_due = self._save_due or decision.save
         else:
             self._act(decision)
+            self._parts.effort.step_begins()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
         """Tell whether `value` is the best so far; if so, the checkpoint of this moment stays.
@@ -647,6 +654,7 @@ class Run:
                 self._parts.control.first_copy(buffer)
         with in_eval_mode(plain):
             yield plain if isinstance(model, torch.nn.Module) else model
+        self._parts.effort.step_begins()  # no part of a step
 
     def sum(self, *values: float | torch.Tensor) -> list[float]:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it.

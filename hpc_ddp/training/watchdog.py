@@ -18,16 +18,26 @@ from contextlib import suppress
 
 from torch._C import _distributed_c10d as c10d
 
+from hpc_ddp.run import process
 from hpc_ddp.run.folder import NodeFolder
 from hpc_ddp.training.order import Position
 
 _last_beat = 0.0  # one per process, as faulthandler's timer is
+_shown: int | None = None  # where stacks go that somebody asks for
 
 
 def beat() -> None:
     """Say that the training goes on. Costs less than a microsecond."""
     global _last_beat
     _last_beat = time.monotonic()
+
+
+def show_stacks_when_asked() -> None:
+    """Have a signal write the stacks to where `hpc-ddp attach --py-spy` reads them."""
+    global _shown
+    if sys.platform == "linux" and _shown is None:
+        _shown = os.memfd_create(process.STACKS)  # on no disk, which may be why it stands still
+        faulthandler.register(process.SHOW_STACKS, _shown)
 
 
 class HangError(RuntimeError):
@@ -67,6 +77,7 @@ class Watchdog:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._stacks: int | None = None  # the file's descriptor: what faulthandler works on
+        show_stacks_when_asked()
 
     def step_done(self) -> None:
         """Beat; the first time also start to watch."""

@@ -235,4 +235,9 @@ def test_status_and_logs_of_a_run(tmp_path: Path) -> None:
 
     assert json.loads(ask("status", "--json"))[0]["state"] == "finished"
     assert "a word" in ask("logs", "plain", "--rank", "0")
+    head, *lines, end = ask("logs", "plain").splitlines()
+    assert head.startswith("--- attempt 0 began ")
+    assert end.endswith(": finished")
+    assert lines[-1] == "all ranks | done".replace("all ranks", "all ranks".ljust(14))
+    assert "a word" in ask("logs", "plain", "--grep", "argv")
     assert ask("logs", "-f", job.run.id, "--rank", "1").endswith("done\n")

@@ -16,11 +16,13 @@ def _run(env: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_renders_with_its_own_templates(wheel_env: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
-    done = _run(wheel_env, "hpc-ddp", "render", "--fabric", "infiniband", "train.py", cwd=tmp_path)
+    words = ("render", "--nodes", "2", "--fabric", "infiniband", "train.py")
+    done = _run(wheel_env, "hpc-ddp", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "export NCCL_NET=IB" in done.stdout
     (lib,) = tmp_path.glob("runs/train/*/lib")
     assert (lib / "hpc_ddp" / "training" / "__init__.py").is_file()
+    assert "slingshot" in (lib / "fabrics.json").read_text()
 
 
 def test_has_the_jobs_and_no_torch(wheel_env: Path, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ class Session:
             sys.executable: "/home/me/env/bin/python",
         }
         self.names |= {str(folder / "home"): "/home/me"}
+        self.names |= {str(REPO / "templates"): "/home/me/hpc-ddp/templates"}
         self.names |= {cluster.nodes[0].removesuffix("1"): "hd0n"}  # the first test cluster's
         self.run(PRELUDE)
 

@@ -232,6 +232,18 @@ def test_where_runs_are_kept_is_said_once() -> None:
     assert not any("kept" in remark for remark in known.remarks)
 
 
+def test_what_is_known_is_left_out() -> None:
+    facts = _made(
+        "PartitionName=a Default=YES", _nodes("a", "gpu:4", 1), scratch=[("W", "/w", True)]
+    )
+    assert [each.key for each in describe(facts).settings] == [
+        *("partition", "gpus-per-node", "cpus-per-task", "scratch")
+    ]
+    left = describe(facts, known=["gpus-per-node", "cpus-per-task", "scratch", "title"])
+    assert tomllib.loads(left.to_toml("x")) == {}
+    assert not left.settings
+
+
 def test_a_slurm_that_says_next_to_nothing() -> None:
     site = describe(Facts({"SLURM_VERSION": "19.05.8"}, [], []))
     _says(site, "Slurm 19.05 is older than 20.11")

@@ -26,7 +26,7 @@ from hpc_ddp.node.verdict import decide
 from hpc_ddp.report.causes import CAUSES, recognise
 from hpc_ddp.report.evidence import gather
 from hpc_ddp.report.explain import Explanation, explain, explain_run, paragraph
-from hpc_ddp.report.logs import follow, log_files
+from hpc_ddp.report.logs import Asked, follow
 from hpc_ddp.report.reasons import in_words
 from hpc_ddp.report.status import status_of
 from hpc_ddp.run.errors import UsageError
@@ -201,6 +201,13 @@ def test_running(written: Written) -> None:
     assert "is at step 20 of 90 (loss 0.5)" in found.text
     assert "checkpoint is of step 10" in found.text
     assert "it may hang" in found.text  # the last event is 950 s old
+    for _ in range(3):
+        ranks = {"busy_s": [0.1, 0.1, 0.4], "data_s": [0.0, 0.0, 0.3], "slowest": 2, "node": "n2"}
+        written.event("ranks", step=20, steps=9, step_s=0.4, **ranks)
+    found = written.explain(_record("RUNNING"))
+    assert (
+        "But rank 2 on n2 waits for data: 0.4 s a step of its own, others 0.1 s: the" in found.text
+    )
     written.event("save_failed", step=20, error="[Errno 28] No space left on device")
     found = written.explain(_record("RUNNING"))
     assert "LAST SAVE FAILED" in found.text
@@ -689,10 +696,9 @@ def test_gone_by_hand_nobody_is_sent_to_its_logs(tmp_path: Path) -> None:
     assert written.explain().kind == "lost"
     for found in (written.explain(), written.explain(live=True)):
         assert "hpc-ddp logs" not in found.hint
-    shows = (log_files, lambda run, rank, attempt: follow(run, rank, attempt, lambda: True))
-    for show in shows:
+    for ended in (None, lambda: True):
         with pytest.raises(UsageError, match="by hand: what it printed went to its term") as caught:
-            show(written.run, None, None)
+            follow(written.run, Asked(), ended)
         assert str(caught.value.hint).startswith("hpc-ddp explain ")
 
 

@@ -1,0 +1,242 @@
+"""hpc-ddp from Python: submit a job, and look after its run. All of it is ``hpc_ddp.<name>``.
+
+It means what the command line means: ``hpc-ddp.toml`` and site files count, runs lie where
+``hpc-ddp status`` finds them, and each side can look after what the other one has started.
+Errors are `HpcDdpError`; a `UsageError` is one of what was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp import slurm
+from hpc_ddp.launch import backends, config, prepare
+from hpc_ddp.report import live, logs, status
+from hpc_ddp.report.status import Status
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.folder import RunFolder, find_run
+from hpc_ddp.run.spec import JobSpec
+
+__all__ = ["Handle", "HpcDdpError", "JobSpec", "Status", "UsageError", "find", "submit"]
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 10.0  # between two looks, of which one of a job asks Slurm
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A run, to be looked after; made by `submit` and `find`.
+
+    Attributes
+    ----------
+    path
+        the run's folder, with its script, logs, checkpoints and journal
+    """
+
+    path: Path
+    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def _run(self) -> RunFolder:
+        return RunFolder(self.path)
+
+    @property
+    def id(self) -> str:
+        return self._run.id
+
+    @property
+    def name(self) -> str:
+        return self._run.name
+
+    @property
+    def job_id(self) -> str | None:
+        """The newest Slurm job of the run; None where there was none."""
+        return next(reversed(self._run.job_ids(self._run.events())), None)
+
+    @property
+    def state(self) -> str:
+        """The run's state in one word, as `hpc-ddp status` has it: ``waiting``, ``running``,
+        ``finished``, ``failed``, ``cancelled``, ``stopped`` … Slurm is asked each time."""
+        return self.status().state
+
+    def status(self) -> Status:
+        """Return all that a line of `hpc-ddp status` has: step, loss, goodput, results …"""
+        return status.status_of(self._run, status.queue() if self.job_id else {})
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Wait until nothing works on the run any more and nothing will, and return its state.
+
+        A job that is requeued is waited for until its last attempt is over.
+
+        Parameters
+        ----------
+        timeout
+            how long to wait at most, in seconds; None: as long as it takes
+
+        Raises
+        ------
+        TimeoutError
+            it was not over by then
+        HpcDdpError
+            it is a job, and there is no Slurm to ask
+
+        Examples
+        --------
+        >>> run = submit(script="train.py", backend="local", launcher="srun")
+        >>> run.wait(timeout=300)
+        'finished'
+        """
+        give_up_s = float("inf") if timeout is None else time.monotonic() + timeout
+        pause_s = FIRST_PAUSE_S
+        while self._at_work():
+            left_s = give_up_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"run {self.id} is not over after {timeout:g} s")
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(1.5 * pause_s, LAST_PAUSE_S)
+        return self.state
+
+    def _at_work(self) -> bool:
+        if self._process:
+            return self._process.poll() is None
+        try:
+            queue = live.Queue(slurm.queue() if self.job_id else {}, ())
+        except slurm.NoAnswerError:  # it will come back
+            return True
+        return bool(live.at_work(self._run, queue))
+
+    def cancel(self) -> None:
+        """End the run for good: nothing requeues it after this.
+
+        Raises
+        ------
+        UsageError
+            it is finished
+        """
+        status.cancel(self._run)
+
+    def logs(self, rank: int | None = None) -> str:
+        """Return what the job has printed so far, or one of its ranks, over all attempts.
+
+        Raises
+        ------
+        UsageError
+            there is no such rank, or nothing was printed yet
+
+        Examples
+        --------
+        >>> run = find("train")
+        >>> "hello" in run.logs(rank=0)
+        True
+        """
+        files = logs.log_files(self._run, rank, None)
+        return "".join(path.read_text(errors="replace") for path in files)
+
+
+def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
+    """Submit a job, as ``hpc-ddp submit`` does, and return at once.
+
+    With ``backend="local"`` it is played here, behind this process, and stops with it.
+
+    Parameters
+    ----------
+    spec
+        the job. What is left at its default counts as not said: the project's ``hpc-ddp.toml``
+        and the site file may say it. Paths are meant from the working directory.
+    settings
+        the keys that ``hpc-ddp.toml`` may have, with ``_`` for ``-``: the same without a
+        `JobSpec`, or more that one has no field for, such as ``site``; and ``sweep``, values by
+        parameter. They come before `spec`.
+
+    Raises
+    ------
+    UsageError
+        a setting is unknown or refused, or the script does not exist; nothing is left behind
+    HpcDdpError
+        it could not be started
+
+    Examples
+    --------
+    >>> import hpc_ddp
+    >>> spec = hpc_ddp.JobSpec("train.py", args=("--lr", "0.1"), launcher="srun")
+    >>> run = hpc_ddp.submit(spec, backend="local")
+    >>> run.wait()
+    'finished'
+    >>> hpc_ddp.submit(script="train.py", nodse=2)
+    Traceback (most recent call last):
+        ...
+    hpc_ddp.run.errors.UsageError: hpc_ddp.submit: unknown key 'nodse', did you mean 'nodes'?; ...
+    """
+    cwd = Path.cwd()
+    said = (_said(spec) if spec else {}) | settings
+    sweep = said.pop("sweep", None)
+    merged = config.load(_layer(said) | _sweep(sweep), cwd, Path.home())
+    root = config.runs_dir(merged, os.environ)
+    prepared = prepare.new_run(merged, cwd, root)
+    with contextlib.ExitStack() as stack:
+        output = None
+        if prepared.spec.backend in ("local", "allocation"):  # where Slurm would put it
+            output = stack.enter_context(open(prepared.run.slurm_out, "ab"))
+        started = backends.start(prepared, output)
+    return Handle(prepared.run.path, started.process)
+
+
+def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
+    """Return the run that a folder, run id, run name (the newest) or job id means.
+
+    Parameters
+    ----------
+    runs_dir
+        where runs are; None: where the command line looks
+
+    Raises
+    ------
+    UsageError
+        there is no such run
+    """
+    said = {"runs-dir": runs_dir} if runs_dir else {}
+    merged = config.load(said, Path.cwd(), Path.home())
+    root = config.runs_dir(merged, os.environ)
+    return Handle(find_run(root, os.fspath(run)).path)
+
+
+def _said(spec: JobSpec) -> dict[str, Any]:
+    """Return the fields of a job that have another value than their default."""
+    said = {}
+    for each in fields(spec):
+        made = each.default_factory
+        default = each.default if made is MISSING else made()
+        if getattr(spec, each.name) != default:
+            said[each.name] = getattr(spec, each.name)
+    return said
+
+
+def _layer(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as a project file would have them."""
+    values = {name.replace("_", "-"): value for name, value in said.items() if value is not None}
+    for field_name, key in (("name", "job-name"), ("workdir", "chdir")):
+        if field_name in values:
+            values[key] = values.pop(field_name)
+    for key, value in values.items():
+        if isinstance(value, tuple):
+            values[key] = list(value)
+    for key in ("script", "runs-dir", "template", "chdir"):
+        if isinstance(values.get(key), os.PathLike):
+            values[key] = os.fspath(values[key])
+    return config.as_options(values, "hpc_ddp.submit")
+
+
+def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not sweep:
+        return {}
+    points = {name: tuple(map(str, values)) for name, values in sweep.items()}
+    count = 1
+    for values in points.values():
+        count *= len(values)
+    return {"sweep": points, "array": f"0-{count - 1}"}

@@ -1,0 +1,66 @@
+"""What the Tab key offers, by click's own mechanism."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import click
+from click.shell_completion import BashComplete, CompletionItem, FishComplete, ZshComplete
+
+from hpc_ddp.cli.common import folder_of
+from hpc_ddp.launch.resources import folder
+from hpc_ddp.run.errors import HpcDdpError
+
+VARIABLE = "_HPC_DDP_COMPLETE"  # click's name for it: set while a shell asks
+
+
+def script(shell: str) -> str:
+    """Return the shell's own lines."""
+    kinds = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
+    kind = kinds[shell]
+    found = kind(click.Command("hpc-ddp"), {}, "hpc-ddp", VARIABLE)
+    return kind.source_template % found.source_vars()  # source() would look for a new bash first
+
+
+def teach(command: click.Command) -> click.Command:
+    """Let the parameters of a command complete what their names stand for."""
+    for param in command.params:
+        if param.name in _OFFERED:
+            vars(param)["shell_complete"] = _OFFERED[param.name]
+    return command
+
+
+def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+    """Offer names, then ids, newest first; by listing folders alone, since that is quick."""
+    if incomplete.startswith((".", "/", "~")):
+        return [CompletionItem(incomplete, type="dir")]
+    names: dict[str, str] = {}  # name: its newest id
+    ids: dict[str, str] = {}
+    with suppress(HpcDdpError, OSError):
+        for name in os.scandir(folder_of(ctx.params.get("runs_dir"))):
+            if name.is_dir() and not name.name.startswith("."):
+                mine = [run.name for run in os.scandir(name) if run.is_dir()]
+                ids |= dict.fromkeys(mine, name.name)
+                names |= {name.name: max(mine)} if mine else {}
+    offered = sorted(names, key=lambda name: names[name], reverse=True)
+    found = [CompletionItem(name, help="the newest of that name") for name in offered]
+    found += [CompletionItem(id, help=ids[id]) for id in sorted(ids, reverse=True)]
+    return [item for item in found if item.value.startswith(incomplete)]
+
+
+def _stems(*folders: Path) -> Callable[[click.Context, str], list[CompletionItem]]:
+    def offer(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = sorted({path.stem for each in folders for path in each.glob("*.toml")})
+        return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+
+    return offer
+
+
+_OFFERED = {
+    **dict.fromkeys(("run", "runs", "run_text"), runs),
+    "site": _stems(folder("templates") / "sites", Path.home() / ".config" / "hpc-ddp"),
+    "fabric": _stems(folder("templates") / "fabrics"),
+}

@@ -1,0 +1,152 @@
+"""What makes a day with runs easier: attach, tensorboard, clean, completion."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import click
+
+from hpc_ddp import slurm
+from hpc_ddp.cli import completing
+from hpc_ddp.cli.common import folder_of, folder_option, json_option, say
+from hpc_ddp.launch import attach as launch_attach
+from hpc_ddp.report import board
+from hpc_ddp.report import clean as report_clean
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.folder import all_runs, find_run
+
+OLD = "30d"
+
+
+@click.command()
+@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.option(
+    "--older-than", metavar="AGE", help=f"Quiet for so long, as 12h, {OLD} (default), 4w."
+)
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice(report_clean.STATES),
+    help="Only runs in this state; repeatable.",
+)
+@click.option(
+    "--checkpoints-only", is_flag=True, help="Keep the runs, with the last good checkpoint."
+)
+@click.option("-n", "--dry-run", is_flag=True, help="Only list what would go.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@folder_option
+@json_option
+def clean(
+    runs: Sequence[str],
+    older_than: str | None,
+    states: Sequence[str],
+    checkpoints_only: bool,
+    dry_run: bool,
+    yes: bool,
+    runs_dir: str | None,
+    as_json: bool,
+) -> None:
+    """Delete old runs, or the RUNs that are named, of any age; lists them and asks first.
+
+    A finished run goes as a whole. Of one that is not, the checkpoints before the last good one go;
+    that one stays in any case, and all that is needed to go on from it. What is queued or runs is
+    never touched. With --json nothing is asked: it only lists, unless there is --yes.
+    """
+    root = folder_of(runs_dir)
+    named = list(dict.fromkeys(find_run(root, text) for text in runs))
+    older_than_s = report_clean.parse_age(older_than or (OLD if not runs else "0h"))
+    items = report_clean.plan(root, named, older_than_s, states, checkpoints_only)
+    if not as_json and items:
+        click.echo(report_clean.table(items))
+    elif not items:
+        say("nothing to clean")
+    # Without anything to ask about there may still be what an interrupted one has left over.
+    do = not dry_run and (yes or not (items or as_json))
+    if items and not (yes or dry_run or as_json):
+        if not sys.stdin.isatty():
+            raise UsageError("nobody is there to ask", hint="hpc-ddp clean --yes, or --dry-run")
+        do = click.confirm("Delete?", err=True)
+    told = [item.to_dict() | {"deleted": False} for item in items]
+    problems = 0
+    if do and root.is_dir():
+        for told_of, (item, problem) in zip(told, report_clean.take_away(items, root), strict=True):
+            told_of["deleted"] = not problem
+            problems += bool(problem)
+            if problem:
+                say(f"{item.run.id}: {problem}")
+        freed = sum(item["bytes"] for item in told if item["deleted"])
+        if items:
+            say(f"freed {report_clean.size(freed)}")
+    if as_json:
+        click.echo(json.dumps(told))
+    sys.exit(bool(problems))
+
+
+@click.command()
+@click.argument("run")
+@click.argument("command", nargs=-1, metavar="[-- COMMAND...]")
+@click.option("--node", metavar="NAME", help="Beside the first worker of this node.")
+@click.option("--rank", type=click.IntRange(0), help="Beside this rank (default 0).")
+@click.option("--py-spy", is_flag=True, help="Print where each thread of the worker stands.")
+@folder_option
+def attach(
+    run: str,
+    command: Sequence[str],
+    node: str | None,
+    rank: int | None,
+    py_spy: bool,
+    runs_dir: str | None,
+) -> None:
+    """Open a shell, or run COMMAND, beside a worker of RUN: on its node, with its environment.
+
+    It shares the job's resources, and the job goes on when it ends. --py-spy needs no py-spy where
+    the script uses hpc_ddp.training.
+    """
+    if py_spy and command:
+        raise UsageError("--py-spy and a command are two things", hint=f"attach {run} --py-spy")
+    words = ["stacks"] if py_spy else ["run", *(command or ("bash",))]
+    terminal = not py_spy and sys.stdin.isatty() and sys.stdout.isatty()
+    found = find_run(folder_of(runs_dir), run)
+    argv = launch_attach.command(found, node, rank, words, terminal)
+    os.execvpe(argv[0], argv, slurm.clean_env(os.environ))
+
+
+@click.command()
+@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.option("--port", type=click.IntRange(1, 65535), help="Default: one that is free.")
+@folder_option
+def tensorboard(runs: Sequence[str], port: int | None, runs_dir: str | None) -> None:
+    """Show the metrics of runs (default: all) in TensorBoard, until Ctrl-C; prints its URL.
+
+    It listens on this machine alone, so from a laptop it takes the ssh line that is said with it.
+    """
+    root = folder_of(runs_dir)
+    found = [find_run(root, text) for text in runs] or all_runs(root)
+    folders = board.event_folders(found)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        board.served(folders, board.command(found[0]), port) as (here, process),
+    ):
+        click.echo(f"http://127.0.0.1:{here}/")
+        say(f"{len(folders)} runs; from your laptop: {board.from_elsewhere(here)}")
+        process.wait()
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Print what makes the Tab key complete commands, options and runs.
+
+    \b
+    bash, in ~/.bashrc:   eval "$(hpc-ddp completion bash)"
+    zsh, in ~/.zshrc:     eval "$(hpc-ddp completion zsh)"
+    fish, once:           hpc-ddp completion fish > ~/.config/fish/completions/hpc-ddp.fish
+    """
+    click.echo(completing.script(shell))

@@ -1,0 +1,124 @@
+"""On a worker's node: a command in the worker's surroundings, or where its threads stand.
+
+``python <run>/lib/node.py attach <attempt>/<node>/rank-<r>.pid (stacks | run COMMAND…)``
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.process import SHOW_STACKS, STACKS
+
+ANSWER_S = 5.0  # how long a signalled worker is given
+# What makes a process a rank of a world. Who is attached is none: a script that is tried in the
+# shell must neither join the training nor write into the attempt's folder.
+_OF_A_RANK = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+    r"|HPC_DDP_(?!(RUN|CODE)$)\w+)"
+)
+
+
+def surroundings(pid: int) -> dict[str, str]:
+    """Return a process's environment as it was started with; raises OSError."""
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def worker_of(pid_file: Path) -> int:
+    """Return the process id of a worker.
+
+    Raises
+    ------
+    HpcDdpError
+        it is not there, or not there any more
+    """
+    try:
+        pid = int(pid_file.read_text())
+        found = surroundings(pid)
+    except (OSError, ValueError):
+        found, pid = {}, 0
+    # The number may be another process's by now.
+    if Path(found.get("HPC_DDP_NODE_FOLDER", "/")) != pid_file.parent:
+        raise HpcDdpError(f"{pid_file.stem} has no process on {os.uname().nodename} now")
+    return pid
+
+
+def run(pid: int, command: list[str]) -> None:
+    """Become a command in a worker's surroundings and working directory."""
+    environ = {k: v for k, v in surroundings(pid).items() if not _OF_A_RANK.fullmatch(k)}
+    environ["TERM"] = os.environ.get("TERM", "dumb")
+    os.chdir(os.readlink(f"/proc/{pid}/cwd"))
+    try:
+        os.execvpe(command[0], command, environ)
+    except OSError as error:
+        raise HpcDdpError(f"{command[0]} can't be started: {error.strerror}") from None
+
+
+def stacks(pid: int) -> None:
+    """Print where each thread of a worker stands: by py-spy, or else by the worker itself.
+
+    Raises
+    ------
+    HpcDdpError
+        there is no py-spy that may look, and the script does not use hpc_ddp.training
+    """
+    python = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+    path = f"{os.path.dirname(python)}:{surroundings(pid).get('PATH', '')}"
+    py_spy = shutil.which("py-spy", path=path)
+    if py_spy and subprocess.run([py_spy, "dump", "--pid", str(pid)]).returncode == 0:
+        return
+    kept = _kept(pid)
+    if kept is None or not _catches(pid, SHOW_STACKS):
+        why = "py-spy may not look at it" if py_spy else f"there is no py-spy beside {python}"
+        raise HpcDdpError(
+            f"{why}, and a script without hpc_ddp.training can't tell by itself",
+            hint=f"{python} -m pip install py-spy",
+        )
+    before = kept.stat().st_size
+    os.kill(pid, SHOW_STACKS)
+    give_up, size = time.monotonic() + ANSWER_S, before
+    while size == before or size != kept.stat().st_size:  # until it has written, and writes no more
+        if time.monotonic() > give_up:
+            raise HpcDdpError(f"process {pid} gave no answer within {ANSWER_S:.0f} s")
+        size = kept.stat().st_size
+        time.sleep(0.1)
+    sys.stdout.flush()
+    sys.stdout.buffer.write(kept.read_bytes()[before:])
+
+
+def _kept(pid: int) -> Path | None:
+    """Return where a worker keeps its stacks: a file in memory, seen through its descriptors."""
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if os.readlink(path).startswith(f"/memfd:{STACKS}"):
+                return path
+        except OSError:  # closed meanwhile
+            continue
+    return None
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Tell whether a process handles a signal: one that does not would die of it."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.M)
+    return bool(match and int(match[1], 16) >> (number - 1) & 1)
+
+
+def main(words: list[str]) -> int:
+    pid_file, what, *command = words
+    try:
+        pid = worker_of(Path(pid_file))
+        stacks(pid) if what == "stacks" else run(pid, command)
+    except (HpcDdpError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, HpcDdpError) and error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return 1
+    return 0

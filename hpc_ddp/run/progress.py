@@ -1,0 +1,64 @@
+"""A line of progress for what takes more than a second: on a terminal, and nowhere else.
+
+Standard library only, so that whoever does the work can show it, on whichever side.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+
+PATIENCE_S = 1.0  # what is done by then needs no bar
+REDRAW_S = 0.1
+WIDTH = 30  # of the bar, in characters
+
+
+class Progress:
+    """``what ━━━━━━──── 61 %`` on stderr, gone again at the end.
+
+    Parameters
+    ----------
+    what
+        what is being done, in words
+    total
+        how much of it there is, in any unit; 0 where that is not known
+
+    Examples
+    --------
+    >>> with Progress("counting", total=3) as progress:
+    ...     for _ in range(3):
+    ...         progress.add(1)
+    """
+
+    def __init__(self, what: str, total: float) -> None:
+        self._what, self._total = what, total
+        self._done = 0.0
+        self._drawn = False
+        self._terminal = sys.stderr.isatty()
+        self._next_s = time.monotonic() + PATIENCE_S
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._drawn:
+            self._put("")
+
+    def add(self, amount: float) -> None:
+        """Take in that so much more is done."""
+        self._done += amount
+        now = time.monotonic()
+        if self._terminal and now >= self._next_s:
+            self._next_s = now + REDRAW_S
+            self._drawn = True
+            self._put(self._line()[: shutil.get_terminal_size().columns - 1])
+
+    def _line(self) -> str:
+        share = min(self._done / self._total, 1.0) if self._total else 0.0
+        full = round(share * WIDTH)
+        return f"{self._what} {'━' * full}{'─' * (WIDTH - full)} {share:.0%}"
+
+    def _put(self, text: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()

@@ -1,0 +1,84 @@
+"""Which rank the others wait for, from the `ranks` events of a journal.
+
+All ranks of a job end their steps together, whoever is slow. So each rank measures its own work:
+a step less what it has waited for others in it. Rank 0 writes that down by rank, rarely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_ddp.run.journal import Event
+
+IN_A_ROW = 3  # events; a minute and a half at the least
+FACTOR = 1.25  # of what the others need
+LEAST_SHARE = 0.1  # of a step's time that all wait: less than that is not worth a word
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank that the others have waited for, for long. `own_s` are its own seconds per step,
+    `others_s` the median of all ranks; `data` tells that it is its loader that takes the time."""
+
+    rank: int
+    node: str | None
+    own_s: float
+    others_s: float
+    data: bool
+
+    def __str__(self) -> str:
+        """What a sentence on the run goes on with."""
+        where = f" on {self.node}" if self.node else ""
+        what = "waits for data" if self.data else "is slow"
+        own, others = _amount(self.own_s), _amount(self.others_s)
+        return f"rank {self.rank}{where} {what}: {own} a step of its own, others {others}"
+
+
+def slow_rank(events: Sequence[Event]) -> Slow | None:
+    """Return the slowest of the ranks that were much slower than the others lately, if any was.
+
+    `events` is a journal, by attempt and time; what counts is the end of its newest start.
+    """
+    begun = max((i for i, e in enumerate(events) if e["event"] in ("started", "worker")), default=0)
+    last = [event for event in events[begun:] if event["event"] == "ranks"][-IN_A_ROW:]
+    if len(last) < IN_A_ROW:
+        return None
+    found = [_slow_in(event) for event in last]
+    always = set(found[0]).intersection(*found)
+    for event, slow in zip(reversed(last), reversed(found), strict=True):
+        rank = event.get("slowest")
+        if isinstance(rank, int) and rank in always:
+            return slow[rank]
+    return None
+
+
+def _slow_in(event: Event) -> dict[int, Slow]:
+    """Return the ranks that were slow, by rank; none where an event is not as we write it."""
+    data, step_s = _numbers(event.get("data_s")), event.get("step_s")
+    own = _numbers(event.get("busy_s")) or data
+    if not own or not isinstance(step_s, (int, float)):
+        return {}
+    usual = _median(own)
+    found = {}
+    for rank, seconds in enumerate(own):
+        more = seconds - usual
+        if seconds >= FACTOR * usual and more >= LEAST_SHARE * step_s and more > 0:
+            waits = len(data) == len(own) and data[rank] - _median(data) >= more / 2
+            node = event.get("node") if rank == event.get("slowest") else None
+            found[rank] = Slow(rank, node, seconds, usual, waits)
+    return found
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]  # the lower one: of two ranks the quicker
+
+
+def _numbers(value: Any) -> list[float]:
+    good = isinstance(value, list) and all(isinstance(each, (int, float)) for each in value)
+    return value if good else []
+
+
+def _amount(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"

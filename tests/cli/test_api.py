@@ -1,0 +1,84 @@
+"""The Python API: a job played here, in the background, and looked after by its handle."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+import hpc_ddp
+from hpc_ddp import api
+
+SCRIPT = """
+import sys, time
+print("hello", *sys.argv[1:], flush=True)
+time.sleep(60 if "60" in sys.argv else 0)
+"""
+HERE = {"backend": "local", "launcher": "srun"}
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HPC_DDP_RUNS", str(tmp_path / "runs"))
+    return tmp_path
+
+
+def test_the_examples_of_its_documentation() -> None:
+    # In the order of the text: what one example has submitted, another one finds.
+    tests = doctest.DocTestFinder().find(api)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in sorted(tests, key=lambda test: test.lineno or 0):
+        runner.run(test)
+    assert runner.summarize(verbose=False).attempted >= 8
+    assert runner.summarize(verbose=False).failed == 0
+
+
+def test_a_run_is_cancelled(project: Path) -> None:
+    run = hpc_ddp.submit(script=Path("train.py"), args=["60"], job_name="long", **HERE)
+    with pytest.raises(TimeoutError, match=r"is not over after 0\.1 s"):
+        run.wait(timeout=0.1)
+    log = run.path / "logs" / "attempt-0" / "local-0" / "rank-0.log"
+    while not (log.exists() and log.read_text()):
+        assert run.state in ("running", "rendered", "lost")
+    other = hpc_ddp.find("long")
+    assert (other, other.job_id, other.state) == (run, None, "running")
+    assert "long" in str(other.path)
+    assert other.logs(rank=0) == "hello 60\n"
+    other.cancel()
+    assert other.wait(60) == run.wait(60) == "cancelled"
+    with pytest.raises(hpc_ddp.UsageError, match="no log of rank 7"):
+        run.logs(rank=7)
+
+
+def test_files_count_and_a_default_is_not_said(project: Path) -> None:
+    (project / "hpc-ddp.toml").write_text('nodes = 3\nbackend = "local"\n[env]\nA = "1"\n')
+    spec = hpc_ddp.JobSpec("train.py", env={"B": "2"}, gpus_per_node="2", nodes=1)
+    merged = api._layer(api._said(spec) | {"site": "generic"})
+    assert merged == {
+        "script": "train.py",
+        "env": {"B": "2"},
+        "gpus-per-node": "2",
+        "site": "generic",
+    }
+    with pytest.raises(hpc_ddp.UsageError, match="must be a whole number, or a range"):
+        hpc_ddp.submit(script="train.py", nodes=[2])
+    with pytest.raises(hpc_ddp.UsageError, match="does not exist"):
+        hpc_ddp.submit(hpc_ddp.JobSpec("gone.py"))
+    with pytest.raises(hpc_ddp.UsageError, match="no run 'nope'"):
+        hpc_ddp.find("nope")
+    assert not (project / "runs").exists()
+
+
+def test_a_sweep_has_a_task_for_each_point() -> None:
+    said = api._sweep({"lr": [0.1, 0.2], "seed": range(3)})
+    assert said == {"sweep": {"lr": ("0.1", "0.2"), "seed": ("0", "1", "2")}, "array": "0-5"}
+    assert len(hpc_ddp.JobSpec("train.py", **said).points) == 6
+
+
+def test_no_such_name() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'sumbit'"):
+        hpc_ddp.sumbit  # type: ignore[attr-defined]  # noqa: B018

@@ -1,0 +1,47 @@
+"""A rank that is slower than the others is named, though all of them end their steps together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpc_ddp.run.ranks import Slow, slow_rank
+
+
+def measure(crew: Any, ranks: int, *words: str) -> tuple[list[Any], list[Slow]]:
+    """Return the `ranks` events, and who was named at any time: a busy machine is slow as well."""
+    crew.go(ranks, *words, script="uneven.py")
+    events: list[Any] = crew.events("ranks")
+    found = [slow_rank(events[:end]) for end in range(len(events) + 1)]
+    return events, [slow for slow in found if slow]
+
+
+def test_a_rank_with_more_work_is_named(crew: Any) -> None:
+    events, found = measure(crew, 4, "--slow", "2", "--in", "work")
+    assert (2, "here", False) in {(slow.rank, slow.node, slow.data) for slow in found}, events
+    last = events[-1]
+    assert len(last["busy_s"]) == len(last["data_s"]) == 4
+    assert last["steps"] > 0
+    for event in events:
+        assert event["busy_s"][2] >= 0.06
+        assert event["step_s"] >= 0.06  # all of them wait for it
+    # Each of the others' own steps is far shorter, or they would not be told apart.
+    assert min(min(event["busy_s"]) for event in events) < 0.06
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        # The others wait for rank 0's buffers as their forward begins, not for its gradients.
+        ("--slow", "0", "--norm"),
+        pytest.param(("--slow", "1", "--norm"), marks=pytest.mark.soak),
+        pytest.param(("--slow", "1", "--accumulate", "2"), marks=pytest.mark.soak),
+        # FSDP waits within forward and backward: what a rank's own work is can't be told.
+        pytest.param(("--slow", "1", "--sharded"), marks=pytest.mark.soak),
+    ],
+)
+def test_a_rank_that_waits_for_data_is_told_apart(crew: Any, words: tuple[str, ...]) -> None:
+    events, found = measure(crew, 2, "--in", "data", *words)
+    assert (int(words[1]), True) in {(slow.rank, slow.data) for slow in found}, events
+    assert ("busy_s" in events[-1]) == ("--sharded" not in words)
