@@ -21,11 +21,7 @@ COMMANDS = {
     **dict.fromkeys(
         ("submit", "sweep", "render", "dry-run", "drill", "preflight", "rerun"), "jobs"
     ),
-<<<<<<< HEAD
     **dict.fromkeys(("status", "explain", "logs", "verify", "cancel"), "runs"),
-=======
-    **dict.fromkeys(("status", "explain", "logs", "report", "verify", "cancel"), "runs"),
->>>>>>> day
     **dict.fromkeys(("attach", "tensorboard", "clean", "completion"), "handy"),
     "report": "report",
     "site": "site",
