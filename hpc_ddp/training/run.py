@@ -239,12 +239,12 @@ class Run:
     ) -> torch.nn.Module:
         """Move a model to the device and share its layers among the tensor parallel ranks.
 
+        `fully_shard` comes after it, and is needed where there are data parallel ranks as well.
+
         Parameters
         ----------
         plan
             which module, by its name, is cut in which way: torch's ``ColwiseParallel`` and others
-
-        `fully_shard` comes after it, and is needed where there are data parallel ranks as well.
         """
         from torch.distributed.tensor.parallel import parallelize_module
 

@@ -22,10 +22,10 @@ told() {
 }
 at_step() { until [ "$(told "$1" step | tr -cd 0-9)0" -ge "${2}0" ]; do sleep 0.2; done; }
 in_state() { until [ "$(told "$1" state)" = "$2" ]; do sleep 0.5; done; }
-over() { while [ -n "$(squeue --noheader --job "$1" 2>/dev/null)" ]; do sleep 0.5; done; }
+over() { while [ -n "$(squeue --noheader --name "$1")" ]; do sleep 0.5; done; }
 preempt() {
     sbatch --quiet --partition=high --nodes=2 --gpus-per-node=4 --output=/dev/null \
-        --nodelist="$(squeue --noheader --format=%N --job "$1")" --wrap='sleep 1'
+        --nodelist="$(squeue --noheader --format=%N --name "$1")" --wrap='sleep 1'
 }
 """
 QUICK = {"docs/first-job.md"}  # the others are for `make soak`
