@@ -45,8 +45,9 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
             hint="rename it, or say the whole command: --container 'apptainer exec …'",
         )
     values, options = {"image": spec.image, "workdir": spec.workdir}, list(spec.container_options)
+    said = not spec.gpu_count or {*options} & {*data.get("gpu_or", [])}
     lists = {
-        "{gpu}": data.get("gpu", []) if spec.gpu_count and not options else [],
+        "{gpu}": [] if said else data.get("gpu", []),
         "{options}": options,
     }
     mount = data.get("mount", "")

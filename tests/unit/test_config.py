@@ -49,6 +49,8 @@ def test_containers() -> None:
     assert _entry(gpus_per_node="4").command == ("apptainer", "exec", "--nv", *bind)
     rocm = _entry(gpus_per_node="4", container_tool="singularity", container_options=["--rocm"])
     assert rocm.command == ("singularity", "exec", "--rocm", *bind)
+    more = _entry(gpus_per_node="4", container_options=["--bind", "/data"])
+    assert more.command == ("apptainer", "exec", "--nv", "--bind", "/data", *bind)
     shifter = _entry(container_tool="shifter", container_options=["--module=gpu"])
     assert (shifter.sbatch, shifter.command) == (("--image=a.sif",), ("shifter", "--module=gpu"))
     pyxis = _entry(container_tool="pyxis")
