@@ -82,7 +82,8 @@ class Session:
         for real, shown in self.names.items():
             text = text.replace(shown, real)
         before, done = self._log.stat().st_size, self._log.with_name("done")
-        self._shell.stdin.write(f"{text}\ntouch {done}\n")
+        # A command must not read what is typed next.
+        self._shell.stdin.write(f"{{\n{text}\n}} </dev/null\ntouch {done}\n")
         self._shell.stdin.flush()
         wait = ["bash", "-c", f"until [ -e {done} ]; do sleep 0.05; done; rm {done}"]
         subprocess.run(wait, check=True, timeout=400)
