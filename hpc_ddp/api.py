@@ -11,7 +11,7 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -235,6 +235,13 @@ def _layer(said: Mapping[str, Any]) -> dict[str, Any]:
 def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
     if not sweep:
         return {}
+    if not isinstance(sweep, Mapping) or any(
+        isinstance(values, str) or not isinstance(values, Iterable) for values in sweep.values()
+    ):
+        raise UsageError(
+            f"sweep is {sweep!r}; accepted: names, each with its values",
+            hint='sweep={"lr": [0.1, 0.01], "seed": [0, 1]}',
+        )
     points = {name: tuple(map(str, values)) for name, values in sweep.items()}
     count = 1
     for values in points.values():

@@ -440,10 +440,17 @@ OVER = (
 
 
 def queued_scripts() -> set[str]:
-    """Return the scripts of those of my jobs that are not over, whoever has submitted them."""
-    printed = _run(["squeue", "--me", "--noheader", "--format=%T|%o", "--states=all"])
-    rows = (line.partition("|") for line in printed.splitlines())
-    return {script for state, _, script in rows if state not in OVER}
+    """Return the scripts of those of my jobs that are not over, whoever has submitted them.
+
+    They are given as real paths; ``(null)`` stands for one that came through a pipe.
+    """
+    printed = _run(["squeue", "--me", "--noheader", "--format=%T|%Z|%o", "--states=all"])
+    rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
+    return {
+        script if script == "(null)" else os.path.realpath(os.path.join(folder, script))
+        for state, folder, script in rows
+        if state not in OVER
+    }
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,29 @@ def _prepare(options: dict[str, Any], **forced: Any) -> Prepared:
     return prepare.make(prepared, settings, Path.cwd())
 
 
+def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
+    """Say where an option of ours stands behind SCRIPT: it is the script's then, silently.
+
+    Raises
+    ------
+    UsageError
+        it is ``--test-only``, and a job would be submitted in its place
+    """
+    names = {n for p in click.get_current_context().command.params for n in p.opts if n[:2] == "--"}
+    for word in args:
+        name = word.partition("=")[0]
+        if name == "--test-only" and name in names:
+            raise UsageError(
+                f"{name} stands behind {script}, so it would go to the script",
+                hint=f"hpc-ddp submit {name} … {script}; if it is the script's own: args = […] in"
+                " hpc-ddp.toml",
+            )
+        if name in names:
+            say(f"note: {name} stands behind {script}, so it goes to the script")
+
+
 def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Settings]:
+    _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")
     said = given(options) | forced
     cwd = Path.cwd()

@@ -31,7 +31,7 @@ CHOICES = ("partition", "qos")
 _FLAGS = ("exclusive", "snapshot", "preflight", "elastic")
 # What a site has of these comes first, and what the job has of them after it: neither can do
 # without the other. Of an option that is there twice Slurm takes the last.
-_JOINED = ("setup", "sbatch", "srun")
+JOINED = ("setup", "sbatch", "srun")
 
 
 def known_keys() -> list[str]:
@@ -140,7 +140,7 @@ def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
     values = {**site, **_share(site, job), **job}
     if "env" in values:
         values["env"] = {**site.get("env", {}), **job.get("env", {})}
-    for key in _JOINED:
+    for key in JOINED:
         if key in job:
             values[key] = [*site.get(key, ()), *job[key]]
     return values
@@ -216,7 +216,7 @@ def _checked(path: Path, layer: Any, known: Sequence[str]) -> dict[str, Any]:
         if isinstance(value, list) and not all(isinstance(item, str) for item in value):
             raise UsageError(f"{path}: {key} must be {kind}", hint=f"see {path}")
     for key in {"script", "template"} & layer.keys():  # a path in a file is meant from there
-        layer[key] = str(path.parent / Path(layer[key]).expanduser())
+        layer[key] = str(path.parent / os.path.expanduser(layer[key]))
     if "env" in layer:
         layer["env"] = {name: str(value) for name, value in layer["env"].items()}
     if isinstance(layer.get("gpus-per-node"), int):
@@ -276,7 +276,7 @@ def working_directory(cwd: Path, text: str) -> str:
     UsageError
         it doesn't exist
     """
-    path = (cwd / Path(text).expanduser()).absolute()
+    path = (cwd / os.path.expanduser(text)).absolute()
     if not path.is_dir():
         raise UsageError(f"working directory {str(path)!r} does not exist", hint="--chdir DIR")
     return str(path)
@@ -315,7 +315,7 @@ def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
             f"the folder of runs is {text}, and no account is named",
             hint=f'account = "…" in {PROJECT_FILE}, --account, or --runs-dir DIR',
         )
-    return Path(filled).expanduser().absolute()
+    return Path(os.path.expanduser(filled)).absolute()
 
 
 def name_for(script: Path) -> str:

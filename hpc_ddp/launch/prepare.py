@@ -13,7 +13,7 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.launch import snapshot
-from hpc_ddp.launch.config import Settings, job_spec, working_directory
+from hpc_ddp.launch.config import JOINED, Settings, job_spec, working_directory
 from hpc_ddp.launch.render import Rendering
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import UsageError
@@ -103,7 +103,7 @@ def rerun(
             f"run {run.path} was started by hand: there is no job to start again",
             hint=f"hpc-ddp submit {shlex.join([old.script, *old.args])}",
         )
-    changed = {"args": with_values(old.args, changes), **_changes(old, options, cwd)}
+    changed = {"args": with_values(old.args, changes), **_changes(old, options, settings, cwd)}
     changed.setdefault("dependency", None)  # what it waited for then is over
     if "job_name" in changed:
         changed["name"] = changed["job_name"]
@@ -173,7 +173,7 @@ def planned_continuation(
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
     _check_idle(run)
     spec = JobSpec.from_json(run.job_json.read_text())
-    changed = _changes(spec, options, cwd)
+    changed = _changes(spec, options, settings, cwd)
     # The back-end is not the run's: what was tried here may go on there, and the other way round.
     changed.setdefault("backend", settings.get("backend", "slurm"))
     if run.is_task:  # it alone goes on, and keeps its index
@@ -185,9 +185,13 @@ def planned_continuation(
     return plan(spec, run, settings, is_new=False)
 
 
-def _changes(spec: JobSpec, options: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
+def _changes(
+    spec: JobSpec, options: Mapping[str, Any], settings: Settings, cwd: Path
+) -> dict[str, Any]:
     """Return what was said of a job that there is already, by field."""
     changed = {key.replace("-", "_"): value for key, value in options.items()}
+    # A site's own stand before those that were said: modules, the flags of its srun.
+    changed |= {key: settings.get(key) for key in JOINED if key in changed}
     if "script" in changed:
         changed["script"] = str((cwd / changed["script"]).absolute())
     if "chdir" in changed:

@@ -19,6 +19,7 @@ from hpc_ddp.run.spec import JobSpec, directives, point_args
 # No limit on how long srun waits for the other nodes once the first has ended well: rank 0 may
 # evaluate and export for long. A site's own WaitTime would end it. Failed nodes end the others.
 WAIT_S = 0
+TEARDOWN_S = 300  # what a user's lines after the training may take
 
 # What torchrun is told; the variables are exported by `batch begin`, or by the local back-end.
 TORCHRUN_OPTIONS = (
@@ -142,6 +143,7 @@ class Rendering:
             "workdir": spec.workdir,
             "setup": spec.setup,
             "teardown": spec.teardown,
+            "teardown_s": TEARDOWN_S,
             "host_python": sys.executable,
             "python": spec.python,
             "workers": spec.workers_per_node,

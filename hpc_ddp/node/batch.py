@@ -53,9 +53,10 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
+    cluster = environ.get("SLURM_CLUSTER_NAME")
     is_live = partial(_is_live, job_id=job_id, restarts=restarts)
     attempt = patiently(partial(run.claim_attempt, info, is_live))
-    run.journal("batch", attempt.number).write("started", nodes=nodes, **info)
+    run.journal("batch", attempt.number).write("started", nodes=nodes, cluster=cluster, **info)
     if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
         link_job(job_id, run)
     if spec.continue_by == "resubmit":
@@ -251,7 +252,8 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict
         why = f"; {decided.why}" if decided.why else ""
         say(f"attempt {facts.attempt}: {decided.cause}{why}")
     else:
-        then = "it goes on" if decided.action == "requeue" else "given up"
+        again = "it starts over" if facts.step is None else "it goes on"  # by what it has told
+        then = again if decided.action == "requeue" else "given up"
         say(f"attempt {facts.attempt}: {decided.why}; {then}")
 
 

@@ -22,9 +22,18 @@ from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, all_runs
 from hpc_ddp.run.progress import Progress
+from hpc_ddp.run.spec import JobSpec
 
 TRASH = ".trash"  # below the folder of all runs, so that moving there is one rename
 STATES = ("finished", "failed", "cancelled", "stopped", "lost", "rendered")
+
+# What a run's folder has by itself. Anything else in one that is not finished may be of use.
+OURS = {
+    *("job.json", "job.sbatch", "asked.json", "code", "lib", "journal", "logs", "checkpoints"),
+    *("submitit", "tensorboard", "cancelled", "report.html", "compare.html"),
+}
+# How long after its last word a run may still be at work that Slurm does not know.
+SILENT_S = 86400.0
 
 _Mark = tuple[tuple[str, int, int], ...]
 
@@ -117,10 +126,19 @@ def plan(
                 raise refused
             if refused:
                 continue
-            state = status_of(run, queue.jobs if queue else {}).state
             mark = _mark(run)
             age_s = time.time() - max((changed / 1e9 for *_, changed in mark), default=0.0)
-            if age_s < older_than_s or (states and state not in states):
+            try:
+                state = status_of(run, queue.jobs if queue else {}).state
+            except Exception:  # damage has many forms, and is no reason to delete anything
+                state = "unreadable"
+            unknown = state == "unreadable" or (state == "lost" and age_s < SILENT_S)
+            if unknown and named:
+                raise UsageError(
+                    f"run {run.id} is {state}: it may be at work on another cluster, or be mended",
+                    hint=f"hpc-ddp explain {run.id}; a day after its last word it may go",
+                )
+            if unknown or age_s < older_than_s or (states and state not in states):
                 continue
             paths = _what_goes(run, state, checkpoints_only)
             if paths:
@@ -139,16 +157,39 @@ def _refused(run: RunFolder, root: Path, queue: live.Queue | None) -> UsageError
         return UsageError(
             f"run {run.path} is not below {root}", hint=f"--runs-dir {run.path.parent.parent}"
         )
+    if not _is_ours(run):
+        return UsageError(
+            f"{run.path} has a job.json, but is no run of hpc-ddp", hint="rm -r, if it is to go"
+        )
     if at_work := live.at_work(run, queue):
         return UsageError(f"run {run.id} is at work: {at_work}", hint=f"hpc-ddp cancel {run.id}")
     return None
 
 
+def _is_ours(run: RunFolder) -> bool:
+    """Tell whether a folder with a job.json has been made by hpc-ddp."""
+    try:
+        JobSpec.from_json(run.job_json.read_text())
+    except (HpcDdpError, OSError, ValueError):
+        return False
+    return run.journal_folder.is_dir() or (run.lib / "hpc_ddp").is_dir()
+
+
 def _what_goes(run: RunFolder, state: str, checkpoints_only: bool) -> tuple[Path, ...]:
-    folders = [each.checkpoints for each in (run, *run.tasks())]
-    if not checkpoints_only and (state == "finished" or not any(map(_has_any, folders))):
+    each = [run, *run.tasks()]
+    folders = [one.checkpoints for one in each]
+    begun = any(map(_has_any, folders)) or any(map(_has_own, each))
+    if not checkpoints_only and (state == "finished" or not begun):
         return (run.path,)
-    return tuple(path for folder in folders for path in _superseded(folder))
+    # A link would lead to where others keep their things.
+    own = (folder for folder in folders if folder.resolve().is_relative_to(run.path.resolve()))
+    return tuple(path for folder in own for path in _superseded(folder))
+
+
+def _has_own(run: RunFolder) -> bool:
+    """Tell whether something is there that is not hpc-ddp's: results of the script, say."""
+    names = {path.name for path in run.path.iterdir() if not path.name.startswith((".", "task-"))}
+    return bool(names - OURS) or (run.is_task and run.finished())
 
 
 def _has_any(folder: Path) -> bool:

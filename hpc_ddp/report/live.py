@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import sys
@@ -17,10 +18,12 @@ from hpc_ddp.run.journal import Event, last_event
 
 @dataclass(frozen=True)
 class Queue:
-    """What Slurm has of mine: `jobs` by id, and the `scripts` of those that are not over."""
+    """What Slurm has of mine: `jobs` by id, the `scripts` of those that are not over, and the name
+    of the `cluster` that was asked."""
 
     jobs: Mapping[str, slurm.Queued]
     scripts: Collection[str]
+    cluster: str = ""
 
 
 def queue() -> Queue | None:
@@ -28,7 +31,8 @@ def queue() -> Queue | None:
     if shutil.which("squeue") is None:
         return None
     try:
-        return Queue(slurm.queue(), slurm.queued_scripts())
+        cluster = slurm.show_config().get("ClusterName", "")
+        return Queue(slurm.queue(), slurm.queued_scripts(), cluster)
     except HpcDdpError as error:
         print(f"hpc-ddp: {error.message}; what has a job is left alone", file=sys.stderr)
         return None
@@ -54,8 +58,14 @@ def _at_work(run: RunFolder, queue: Queue | None) -> str:
         for job in jobs:
             if job in queue.jobs and queue.jobs[job].state not in slurm.OVER:
                 return f"job {job}, {queue.jobs[job].state.lower()}"
-        if str(run.script) in queue.scripts:  # somebody's own sbatch, or one without an answer
+        if os.path.realpath(run.script) in queue.scripts:  # somebody's own sbatch, say
             return "a job of its script"
+        if "(null)" in queue.scripts and not jobs:
+            return "perhaps a job whose script came through a pipe"
+        last = last_event(events, "started", "verdict") or {}
+        theirs = last.get("cluster")  # of a verdict there is none
+        if theirs and queue.cluster and theirs != queue.cluster:
+            return f"job {last.get('job_id')} of cluster {theirs}, which can't be asked from here"
     return _process(events)
 
 

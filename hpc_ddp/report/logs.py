@@ -464,7 +464,8 @@ def _end(verdict: Event) -> str:
     """Return how an attempt ended, in the words of the job's own output."""
     when = time.strftime("%H:%M:%S", time.localtime(verdict["time"]))
     why = verdict.get("why") or verdict.get("cause")
-    then = {"requeue": "; it goes on", "give up": "; given up"}.get(verdict.get("action", ""), "")
+    again = "; it starts over" if verdict.get("step") is None else "; it goes on"
+    then = {"requeue": again, "give up": "; given up"}.get(verdict.get("action", ""), "")
     return f" ended {when}: {why}{then}"
 
 

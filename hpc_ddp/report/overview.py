@@ -14,7 +14,7 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.report import sweep
 from hpc_ddp.report.remembered import Remembered
-from hpc_ddp.report.status import LIVE, Status, age, queue
+from hpc_ddp.report.status import LIVE, Status, age, queue, unreadable
 from hpc_ddp.run.folder import RunFolder, all_runs, find_run
 
 SHOWN = 20  # runs, unless all are asked for, or more of them live
@@ -98,9 +98,17 @@ def select(
 def look(root: Path, runs: Sequence[RunFolder], queue: Mapping[str, slurm.Queued]) -> list[Status]:
     """Return the states of runs, in their order."""
     known = Remembered(root, queue)
-    found = [known.status_of(run) for run in _shown_if_long(runs)]
+    found = [_of_one(known, run) for run in _shown_if_long(runs)]
     known.save()
     return found
+
+
+def _of_one(known: Remembered, run: RunFolder) -> Status:
+    """Return a run's state. One that can't be read must not hide the others."""
+    try:
+        return known.status_of(run)
+    except Exception as error:  # damage has many forms
+        return unreadable(run, f"{type(error).__name__}: {error}")
 
 
 def _shown_if_long(runs: Sequence[RunFolder]) -> Iterator[RunFolder]:

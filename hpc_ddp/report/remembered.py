@@ -37,9 +37,10 @@ class Remembered:
     def status_of(self, run: RunFolder) -> Status:
         """Return the state of one run."""
         seen, name = _seen(run), str(run.path)
-        known = self._known.get(name)
-        if known and known["seen"] == seen and not any(job in self._queue for job in known["jobs"]):
-            return _aged(Status(**known["status"]), known["saved_at"])
+        known = self._known.get(name, {})
+        with suppress(KeyError, TypeError, AttributeError):  # a damaged memory is none
+            if known["seen"] == seen and not any(job in self._queue for job in known["jobs"]):
+                return _aged(Status(**known["status"]), known["saved_at"])
         events = read_briefly(run.journal_folder)
         jobs = run.job_ids(events)
         found = judge(run, events, jobs, self._queue)

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpc_ddp import slurm
@@ -17,7 +17,7 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, is_finished, last_event, read_briefly
 from hpc_ddp.run.ranks import slow_rank
-from hpc_ddp.run.spec import JobSpec, parse_time
+from hpc_ddp.run.spec import JobSpec, array_indexes, parse_time
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
     return judge(run, events, run.job_ids(events), queue)
 
 
+def unreadable(run: RunFolder, why: str) -> Status:
+    """Return what can be told of a run whose files are damaged."""
+    return replace(judge(run, [], [], {}), state="unreadable", why=why)
+
+
 def judge(
     run: RunFolder,
     events: Sequence[Event],
@@ -92,6 +97,8 @@ def judge(
     saved = last_event(events, "checkpoint")
     queued = [queue[job] for job in jobs if job in queue]
     state, why = _state(run, events, queued)
+    if state == _LIVE["PENDING"] and (at_work := sum(_runs(task, queue) for task in run.tasks())):
+        state, why = _LIVE["RUNNING"], f"{at_work} tasks run, others wait"
     now = time.time()
     live, running = state in LIVE, state == _LIVE["RUNNING"]
     waits = state == _LIVE["PENDING"]
@@ -122,6 +129,11 @@ def judge(
         results=(last_event(events, "finished") or {}).get("results", {}),
         rerun_of=(last_event(events, "rerun") or {}).get("of"),
     )
+
+
+def _runs(task: RunFolder, queue: Mapping[str, slurm.Queued]) -> bool:
+    jobs = task.job_ids(read_briefly(task.journal_folder))
+    return any(job in queue and queue[job].state == "RUNNING" for job in jobs)
 
 
 _LIVE = {
@@ -183,10 +195,11 @@ def _state(
 
 def _of_tasks(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[str, str]:
     """Tell what became of an array that is gone from the queue."""
-    points: list[dict[str, str]] = []
-    with suppress(HpcDdpError):  # a broken file of one run must not hide all others
-        points = JobSpec.from_json(run.job_json.read_text()).points
-    done, total = sum(task.finished() for task in tasks), len(points) or len(tasks)
+    indexes = {task.index for task in tasks}
+    with suppress(HpcDdpError, ValueError):  # a broken file of one run must not hide all others
+        spec = JobSpec.from_json(run.job_json.read_text())
+        indexes |= {*(range(len(spec.points)) if spec.sweep else array_indexes(spec.array or ""))}
+    done, total = sum(task.finished() for task in tasks), len(indexes)
     return "finished" if done == total else "array", f"{done} of {total} tasks finished"
 
 

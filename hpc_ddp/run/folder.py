@@ -399,7 +399,9 @@ def find_run(root: Path, text: str) -> RunFolder:
             root / ".jobs" / text,
             *_newest(root.glob(f"[!.]*/{name}")),  # a plain start's are all called `local`
         ]
-        candidates += _newest(root.glob(f"{name}/*"))
+        # One that was only rendered means less than one that somebody has started.
+        named = _newest(root.glob(f"{name}/*"))
+        candidates += sorted(named, key=lambda run: not any(run.glob("journal/*.jsonl")))
     if re.fullmatch(r"[^/\0]+/task-\d+", text):  # an id, as `hpc-ddp status` shows it
         candidates += root.glob(f"[!.]*/{glob.escape(text)}")
     for path in candidates:

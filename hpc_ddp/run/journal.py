@@ -7,6 +7,7 @@ merges them by attempt, then time (clocks differ between hosts, attempts don't o
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -24,6 +25,9 @@ Event = dict[str, Any]
 # Of no attempt, and maybe days later.
 FROM_LOGIN_NODE = ("submitted", "queued", "cancelled", "rerun")
 _ALWAYS: dict[str, Any] = {"time": (int, float), "event": str, "attempt": int}
+# What readers count on where it is there; of a verdict it has to be.
+_SOME: dict[str, Any] = {"step": (int, float), "nodes": list, "why": str, "cause": str}
+_VERDICT = ("cause", "action", "why")
 
 
 class Journal:
@@ -124,12 +128,18 @@ def events_of(path: Path) -> Iterator[Event]:
 def _event(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    good = isinstance(event, dict) and all(
-        isinstance(event.get(name), kind) for name, kind in _ALWAYS.items()
-    )
-    return event if good else None
+    return event if isinstance(event, dict) and _is_sound(event) else None
+
+
+def _is_sound(event: Event) -> bool:
+    """Tell whether an event has what it must have, as a damaged file may not."""
+    always = all(isinstance(event.get(name), kind) for name, kind in _ALWAYS.items())
+    some = all(isinstance(event.get(n, None), (k, type(None))) for n, k in _SOME.items())
+    if not (always and some and math.isfinite(event["time"])):
+        return False
+    return event["event"] != "verdict" or all(isinstance(event.get(n), str) for n in _VERDICT)
 
 
 def is_finished(events: list[Event]) -> bool:

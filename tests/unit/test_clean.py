@@ -15,6 +15,7 @@ import pytest
 
 from hpc_ddp import slurm
 from hpc_ddp.report import clean, live
+from hpc_ddp.report.status import status_of
 from hpc_ddp.run import checkpoints, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, all_runs, link_job
@@ -238,3 +239,46 @@ def test_it_asks_first(root: Path, make: Any) -> None:
     assert len(all_runs(root)) == 2
     code, _, said = call("1", "--yes")
     assert (code, "freed" in said, len(all_runs(root))) == (0, True, 1)
+
+
+def test_what_is_not_ours_stays(root: Path, make: Any, tmp_path: Path) -> None:
+    """A folder that looks like a run, others' checkpoints, and a script's own results."""
+    other = root / "digits" / "thesis"
+    other.mkdir(parents=True)
+    (other / "job.json").write_text('{"other": "tool"}')
+    linked = make("1", end="failed", steps=[])
+    theirs = make("2", steps=[1, 2, 3])
+    theirs.path.rename(tmp_path / "theirs")
+    linked.checkpoints.rmdir()
+    linked.checkpoints.symlink_to(tmp_path / "theirs" / "checkpoints")
+    results = make("3", end="failed", steps=[])
+    (results.path / "out").mkdir()
+    assert taken(root) == set()
+    with pytest.raises(UsageError, match="is no run of hpc-ddp"):
+        clean.plan(root, [RunFolder(other)], 0.0, (), False)
+    assert len(list((tmp_path / "theirs" / "checkpoints").iterdir())) == 3
+
+
+def test_what_may_be_at_work_elsewhere_stays(
+    root: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of which this cluster knows nothing, and one that another cluster has."""
+    lost = make("1", end=None, steps=[])
+    with pytest.raises(UsageError, match="it may be at work on another cluster"):
+        clean.plan(root, [lost], 0.0, (), False)
+    lost.journal("batch").write("started", nodes=["n1"], job_id="1", cluster="other")
+    monkeypatch.setattr(live, "queue", lambda: live.Queue({}, set(), "this"))
+    with pytest.raises(UsageError, match="of cluster other, which can't be asked"):
+        clean.plan(root, [lost], 0.0, (), False)
+    assert taken(root) == set()
+
+
+def test_an_array_is_not_finished_before_all_its_tasks_are(root: Path, make: Any) -> None:
+    array = make("1", end=None, steps=[])
+    array.job_json.write_text(JobSpec("train.py", array="0-3").to_json())
+    task = array.task(0).make()
+    task.job_json.write_text(JobSpec("train.py", array="0").to_json())
+    task.journal("batch").write("verdict", cause="finished", action="none", why="")
+    assert status_of(array, {}).state == "array"
+    assert status_of(array, {}).why == "1 of 4 tasks finished"
+    assert taken(root) == set()

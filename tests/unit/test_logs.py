@@ -127,7 +127,7 @@ def test_one_rank_is_shown_as_it_is(logs: Logs, capfd: Any) -> None:
 def test_attempts_follow_each_other_with_how_they_ended(logs: Logs, capfd: Any) -> None:
     logs.say("x\n", 0)
     why = {"cause": "preempted", "why": "preempted, at step 4"}
-    logs.event("verdict", action="requeue", exit_code=0, **why).attempt(1).say("y\n", 0)
+    logs.event("verdict", action="requeue", step=4, **why).attempt(1).say("y\n", 0)
     lines = shown(logs, capfd)
     assert [line for line in lines if "---" not in line] == ["x", "y"]
     assert lines[2].startswith("--- attempt 0 ended ")
@@ -184,7 +184,7 @@ def test_following_goes_on_over_attempts(logs: Logs, capfd: Any, monkeypatch: An
     story = [
         lambda: logs.say("x\nhal", 0, indexed=False),
         lambda: logs.say("f\n", 0, indexed=False),
-        lambda: logs.event("verdict", action="requeue", why="preempted"),
+        lambda: logs.event("verdict", action="requeue", why="preempted", cause="preempted", step=4),
         lambda: logs.attempt(1),
         lambda: logs.say("y\n", 0, 1, indexed=False),
         lambda: logs.event("verdict", action="none", why="", cause="finished"),

@@ -215,3 +215,21 @@ def test_the_queue_is_asked_once(tmp_path: Path, monkeypatch: Any) -> None:
     assert told.count("\n") == 25
     assert told.splitlines()[1].split()[2:4] == ["7", "running"]
     assert len(calls) == 1
+
+
+def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
+    """Deep nesting, a time that is none, a verdict without its parts, a folder for a file."""
+    runs = []
+    for name in ("1", "2"):
+        run = RunFolder(tmp_path / "digits" / name).make()
+        run.job_json.write_text(JobSpec("train.py").to_json())
+        run.journal("batch").write("finished", step=3)
+        runs.append(run)
+    with open(runs[0].journal_folder / "batch.jsonl", "a") as file:
+        file.write("[" * 100_000 + "\n")
+        file.write('{"time": NaN, "event": "started", "attempt": 1, "nodes": 5}\n')
+        file.write('{"time": 1999999999, "event": "verdict", "attempt": 5}\n')
+    assert [row.state for row in overview.look(tmp_path, runs, {})] == ["finished", "finished"]
+    (runs[0].journal_folder / "a.jsonl").mkdir()
+    (tmp_path / ".status.json").unlink()
+    assert [row.state for row in overview.look(tmp_path, runs, {})] == ["unreadable", "finished"]

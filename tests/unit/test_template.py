@@ -86,7 +86,10 @@ def test_blocks_of_a_chain_of_templates(tmp_path: Path) -> None:
     )
     (tmp_path / "more.sh").write_text("; more\n")
     rendering = _rendering(own)
-    assert "module load x\ntrap - ERR\nme; more\n" in rendering.whole()
+    assert (
+        "trap - ERR\nset +eu  # a set-up line may have said otherwise\nme; more\n"
+        in rendering.whole()
+    )
     assert rendering.block("setup") in rendering.whole()
     assert "batch begin" in rendering.block("attempt")  # which it does not have itself
     assert template.missing(rendering.whole()) == []
