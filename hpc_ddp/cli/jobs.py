@@ -77,7 +77,12 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Sett
     else:
         run = find_run(root_of(settings), run_text)
         prepared = prepare.planned_continuation(run, said, settings, cwd)
-    for text in (*prepared.rendering.left_out(), *variables.warnings(prepared.spec)):
+    spec = prepared.spec
+    for text in (
+        *prepared.rendering.left_out(),
+        *variables.warnings(spec),
+        *prepare.doubts(spec),
+    ):
         say(f"warning: {text}")
     return prepared, settings
 

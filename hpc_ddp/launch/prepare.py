@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -309,6 +310,23 @@ def _check_idle(run: RunFolder) -> None:
         raise UsageError(f"run {run.path} is job {job_id} by now", hint=f"hpc-ddp cancel {job_id}")
     if process.is_live(info):
         raise UsageError(f"run {run.path} runs here", hint=f"hpc-ddp cancel {run.id}")
+
+
+def doubts(spec: JobSpec) -> list[str]:
+    """Return what would most likely end a job on its nodes, and can be seen here already."""
+    found = []
+    here = not (spec.container or spec.image or os.path.exists(spec.python))
+    if here and os.path.isabs(spec.python):
+        found.append(f"python {spec.python} is not on this machine; is it on the nodes?")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(Path(spec.script).read_bytes(), spec.script, "exec", dont_inherit=True)
+    except SyntaxError as error:  # the job's Python may be a newer one
+        found.append(f"{spec.script}, line {error.lineno}: {error.msg}")
+    except (OSError, ValueError):
+        pass
+    return found
 
 
 def _check_environment(spec: JobSpec) -> None:

@@ -68,7 +68,8 @@ def show(root: Path, names: Sequence[str], every: bool, as_json: bool) -> str:
         told = [row.to_dict() for row in rows]
         return json.dumps([told[0] | {"tasks": [t.to_dict() for t in tasks]}] if tasks else told)
     if not rows:
-        print(f"no runs in {root}", file=sys.stderr)  # stdout is data
+        hint = "elsewhere: cd to where they were submitted, --runs-dir, or HPC_DDP_RUNS"
+        print(f"no runs in {root}\nhint: {hint}", file=sys.stderr)  # stdout is data
         return ""
     parts = [table(rows, *terminal())]
     if others:

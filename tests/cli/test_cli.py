@@ -279,3 +279,15 @@ def test_a_pipe_that_closes_early_is_no_traceback(project: Path) -> None:
     )
     assert done.stdout == "#!/bin/bash\n"
     assert "Traceback" not in done.stderr
+
+
+def test_what_is_seen_here_already_is_said(run_cli: Cli, project: Path) -> None:
+    (project / "bad.py").write_text("x = (\n")
+    done = run_cli("render", "--python", "/nope/python", "bad.py", "--nodes", "3")
+    assert done.returncode == 0
+    assert "note: --nodes stands behind bad.py, so it goes to the script" in done.stderr
+    assert "warning: python /nope/python is not on this machine" in done.stderr
+    assert "bad.py, line 1: '(' was never closed" in done.stderr
+    done = run_cli("submit", "train.py", "--test-only")
+    assert done.returncode == 2
+    assert "--test-only stands behind train.py" in done.stderr

@@ -26,7 +26,15 @@ def test_a_table_that_is_renewed_until_ctrl_c(tmp_path: Path, terminal: bool) ->
     env = dict(os.environ, HPC_DDP_RUNS=str(tmp_path / "runs"), PYTHONPATH=str(REPO), TERM="xterm")
     read, write = pty.openpty() if terminal else os.pipe()
     argv = [sys.executable, "-m", "hpc_ddp", "status", "--watch", "1"]
-    process = subprocess.Popen(argv, env=env, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        argv,
+        env=env,
+        cwd=tmp_path,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        # Where the tests run in the background, Ctrl-C is ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     os.close(write)
     shown, end = b"", time.monotonic() + 60
     while shown.count(b"never submitted") < 2:
