@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from hpc_ddp import __version__
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.errors import HpcDdpError, closest
 
 # The module of each command, in the order of the help. Imported when it is asked for: a start of
 # Python is most of the time that a command takes.
@@ -36,7 +36,7 @@ class Group(click.Group):
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
-            return None
+            ctx.fail(f"no command {name!r}{closest(name, COMMANDS)}; `hpc-ddp --help` lists them")
         module = importlib.import_module(f"hpc_ddp.cli.{COMMANDS[name]}")
         command: click.Command = getattr(module, name.replace("-", "_"))
         if "_HPC_DDP_COMPLETE" in os.environ:  # a shell asks what the Tab key is to offer
