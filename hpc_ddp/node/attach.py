@@ -78,7 +78,7 @@ def stacks(pid: int) -> None:
     if kept is None or not _catches(pid, SHOW_STACKS):
         why = "py-spy may not look at it" if py_spy else f"there is no py-spy beside {python}"
         raise HpcDdpError(
-            f"{why}, and a script that has not called hpc_ddp.training's start can't tell by itself",
+            f"{why}, and a script that has not called hpc_ddp's start can't tell by itself",
             hint=f"{python} -m pip install py-spy",
         )
     before = kept.stat().st_size
