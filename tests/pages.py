@@ -82,7 +82,9 @@ def same(shown: str, printed: str) -> bool:
 
 def _plain(text: str) -> list[str]:
     text = _DAY.sub("DAY", _NUMBER.sub("0", _RUN_ID.sub("RUN", NOISE.sub("", text))))
-    text = re.sub(r"goodput 0:.*", "goodput", text)  # which parts there are depends on the moment
+    text = re.sub(
+        r"goodput 0[ %]*:.*", "goodput", text
+    )  # which parts there are depends on the moment
     lines = (
         re.sub(r"\s+", " ", re.sub(r"(?<= )-(?= |$)", "0", line)).strip()
         for line in text.splitlines()

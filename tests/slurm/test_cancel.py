@@ -8,7 +8,7 @@ import pytest
 from cluster import Cluster
 from harness import BACKENDS, ONE_BY_TWO, SCRIPTS, TWO_BY_TWO, WALK, Hpc, Job, use
 
-WAYS = ["hpc-ddp cancel", "scancel"]
+WAYS = ["hpc-ddp cancel", pytest.param("scancel", marks=pytest.mark.soak)]
 
 
 def _cancel(hpc: Hpc, way: str, job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from cluster import Cluster
@@ -58,10 +59,14 @@ def test_a_refusal_says_what_to_do(
     assert not hpc.runs.exists()
 
 
-def test_what_slurm_leaves_out_is_noted(hpc: Hpc, cluster: Cluster, short: str) -> None:
+def test_what_slurm_leaves_out_is_noted(
+    hpc: Hpc, cluster: Cluster, short: str, tmp_path: Path
+) -> None:
+    """Not from the repository's folder, whose own project file has a time."""
     cluster.run("scontrol", "update", f"PartitionName={short}", "State=DOWN")
     words = ("--partition", short, "--dependency", "afterok:999999", PLAIN)
-    notes = json.loads(hpc("submit", "--test-only", "--json", *words).stdout)["notes"]
+    done = hpc("submit", "--test-only", "--json", *words, cwd=tmp_path)
+    notes = json.loads(done.stdout)["notes"]
     assert notes == [
         "partition short is DOWN: nothing starts there before it is UP",
         "without --time the time limit is 0:10:00, the partition's",
