@@ -18,6 +18,7 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.launch import backends, config, prepare
+from hpc_ddp.launch import sweep as launch_sweep
 from hpc_ddp.report import live, logs, status
 from hpc_ddp.report.status import Status
 from hpc_ddp.run.errors import HpcDdpError, UsageError
@@ -200,10 +201,7 @@ def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
     UsageError
         there is no such run
     """
-    said = {"runs-dir": runs_dir} if runs_dir else {}
-    merged = config.load(said, Path.cwd(), Path.home())
-    root = config.runs_dir(merged, os.environ)
-    return Handle(find_run(root, os.fspath(run)).path)
+    return Handle(find_run(config.runs_folder(runs_dir), os.fspath(run)).path)
 
 
 def _said(spec: JobSpec) -> dict[str, Any]:
@@ -242,8 +240,4 @@ def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
             f"sweep is {sweep!r}; accepted: names, each with its values",
             hint='sweep={"lr": [0.1, 0.01], "seed": [0, 1]}',
         )
-    points = {name: tuple(map(str, values)) for name, values in sweep.items()}
-    count = 1
-    for values in points.values():
-        count *= len(values)
-    return {"sweep": points, "array": f"0-{count - 1}"}
+    return launch_sweep.of({name: tuple(map(str, values)) for name, values in sweep.items()})

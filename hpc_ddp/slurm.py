@@ -258,15 +258,13 @@ class Partition:
 def partitions() -> list[Partition]:
     """Return the partitions of the cluster; empty where nobody answers."""
     try:
-        printed = _run(["scontrol", "--oneliner", "show", "partition"])
+        return [parse_partition(row) for row in show_all("partition") if "PartitionName" in row]
     except HpcDdpError:
         return []
-    return [parse_partition(line) for line in printed.splitlines() if "PartitionName=" in line]
 
 
-def parse_partition(line: str) -> Partition:
-    """Read a line of ``scontrol --oneliner show partition``."""
-    said = dict(word.split("=", 1) for word in line.split() if "=" in word)
+def parse_partition(said: Mapping[str, str]) -> Partition:
+    """Read a partition's values, as `show_all` has them."""
     count = said.get("MaxNodes", "")
     return Partition(
         name=said["PartitionName"],

@@ -26,8 +26,7 @@ def root_of(settings: config.Settings) -> Path:
 
 def folder_of(option: str | None) -> Path:
     """Return the folder of all runs for a command that knows no other setting."""
-    said = {"runs-dir": option} if option else {}
-    return root_of(config.load(said, Path.cwd(), Path.home()))
+    return config.runs_folder(option)
 
 
 def folder_option(command: Command) -> Command:

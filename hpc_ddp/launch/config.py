@@ -299,6 +299,12 @@ def runs_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
     return _filled(f"{scratch}/hpc-ddp" if scratch else "runs", settings, environ)
 
 
+def runs_folder(option: str | None) -> Path:
+    """Return the folder of all runs for a command that knows no other setting of a job."""
+    said = {"runs-dir": option} if option else {}
+    return runs_dir(load(said, Path.cwd(), Path.home()), os.environ)
+
+
 def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
     values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
     try:

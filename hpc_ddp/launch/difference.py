@@ -55,7 +55,7 @@ def since(run: RunFolder, options: Mapping[str, Any], cwd: Path, home: Path) -> 
     settings = config.load(prepare.over(asked.get("options", {}), options), cwd, home)
     prepared = prepare.plan(config.job_spec(settings, cwd), run, settings, is_new=False)
     code = None
-    if settings.get("snapshot", True) and (newest := _newest_code(run)):
+    if settings.get("snapshot", True) and (newest := run.newest_code):
         exclude = settings.get("snapshot-exclude", ())
         code = snapshot.changes(Path(prepared.spec.script), run, newest, exclude)
         prepared = _at(prepared, newest)
@@ -64,11 +64,6 @@ def since(run: RunFolder, options: Mapping[str, Any], cwd: Path, home: Path) -> 
     names = (str(run.script), "as it would be now")
     lines = difflib.unified_diff(before.splitlines(), now.splitlines(), *names, lineterm="")
     return Difference(list(lines), code)
-
-
-def _newest_code(run: RunFolder) -> Path | None:
-    found = [path for path in run.code.glob("*") if path.name.isdecimal()]
-    return max(found, key=lambda path: int(path.name), default=None)
 
 
 def _at(prepared: Prepared, code: Path) -> Prepared:

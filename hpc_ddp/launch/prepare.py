@@ -19,7 +19,7 @@ from hpc_ddp.launch.render import Rendering
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder, read_json, write_json
-from hpc_ddp.run.spec import JobSpec, array_indexes
+from hpc_ddp.run.spec import JobSpec
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def rerun(
     if run.is_task and JobSpec.from_json((run.whole / "job.json").read_text()).sweep:
         changed.setdefault("array", None)  # its point stands in its arguments
     elif old.array and not run.is_task:
-        every = f"0-{len(old.points) - 1}" if old.sweep else ",".join(map(str, _indexes(run, old)))
+        indexes = old.indexes(task.index for task in run.tasks())
+        every = f"0-{indexes[-1]}" if old.sweep else ",".join(map(str, indexes))
         changed.setdefault("array", every + _bound(old))
     spec = _changed(old, changed)
     if not same_code:
@@ -216,17 +217,11 @@ def _check_script(spec: JobSpec, hint: str) -> None:
 
 def _unfinished(run: RunFolder, spec: JobSpec) -> str:
     """Return the indexes of the array's tasks that are not finished, with its bound (``%2``)."""
-    left = [str(index) for index in _indexes(run, spec) if not run.task(index).finished()]
+    known = spec.indexes(task.index for task in run.tasks())
+    left = [str(index) for index in known if not run.task(index).finished()]
     if not left:
         raise UsageError(f"all tasks of {run.path} are finished", hint=f"hpc-ddp status {run.id}")
     return ",".join(left) + _bound(spec)
-
-
-def _indexes(run: RunFolder, spec: JobSpec) -> list[int]:
-    """Return the indexes of all tasks of an array: its last submit may have been of some only."""
-    if spec.sweep:
-        return list(range(len(spec.points)))
-    return sorted({*(task.index for task in run.tasks()), *array_indexes(spec.array or "")})
 
 
 def _bound(spec: JobSpec) -> str:

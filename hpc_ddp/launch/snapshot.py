@@ -115,8 +115,7 @@ def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
     UsageError
         there is none, or none of the script
     """
-    taken = [path for path in RunFolder(run.whole).code.glob("*") if path.name.isdecimal()]
-    found = max(taken, key=lambda path: int(path.name), default=None)
+    found = run.newest_code
     # Where the work tree began is not written down: the longest end of the script's path it is.
     ends = (Path(*script.parts[start:]) for start in range(1, len(script.parts)))
     inside = next((end for end in ends if found and (found / end).is_file()), None)

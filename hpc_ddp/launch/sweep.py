@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpc_ddp.run.errors import UsageError
@@ -42,6 +42,17 @@ def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
             f"max-parallel is {max_parallel}; accepted: a whole number from 1",
             hint="--max-parallel 4",
         )
+    return of(sweep, max_parallel)
+
+
+def of(sweep: Mapping[str, Sequence[str]], max_parallel: int | None = None) -> dict[str, Any]:
+    """Return the settings of a sweep: its values by parameter, and the array of all its points.
+
+    Raises
+    ------
+    UsageError
+        there are too many points
+    """
     last = math.prod(map(len, sweep.values())) - 1
     if last >= MOST_TASKS:
         raise UsageError(

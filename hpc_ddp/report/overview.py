@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from hpc_ddp.report import sweep
 from hpc_ddp.report.remembered import Remembered
 from hpc_ddp.report.status import LIVE, Status, age, queue, unreadable
 from hpc_ddp.run.folder import RunFolder, all_runs, find_run
+from hpc_ddp.run.progress import Progress
 
 SHOWN = 20  # runs, unless all are asked for, or more of them live
-PROGRESS_S = 1.0  # a look that takes longer shows a bar
 
 # Each column, and what is left out first on a narrow terminal (0: never).
 COLUMNS = {
@@ -99,7 +99,11 @@ def select(
 def look(root: Path, runs: Sequence[RunFolder], queue: Mapping[str, slurm.Queued]) -> list[Status]:
     """Return the states of runs, in their order."""
     known = Remembered(root, queue)
-    found = [_of_one(known, run) for run in _shown_if_long(runs)]
+    found = []
+    with Progress("reading journals", len(runs)) as progress:
+        for run in runs:
+            found.append(_of_one(known, run))
+            progress.add(1)
     known.save()
     return found
 
@@ -110,22 +114,6 @@ def _of_one(known: Remembered, run: RunFolder) -> Status:
         return known.status_of(run)
     except Exception as error:  # damage has many forms
         return unreadable(run, f"{type(error).__name__}: {error}")
-
-
-def _shown_if_long(runs: Sequence[RunFolder]) -> Iterator[RunFolder]:
-    """Yield the runs; show how many are through, once that has taken a second."""
-    began, done = time.monotonic(), 0
-    while done < len(runs):
-        if sys.stderr.isatty() and time.monotonic() - began > PROGRESS_S:
-            break
-        yield runs[done]
-        done += 1
-    if done == len(runs):
-        return
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(runs[done:], "reading journals", console=Console(stderr=True), transient=True)
 
 
 def table(rows: Sequence[Status], width: int | None = None, colours: bool = False) -> str:

@@ -17,7 +17,7 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, is_finished, last_event, read_briefly
 from hpc_ddp.run.ranks import slow_rank
-from hpc_ddp.run.spec import JobSpec, array_indexes, parse_time
+from hpc_ddp.run.spec import JobSpec, parse_time
 
 
 @dataclass(frozen=True)
@@ -195,10 +195,9 @@ def _state(
 
 def _of_tasks(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[str, str]:
     """Tell what became of an array that is gone from the queue."""
-    indexes = {task.index for task in tasks}
+    indexes = [task.index for task in tasks]
     with suppress(HpcDdpError, ValueError):  # a broken file of one run must not hide all others
-        spec = JobSpec.from_json(run.job_json.read_text())
-        indexes |= {*(range(len(spec.points)) if spec.sweep else array_indexes(spec.array or ""))}
+        indexes = JobSpec.from_json(run.job_json.read_text()).indexes(indexes)
     done, total = sum(task.finished() for task in tasks), len(indexes)
     return "finished" if done == total else "array", f"{done} of {total} tasks finished"
 

@@ -13,7 +13,7 @@ from hpc_ddp.report.status import Status, columns, status_of
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import last_event
-from hpc_ddp.run.spec import JobSpec, array_indexes
+from hpc_ddp.run.spec import JobSpec
 
 WAITING, NOT_BEGUN = "waiting", "not begun"
 
@@ -55,11 +55,10 @@ def tasks(run: RunFolder, jobs: Mapping[str, slurm.Queued]) -> list[Task]:
         return []
     points = spec.points
     begun = {task.index: task for task in run.tasks()}
-    indexes = range(len(points)) if points else sorted({*begun, *array_indexes(spec.array)})
     waits = any(jobs[job].state == "PENDING" for job in run.job_ids(run.events()) if job in jobs)
     return [
         _task(index, points[index] if points else {}, begun.get(index), jobs, waits)
-        for index in indexes
+        for index in spec.indexes(begun)
     ]
 
 

@@ -167,6 +167,12 @@ class RunFolder:
         """The folder of one task of an array."""
         return RunFolder(self.path / f"task-{index}")
 
+    @property
+    def newest_code(self) -> Path | None:
+        """The last snapshot that was taken of its code; a task's is that of the array."""
+        taken = [p for p in RunFolder(self.whole).code.glob("*") if p.name.isdecimal()]
+        return max(taken, key=lambda path: int(path.name), default=None)
+
     def tasks(self) -> list[RunFolder]:
         """Return the tasks of an array that have begun, by index; none for another run."""
         found = [RunFolder(path) for path in self.path.glob("task-*") if path.name[5:].isdecimal()]

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from hpc_ddp.run.errors import UsageError, closest
@@ -209,6 +209,15 @@ class JobSpec:
             dict(zip(self.sweep, each, strict=True))
             for each in itertools.product(*self.sweep.values())
         ]
+
+    def indexes(self, begun: Iterable[int]) -> list[int]:
+        """Return the indexes of all tasks of the array, of which some have `begun`.
+
+        Its last submit may have been of some of them only.
+        """
+        if self.sweep:
+            return list(range(len(self.points)))
+        return sorted({*begun, *array_indexes(self.array or "")})
 
     def task(self, index: int) -> JobSpec:
         """Return one task of the array as a job of its own: a sweep's has its point in `args`."""

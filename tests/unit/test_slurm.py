@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from hpc_ddp.slurm import (
+    Partition,
     clean_env,
     parse_estimate,
     parse_job,
     parse_partition,
     parse_record,
+    parse_records,
 )
 
 SHOWN = """\
@@ -93,12 +95,17 @@ def test_an_estimate_is_read_part_by_part() -> None:
     assert (other.start, other.nodes, other.said) == (None, None, "all is well")
 
 
+def _partition(line: str) -> Partition:
+    (row,) = parse_records(line)
+    return parse_partition(row)
+
+
 def test_a_partition_s_limits() -> None:
-    found = parse_partition(
+    found = _partition(
         "PartitionName=gpu Default=YES DefaultTime=00:10:00 MaxNodes=2 MaxTime=1-00:00:00"
         " State=UP TotalNodes=4"
     )
     assert (found.name, found.is_default, found.state) == ("gpu", True, "UP")
     assert (found.default_time_s, found.max_time_s, found.max_nodes) == (600, 86400, 2)
-    free = parse_partition("PartitionName=x Default=NO DefaultTime=NONE MaxTime=UNLIMITED")
+    free = _partition("PartitionName=x Default=NO DefaultTime=NONE MaxTime=UNLIMITED")
     assert (free.default_time_s, free.max_time_s, free.max_nodes) == (None, None, None)
