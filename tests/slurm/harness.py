@@ -54,7 +54,7 @@ class Job:
 
     def until(self, condition: Callable[[], object], event: str) -> None:
         """Return once `condition` holds."""
-        wait_until(condition, event, lambda: f"job {self.show()}\n{self.output()}", pause_s=0.1)
+        wait_until(condition, event, lambda: f"job {self.show()}\n{self.output()}", pause_s=0.3)
 
     def show(self) -> dict[str, str]:
         text = self.cluster.run("scontrol", "show", "job", self.id).stdout
