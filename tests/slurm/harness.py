@@ -97,7 +97,7 @@ class Job:
         """Wait until walk.py holds at a step, and what it saved before is durable."""
         self.until((self.run.path / f"held-{step}").exists, f"hold at step {step}")
         saved = step // 10 * 10
-        if saved < step:
+        if 0 < saved < step:
             self.until(
                 lambda: any(e["step"] == saved for e in self.events("checkpoint")),
                 f"checkpoint of step {saved}",

@@ -141,7 +141,7 @@ def test_errors_of_a_script_end_it_with_its_own_code(hpc: Hpc, cluster: Cluster)
     assert again.verdicts() == [("failed", "requeue"), ("failed", "give up")]
     assert "ValueError: at step 30" in again.output().splitlines()[-1]
     told = json.loads(hpc("explain", "--json", again.id).stdout)
-    assert (told["kind"], told["rank"], told["step"]) == ("python error", 3, 30)
+    assert (told["kind"], told["rank"], told["step"]) == ("python error", 1, 30)
     assert "trouble.py line" in told["text"]
     held = hpc.submit("--sbatch=--hold", script, "none")
     assert "held" in hpc("explain", held.id).stdout
