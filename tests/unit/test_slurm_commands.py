@@ -83,7 +83,7 @@ def test_what_is_asked_of_slurm(slurm_commands: Slurm, tmp_path: Path) -> None:
     assert slurm_commands.calls("scancel") == [["7", "8_1"]]
 
 
-# Each is only good to know: a site without it, or a controller that is away, must not end a command.
+# A site without it, or a controller that is away, must not end a command.
 @pytest.mark.parametrize(
     ("ask", "nothing"),
     [
