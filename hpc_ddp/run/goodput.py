@@ -186,7 +186,7 @@ def _passed(begin: float, steps: list[tuple[float, float]], highest: float) -> f
     """Return when an attempt whose training begins at `begin` had passed the step `highest`."""
     if not highest or (steps and steps[0][1] >= highest):
         return begin
-    before = (begin, steps[0][1]) if steps else (begin, 0.0)
+    before = (begin, 0.0)
     for when, step in steps:
         if step >= highest:
             part = (highest - before[1]) / (step - before[1])

@@ -15,6 +15,7 @@ import pytest
 
 from hpc_ddp.run.folder import RunFolder, all_runs
 from hpc_ddp.run.goodput import account
+from tests.frames import frames_of_ours
 
 REPO = Path(__file__).parents[2]
 SCRIPTS = REPO / "tests" / "slurm" / "scripts"
@@ -50,7 +51,10 @@ class DryRun:
         return [event for event in found if attempt in (None, event["attempt"])]
 
     def end(self) -> int:
-        return self.process.wait(timeout=120)
+        """Wait for the end, which none of our own processes may have come to by an error."""
+        code = self.process.wait(timeout=120)
+        assert not frames_of_ours(self.printed())
+        return code
 
     def printed(self) -> str:
         return self.out.read_text()
@@ -221,7 +225,10 @@ def test_nodes_that_are_fit_are_trained_on(tmp_path: Path) -> None:
     assert job.end() == 0, job.printed()
     assert job.printed().index("2 nodes are fit") < job.printed().index("trained")
     (event,) = job.events("preflight")
-    assert sorted(dict(event["report"])) == ["local-0", "local-1"]  # type: ignore[call-overload]
+    report: Any = event["report"]
+    assert sorted(report) == ["local-0", "local-1"]
+    assert all(abs(each["clock_s"]) < 60 for each in report.values())
+    assert all(each["send_mb_s"] > 0 for each in report.values())
 
 
 def test_status_and_logs_of_a_run(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.frames import frames_of_ours
+
 REPO = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, sys, time
@@ -44,4 +46,5 @@ def test_the_script_gets_the_signal_that_it_knows(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 75, said
+    assert not frames_of_ours(said.decode())
     assert (tmp_path / "work" / "saved").read_text() == "SIGUSR1"

@@ -25,6 +25,8 @@ from harness import (
     use,
 )
 
+from tests.frames import frames_of_ours
+
 
 @pytest.mark.row(
     "preemption with a grace time of 20 s, and with none",
@@ -106,6 +108,7 @@ def test_a_killed_worker_is_recovered_from(
     job.until(lambda: not any(map(runs, workers)), 10, "end of the survivors")
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("failed", "requeue"), ("finished", "none")]
+    assert not frames_of_ours(job.output())
     assert "rank 1 on" in job.output()
     assert "SIGKILL" in job.output()
     assert same_weights(job, undisturbed)
@@ -121,10 +124,12 @@ def test_errors_of_a_script_end_it_with_its_own_code(hpc: Hpc, cluster: Cluster)
     script = str(SCRIPTS / "trouble.py")
     before = hpc.submit(*TWO_BY_TWO, script, "exit-before")
     assert before.end() == "FAILED", before.output()
+    assert not frames_of_ours(before.output())
     assert before.show()["ExitCode"] == "3:0"
     assert before.verdicts() == [("failed", "give up")]
     raises = hpc.submit(*TWO_BY_TWO, script, "raise-before")
     assert raises.end() == "FAILED", raises.output()
+    assert not frames_of_ours(raises.output())
     last = raises.output().splitlines()[-1]
     node = raises.nodes().replace("[", "").split("-")[0]
     assert "rank 3" in last
@@ -132,6 +137,7 @@ def test_errors_of_a_script_end_it_with_its_own_code(hpc: Hpc, cluster: Cluster)
     assert "ValueError: before the first step" in last
     again = hpc.submit(*TWO_BY_TWO, script, "raise-at-30")
     assert again.end() == "FAILED", again.output()
+    assert not frames_of_ours(again.output())
     assert again.verdicts() == [("failed", "requeue"), ("failed", "give up")]
     assert "ValueError: at step 30" in again.output().splitlines()[-1]
     told = json.loads(hpc("explain", "--json", again.id).stdout)
@@ -206,5 +212,6 @@ def test_longer_than_the_time_limit(
     assert in_one_go(ours)
     assert same_weights(ours, undisturbed)
     assert plain.end(120) == "FAILED", plain.output()
+    assert not frames_of_ours(plain.output())
     assert plain.verdicts() == [("time limit", "requeue"), ("time limit", "give up")]
     cluster.reset()

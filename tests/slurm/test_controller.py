@@ -22,6 +22,8 @@ from harness import (
     same_weights,
 )
 
+from tests.frames import frames_of_ours
+
 SAVE_OFTEN = {"HPC_DDP_SAVE_EVERY": "1"}
 CANCELS = "PartitionName=lowc PriorityTier=1 GraceTime={grace} PreemptMode=CANCEL\n"
 
@@ -128,6 +130,7 @@ def test_the_controller_is_away_when_the_job_is_to_be_requeued(
     job.event("first_step", attempt=1, timeout=180)
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("failed", "requeue"), ("finished", "none")]
+    assert not frames_of_ours(job.output())
     assert same_weights(job, undisturbed)
 
 

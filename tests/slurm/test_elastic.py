@@ -13,6 +13,8 @@ import pytest
 from cluster import Cluster
 from harness import BACKENDS, WALK, Hpc, Job, runs, same_weights, use
 
+from tests.frames import frames_of_ours
+
 SAMPLES = 1600  # of walk.py, in its one epoch; 4 per rank and step
 LEAVE_S = 2 + 18  # a worker that is torn down waits 2 s for a word that it is not
 # 15 s until a silent node is taken for lost, 15 s for the last call to the others, and the time
@@ -157,6 +159,7 @@ def test_an_elastic_script_that_fails_still_ends(hpc: Hpc, cluster: Cluster, bac
     elastic = ("--backend", backend, "--nodes", "2", "--elastic", "--max-restarts", "1")
     job = hpc.submit(*elastic, "--max-failures", "0", str(WALK), "--die-at", "25")
     assert job.end() == "FAILED", job.output()
+    assert not frames_of_ours(job.output())
     assert job.verdicts() == [("failed", "give up")]
     assert len(job.events("first_step")) == 2
     assert "rank 1 on" in job.events("verdict")[0]["why"]

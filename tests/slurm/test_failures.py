@@ -21,6 +21,8 @@ from harness import (
     use,
 )
 
+from tests.frames import frames_of_ours
+
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -64,6 +66,7 @@ def test_an_error_that_comes_once(hpc: Hpc, cluster: Cluster, walked: Job, backe
     job = hpc.submit(*words)
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("failed", "requeue"), ("finished", "none")]
+    assert not frames_of_ours(job.output())
     first = job.events("verdict")[0]
     assert (first["rank"], first["error"]) == (1, "ValueError: this happens once")
     assert same_weights(job, walked)
@@ -81,6 +84,7 @@ def test_a_crash_loop_ends(hpc: Hpc, cluster: Cluster, backend: str, trouble: st
     words = ("--backend", backend, "--max-failures", "9", *ONE_BY_TWO, str(WALK), trouble, "25")
     job = hpc.submit(*words)
     assert job.end() == "FAILED", job.output()
+    assert not frames_of_ours(job.output())
     assert job.verdicts() == [("failed", "requeue")] * 2 + [("failed", "give up")]
     assert "two attempts in a row have ended without a newer checkpoint" in job.output()
     assert ("SIGKILL" if trouble == "--die-at" else "ValueError: at ") in job.output()

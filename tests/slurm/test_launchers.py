@@ -24,6 +24,8 @@ from harness import (
     use,
 )
 
+from tests.frames import frames_of_ours
+
 LAUNCHERS = ("torchrun", "srun")
 
 
@@ -93,6 +95,7 @@ def test_errors_under_srun(hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Pa
         file.write("time.sleep(600)\n")
     early = hpc.submit(*words, str(script))
     assert early.end() == "FAILED"
+    assert not frames_of_ours(early.output())
     assert early.show()["ExitCode"] == "7:0"
     assert "rank 1 on" in early.output()
     told = hpc("explain", early.id).stdout

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from harness import SCRIPTS, Hpc
 
+from tests.frames import frames_of_ours
+
 CONTROLLER = Path("/sys/fs/cgroup/memory")
 LIMIT = 2 << 30  # bytes: torchrun and two workers without an appetite take 1 GB
 
@@ -38,6 +40,7 @@ def test_a_worker_that_eats_all_memory(hpc: Hpc, group: Path, tmp_path: Path) ->
     words = ("--nodes", "1", "--nproc-per-node", "2", *entered)
     job = hpc.submit(*words, str(SCRIPTS / "trouble.py"), "eat-at-30")
     assert job.end(600) == "FAILED", job.output()
+    assert not frames_of_ours(job.output())
     assert job.verdicts() == [("failed", "requeue"), ("failed", "give up")]
     last = job.events("verdict", 1)[0]
     assert last["error"] == "out of memory: killed by the kernel"

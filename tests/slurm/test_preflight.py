@@ -15,6 +15,8 @@ import pytest
 from cluster import Cluster
 from harness import REPO, SCRIPTS, Hpc, Job
 
+from tests.frames import frames_of_ours
+
 PLAIN = str(SCRIPTS / "plain.py")
 
 
@@ -163,6 +165,7 @@ def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
 def test_what_is_wrong_everywhere_is_no_nodes_fault(hpc: Hpc, cluster: Cluster) -> None:
     job = hpc.submit("--preflight", "--nodes", "2", "--interface", "ib7", PLAIN)
     assert job.end(300) == "FAILED", job.output()
+    assert not frames_of_ours(job.output())
     assert job.verdicts() == [("failed", "give up")]
     assert "there is no interface 'ib7'" in job.output().splitlines()[-1]
     assert "the same on all nodes" in job.output().splitlines()[-1]

@@ -11,6 +11,8 @@ import pytest
 from cluster import Cluster
 from harness import BACKENDS, DIGITS, DIGITS_ARGS, TWO_BY_TWO, Hpc, Job, same_weights, use
 
+from tests.frames import frames_of_ours
+
 SECONDS = 10
 EVERY_SECOND = {"HPC_DDP_SAVE_EVERY": "1"}
 
@@ -81,6 +83,7 @@ def test_saves_that_never_succeed_end_the_run(hpc: Hpc, undisturbed: Job) -> Non
     for pid in job.workers():
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
     assert job.end() == "FAILED", job.output()
+    assert not frames_of_ours(job.output())
     assert "saves in a row failed" in job.events("verdict")[0]["why"]
     assert "File too large" in job.events("verdict")[0]["why"]
     again = hpc.submit("--run", str(job.run.path), env=EVERY_SECOND)

@@ -14,6 +14,7 @@ from cluster_versions import SUITES, VARIABLE, NotToBeHadError, ensure, wanted
 from harness import ONE_BY_TWO, SCRIPTS, TWO_BY_TWO, Hpc, Job, use
 
 from hpc_ddp.run.folder import RunFolder
+from tests.frames import frames_of_ours
 
 
 def test_the_environment_names_a_suite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +173,7 @@ def test_what_becomes_of_it_is_told(hpc: Hpc, cluster: Cluster, tmp_path: Path) 
     assert '"running"' in hpc("status", "--json", job.id).stdout
     os.kill(job.worker(1), signal.SIGKILL)
     assert job.end() == "FAILED", job.output()
+    assert not frames_of_ours(job.output())
     told = hpc("explain", job.id).stdout
     assert "SIGKILL" in told
     hpc("cancel", held.id)

@@ -14,7 +14,6 @@ from hpc_ddp import slurm
 from hpc_ddp.node import continuation
 from hpc_ddp.node.continuation import (
     KEPT_OFF_S,
-    REQUEUE_PATIENCE_S,
     _bad_nodes,
     check_wanted,
     go_on,
@@ -285,15 +284,20 @@ def test_a_requeue_without_an_answer_is_tried_again(
 
 
 def test_a_requeue_is_given_up_after_a_while(
-    slurm_commands: Slurm, end: Callable[..., int], clock: Clock, printed: list[str]
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    clock: Clock,
+    printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(continuation, "REQUEUE_PATIENCE_S", 18.0)
     slurm_commands.answer_by(
         "scontrol",
         f"[ $1 = show ] && printf '{SHOWN.format('RUNNING', 2)}' || "
         "{ echo Socket timed out >&2; exit 1; }",
     )
     assert end() == 75
-    assert REQUEUE_PATIENCE_S <= sum(clock.slept) < REQUEUE_PATIENCE_S + 10
+    assert clock.slept == [continuation.PAUSE_S] * 4
     assert "could not be requeued; go on with: hpc-ddp submit --run '" in printed[-1]
 
 
@@ -402,6 +406,16 @@ def test_the_next_link_of_a_task_is_that_task(
         str(run.script),
     ]
     assert (run.root / ".jobs" / "9").resolve() == run.path
+
+
+def test_the_next_link_is_kept_off_bad_nodes(
+    run: RunFolder, slurm_commands: Slurm, clock: Clock
+) -> None:
+    _blame(run, "n2")
+    slurm_commands.answer("sbatch", "9\n")
+    assert queue_next_link(run, run.attempt(0), _environ()) == "9"
+    words = slurm_commands.calls("sbatch")[-1]
+    assert words[1:3] == ["--dependency=afterany:7", "--exclude=n2"]
 
 
 def test_a_link_without_an_answer_is_none_of_the_known_jobs(

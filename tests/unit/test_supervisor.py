@@ -561,6 +561,7 @@ def test_how_it_ends(
     left = failed == "left"
     assert attempt.failed.read_text() == ("" if left else failed)
     assert decided == ([False] if left else [])
+    assert bool(clock.slept) is (ended == 1 and not left)  # for the peers' ends
     record = read_json(own.folder.record)
     assert (record["code"], record["notice"], record["torn_down"]) == (code, notice, torn_down)
     assert record["left"] is left
