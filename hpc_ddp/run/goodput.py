@@ -124,8 +124,7 @@ class _Clock:
 
     def until(self, when: float | None, part: str) -> None:
         """Give the time up to `when` to a part. Never goes back: clocks of hosts differ."""
-        if when is not None and when > self.at:
-            when = min(when, self._end)
+        if when is not None and (when := min(when, self._end)) > self.at:
             begin = self.at
             if self.pieces and self.pieces[-1].part == part:
                 begin = self.pieces.pop().begin

@@ -649,7 +649,7 @@ def task(attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[..
         named = {"HPC_DDP_HEAD": "n1", "HPC_DDP_PORT": 20001, "HPC_DDP_RDZV_ID": "7.0"}
         for name, value in {**values, **named}.items():
             monkeypatch.setenv(name, str(value))
-        place = _place(attempt, index=rank // 2)
+        place = _place(attempt, index=rank // 2, fabric="auto")
         return TaskSupervisor(place, ["python", "train.py"], cast(Signals, NoSignals()))
 
     return make
@@ -672,6 +672,15 @@ def test_a_worker_is_told_what_torchrun_would_tell_it(
     assert [str(path.relative_to(attempt.path)) for path in own._peers()] == peers
     assert not own._speaks_for_its_node
     assert task(4)._speaks_for_its_node
+
+
+def test_the_first_task_of_a_node_notes_its_fabric(
+    task: Callable[..., TaskSupervisor], look: list[Found], attempt: AttemptFolder
+) -> None:
+    for rank in (3, 2):
+        assert task(rank)._fabric_env() == {"NCCL_NET": "IB"}
+    events = task(2).place.run.events()
+    assert [event["node"] for event in events] == ["n2"]
 
 
 def test_only_the_first_task_shows_its_output(
