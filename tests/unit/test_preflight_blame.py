@@ -119,6 +119,7 @@ def test_of_two_nodes_the_way_between_them_is_slow() -> None:
     assert found["a"] == "2.5 MB/s from b, while others come to 1.0 GB/s"
     assert found["b"] == "2.5 MB/s to a, while others come to 1.0 GB/s"
     assert not find_slow(_told(2, ba=2.5, ab=2.5))  # nothing to compare with
+    assert find_slow({**_told(2, ba=2.5), "c": Told(), "d": Told()}) == found  # who say nothing
 
 
 def test_another_torch_and_no_gpu_are_found() -> None:
