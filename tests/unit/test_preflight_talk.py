@@ -262,9 +262,14 @@ class Scripted:
         if stage == "imported":
             default = {"values": {"cuda": 0, "torch": "2"}}
         if stage == "hello":
-            default = {"port": 5, "store_port": 6, "host": "h"}
+            default = {"port": 5, "store_port": 6}
         for node in nodes:
-            line = {"stage": stage, **default, **self.stages.get(stage, {}).get(node, {})}
+            line = {
+                "stage": stage,
+                "host": f"host-{node}",
+                **default,
+                **self.stages.get(stage, {}).get(node, {}),
+            }
             for each in line.pop("lines", []):
                 self.told[node].take(each)
             self.told[node].take(line)
@@ -297,7 +302,7 @@ def test_nodes_that_are_fit_exchange_once(run: RunFolder) -> None:
         "needed": preflight.NEEDED_BYTES,
     }
     assert ports == {"ports": {"n1": 5, "n2": 5}}
-    assert go == {"members": ["n1", "n2"], "host": "h", "port": 6, "backend": "gloo"}
+    assert go == {"members": ["n1", "n2"], "host": "host-n1", "port": 6, "backend": "gloo"}
     stages = ("hello", "checked", "imported", "done")
     assert talk.waited == [f"{stage} n1 n2" for stage in stages]
     assert outcome(talk.told)["ok"]
