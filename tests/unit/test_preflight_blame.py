@@ -72,11 +72,11 @@ def test_who_has_a_wrong_name_is_told_from_whose_name_is_wrong() -> None:
     _trouble(one, "ba", "link", address="10.0.0.99")  # b takes a for somebody else
     find_misnamed(one)
     find_cut_off(one, "link")
-    assert _bad(one) == {"b": ["name"]}
+    assert one["b"].bad == [("name", "ba; a itself has 10.0.0.1")]
     all_others = _told()
     _trouble(all_others, "ab cb", "name")
     find_misnamed(all_others)
-    assert _bad(all_others) == {"b": ["name"]}
+    assert all_others["b"].bad == [("name", "ab")]
     two = _told(2)
     _trouble(two, "ab", "name")  # b knows its own name, a does not
     find_misnamed(two)
