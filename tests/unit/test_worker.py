@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from fakes import Clock
 
-from hpc_ddp.node import growth, network, worker
+from hpc_ddp.node import growth, local, network, worker
 from hpc_ddp.node.growth import Growth
 from hpc_ddp.node.local import LocalRun
 from hpc_ddp.node.verdict import Verdict
-from hpc_ddp.run.folder import NodeFolder
+from hpc_ddp.run.folder import NodeFolder, RunFolder
+from hpc_ddp.run.spec import JobSpec
 
 # --- its start -----------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ def test_the_last_port_is_followed_by_the_first(monkeypatch: pytest.MonkeyPatch)
 
 def test_loopback_leads_to_itself() -> None:
     assert network.interface_to("127.0.0.1") == "lo"
-    assert network.interface_to("no such host.") is None
+    assert network.interface_to("::1") is None  # none of IPv4
     assert network.address_of("lo") == "127.0.0.1"
     assert network.address_of("no-such0") is None
     assert "127.0.0.1" in network.addresses()
@@ -231,6 +232,86 @@ def test_a_second_signal_is_no_notice() -> None:
     own._notify(signal.SIGTERM, None)
     own._notify(signal.SIGINT, None)
     assert [child.calls for child in children] == [["terminate", "kill"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "end", "launcher"),
+    [
+        ({"time": "10"}, True, "supervisor"),
+        ({"launcher": "srun", "nproc_per_node": 2}, False, "task"),
+    ],
+)
+def test_each_node_has_a_supervisor(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spec: dict[str, Any],
+    end: bool,
+    launcher: str,
+) -> None:
+    run = RunFolder(tmp_path / "name" / "id" / "task-1").make()
+    attempt = run.claim_attempt({}, lambda info: False)
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def start(argv: list[str], env: dict[str, str]) -> Child:
+        started.append((argv, env))
+        return Child(3)
+
+    monkeypatch.setattr(local, "time", Clock())
+    monkeypatch.setattr(subprocess, "Popen", start)
+    nodes = ["local-0", "local-1"]
+    job = JobSpec("t.py", nodes=2, **spec)
+    own = _local(run=run, spec=job, nodes=nodes, command=["python", "node.py", "agent", "t.py"])
+    environ = own._environ(attempt)
+    assert environ["HPC_DDP_END_TIME"] == ("1600" if end else "")
+    assert (environ["HPC_DDP_HEAD"], environ["HPC_DDP_RDZV_ID"]) == ("127.0.0.1", "id-task-1.0")
+    assert (environ["HPC_DDP_NODES"], environ["HPC_DDP_RUN"]) == ("local-0 local-1", str(run.path))
+    assert 10000 <= int(environ["HPC_DDP_PORT"]) <= 32767
+    own._supervise(environ)
+    assert [argv[2] for argv, _ in started] == [launcher] * (2 * job.tasks_per_node)
+    assert [env["SLURM_PROCID"] for _, env in started] == [str(i) for i in range(len(started))]
+    children: Any = own.supervisors
+    assert all(child.calls == [] for child in children)
+
+
+@pytest.mark.parametrize(
+    ("values", "call", "after_s"),
+    [
+        ({"notified": True}, "terminate", 0.0),
+        ({"parent": -1}, "terminate", 0.1),  # nobody watches any more
+        ({}, "kill", 30.0),
+    ],
+)
+def test_late_supervisors_are_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, Any],
+    call: str,
+    after_s: float,
+) -> None:
+    clock = Clock(0.0)
+    called_at: list[float] = []
+
+    class Deaf(Child):
+        def terminate(self) -> None:
+            super().terminate()
+            called_at.append(clock.now)
+            self.looks = 0
+
+        def kill(self) -> None:
+            super().kill()
+            called_at.append(clock.now)
+
+    monkeypatch.setattr(local, "time", clock)
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, env: Deaf())
+    own = _local(run=RunFolder(tmp_path), spec=JobSpec("t.py", launcher="srun"), nodes=["local-0"])
+    own.command = ["python", "t.py"]
+    for name, value in values.items():
+        setattr(own, name, value)
+    own._supervise({"HPC_DDP_END_TIME": "5"})
+    children: Any = own.supervisors
+    assert children[0].calls == [call]
+    begin = 5.0 if call == "kill" else 0.0
+    assert begin + after_s <= called_at[0] < begin + after_s + 0.3
 
 
 def test_each_task_knows_its_place() -> None:
