@@ -349,6 +349,7 @@ def test_all_are_looked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checks, "VISIBLE_S", 0.0)
+    monkeypatch.setattr(checks, "REVERSE_S", 60.0)
     monkeypatch.setattr(checks.socket, "gethostbyaddr", lambda a: ("n9", ["n1.org"], []))  # type: ignore[attr-defined]
     (tmp_path / "n2").write_text("secret")
     names["n3"] = ["10.0.0.3"]

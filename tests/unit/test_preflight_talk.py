@@ -235,7 +235,9 @@ def test_what_does_not_end_is_ended(start: Start) -> None:
     deaf = start("trap '' TERM; echo up >&2; while :; do read -t 60 -u 2; done; exit 1")
     while not deaf.told["n1"].last:
         deaf._take(*deaf._lines.get(timeout=60))
-    deaf.close(0.05)
+    deaf.close(0.1)
+    deaf._processes[0].wait(60)
+    deaf._readers[0].join(60)
     codes = [talk._processes[0].returncode for talk in (polite, deaf)]
     assert codes == [5, -signal.SIGKILL]
     assert not any(thread.is_alive() for talk in (polite, deaf) for thread in talk._readers)
