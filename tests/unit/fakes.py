@@ -49,7 +49,7 @@ class Slurm:
 
     def _write(self, name: str) -> None:
         answers = self._answers[name] or [f"echo no answer is laid down for {name} >&2; exit 1"]
-        cases = [f"{i}) {each} ;;" for i, each in enumerate(answers[:-1])]
+        cases = [f"{i}) {item} ;;" for i, item in enumerate(answers[:-1])]
         path = self.folder / name
         path.write_text(
             "\n".join([_HEAD + "case $count in", *cases, f"*) {answers[-1]} ;;", "esac"])

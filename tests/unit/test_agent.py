@@ -44,32 +44,32 @@ def test_workers_are_not_started_again_after_a_notice(
 ) -> None:
     calls: list[str] = []
     monkeypatch.setattr(
-        SimpleElasticAgent, "_restart_workers", lambda own, group: calls.append(group)
+        SimpleElasticAgent, "_restart_workers", lambda handler, group: calls.append(group)
     )
-    node, own = NodeFolder(tmp_path), Any
+    node, handler = NodeFolder(tmp_path), Any
     agent.end_when_told(node)
     restart: Any = SimpleElasticAgent._restart_workers
-    restart(own, "group")
+    restart(handler, "group")
     node.notice.write_text("SIGTERM")
     with pytest.raises(agent.EndingError, match="the workers failed after a notice"):
-        restart(own, "again")
+        restart(handler, "again")
     assert calls == ["group"]
 
 
 def test_a_node_that_is_lost_counts_as_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", lambda own: 1)
+    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", lambda handler: 1)
     info = SimpleNamespace(world_size=3)
-    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda own: info)
+    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda handler: info)
     agent.count_the_lost()
     timeout, state = SimpleNamespace(_last_call=None), SimpleNamespace(participants=["a", "b"])
-    own: Any = SimpleNamespace(
+    handler: Any = SimpleNamespace(
         _settings=SimpleNamespace(timeout=timeout), _state_holder=SimpleNamespace(state=state)
     )
-    assert DynamicRendezvousHandler.next_rendezvous(own) is info  # type: ignore[comparison-overlap]
+    assert DynamicRendezvousHandler.next_rendezvous(handler) is info  # type: ignore[comparison-overlap]
     assert timeout._last_call == timedelta(seconds=15)
-    assert DynamicRendezvousHandler.num_nodes_waiting(own) == 2
+    assert DynamicRendezvousHandler.num_nodes_waiting(handler) == 2
     state.participants.append("c")
-    assert DynamicRendezvousHandler.num_nodes_waiting(own) == 1
+    assert DynamicRendezvousHandler.num_nodes_waiting(handler) == 1
 
 
 def test_torchruns_options_are_read_by_torchrun() -> None:

@@ -85,11 +85,11 @@ def controller(slurm_commands: Slurm, clock: Clock) -> Slurm:
 
 def test_the_step_is_told_what_it_needs(controller: Slurm, run: RunFolder) -> None:
     _spec(run, nodes=2, host_suffix="-ib", signal="USR1@90", fabric="efa")
-    told = begin(_environ(run, SLURM_RESTART_COUNT="3", SLURM_CLUSTER_NAME="c"))
-    assert told is not None
-    port = int(told.pop("HPC_DDP_PORT"))
+    exports = begin(_environ(run, SLURM_RESTART_COUNT="3", SLURM_CLUSTER_NAME="c"))
+    assert exports is not None
+    port = int(exports.pop("HPC_DDP_PORT"))
     assert 10049 <= port < 32768
-    assert told == {
+    assert exports == {
         "HPC_DDP_RUN": str(run.path),
         "HPC_DDP_RESTARTS": "3",
         "HPC_DDP_HEAD": "n1-ib",
@@ -119,9 +119,9 @@ def test_a_short_attempt_is_warned_in_its_last_tenth(
 ) -> None:
     spec = JobSpec("train.py", nodes="2-4", elastic=True)
     when = None if ends_in is None else clock.now + ends_in
-    told = variables(run.attempt(2), ["n1"], "id", when, spec)
-    assert (told["HPC_DDP_WARN_S"], bool(told["HPC_DDP_END_TIME"])) == (warn_s, end)
-    assert (told["HPC_DDP_LEAST_NODES"], told["HPC_DDP_RDZV_ID"]) == ("1", "id.2")
+    exports = variables(run.attempt(2), ["n1"], "id", when, spec)
+    assert (exports["HPC_DDP_WARN_S"], bool(exports["HPC_DDP_END_TIME"])) == (warn_s, end)
+    assert (exports["HPC_DDP_LEAST_NODES"], exports["HPC_DDP_RDZV_ID"]) == ("1", "id.2")
 
 
 def test_ports_are_spread_over_the_range() -> None:
@@ -203,10 +203,10 @@ def test_where_the_other_job_can_not_be_asked_for_nothing_is_begun(slurm_command
 def test_a_task_of_an_array_has_a_folder_of_its_own(controller: Slurm, run: RunFolder) -> None:
     _spec(run, array="0-1", sweep={"lr": ("1", "2")}, args=("a",))
     environ = _environ(run, SLURM_ARRAY_TASK_ID="1", SLURM_ARRAY_JOB_ID="5")
-    told = begin(environ)
-    assert told is not None
+    exports = begin(environ)
+    assert exports is not None
     task = run.task(1)
-    assert told["HPC_DDP_RUN"] == str(task.path)
+    assert exports["HPC_DDP_RUN"] == str(task.path)
     assert JobSpec.from_json(task.job_json.read_text()).args == ("a", "--lr=2")
     assert os.readlink(task.path / "lib") == "../lib"
     assert (run.root / ".jobs" / "7").resolve() == task.path
@@ -363,7 +363,7 @@ def test_a_lost_node_is_kept_off_the_requeued_job(
 
 
 @pytest.mark.parametrize(
-    ("marks", "cause", "said"),
+    ("marks", "cause", "text"),
     [
         ({"cancelled": True}, "cancelled", "attempt 0: cancelled; by the user"),
         ({"superseded": True}, "superseded", "attempt 0: superseded"),
@@ -378,7 +378,7 @@ def test_what_is_on_disk_and_in_slurm_are_facts(
     printed: list[str],
     marks: dict[str, Any],
     cause: str,
-    said: str,
+    text: str,
 ) -> None:
     slurm_commands.answer("scontrol", shown(restarts=marks.get("restarts", 0)))
     slurm_commands.answer("sinfo")
@@ -388,7 +388,7 @@ def test_what_is_on_disk_and_in_slurm_are_facts(
         run.claim_attempt({}, lambda info: False)
     verdict(_in_step(run))
     assert run.events()[0]["cause"] == cause
-    assert printed == [said]
+    assert printed == [text]
 
 
 def test_of_a_silent_node_slurm_is_asked_where_there_is_one(

@@ -100,10 +100,10 @@ def test_an_address_of_ipv6_counts_beyond_the_link(
 
 
 def test_the_interconnect_of_a_node_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [fabric.Found("infiniband", ("a", "b"))]
-    monkeypatch.setattr(fabric, "look", lambda: found[0])
+    result = [fabric.Found("infiniband", ("a", "b"))]
+    monkeypatch.setattr(fabric, "look", lambda: result[0])
     assert checks.interconnect(_place()) == {"fabric": "infiniband", "cards": 2}
-    found[0] = fabric.Found("", (), "no port is active")
+    result[0] = fabric.Found("", (), "no port is active")
     assert checks.interconnect(_place()) == {
         **{"fabric": None, "cards": 0, "note": "fabric: no port is active"}
     }
@@ -134,10 +134,10 @@ def test_gpus_by_what_tells_of_them(
         with pytest.raises(UnfitError, match=result):
             checks.gpus(asked, environ, listed, devices)
         return
-    found = checks.gpus(asked, environ, listed, devices)
-    assert found.keys() == result.keys()
-    assert str(found.pop("note", "")).startswith(str(result.pop("note", "")))
-    assert found == result
+    result = checks.gpus(asked, environ, listed, devices)
+    assert result.keys() == result.keys()
+    assert str(result.pop("note", "")).startswith(str(result.pop("note", "")))
+    assert result == result
 
 
 @pytest.mark.parametrize(
@@ -317,11 +317,11 @@ def test_a_name_and_a_link(
     nodes = ("n1", "n2") if first == "n1" else ("n2", "n1")
     way = Way(_place(*nodes, index=nodes.index("n1")), Path("/no"), "secret")
     way._name_and_link(node, node, port)
-    told = lines()
-    words = [str(line.pop("why", line.get("note", ""))) for line in told]
+    messages = lines()
+    words = [str(line.pop("why", line.get("note", ""))) for line in messages]
     if expected and "note" in expected[0]:
         expected = [{"note": words[0]}]
-    assert told == expected
+    assert messages == expected
     for text in words:
         reasons = ("timed out", "which is loopback", "Name unknown", "label", "")
         assert any(reason in text for reason in reasons)
@@ -354,10 +354,10 @@ def test_all_are_looked_for(
     (tmp_path / "n2").write_text("secret")
     names["n3"] = ["10.0.0.3"]
     Way(_place("n1", "n2", "n3"), tmp_path, "secret").look({"n2": 5, "n3": 6})
-    told = sorted(lines(), key=str)
-    assert told == [
+    messages = sorted(lines(), key=str)
+    assert messages == [
         {"note": "no reverse name: 10.0.0.2 is n9, not n2 (and 1 more)"},
-        {"pair": "n3", "check": "link", "address": "10.0.0.3", "why": told[1]["why"]},
+        {"pair": "n3", "check": "link", "address": "10.0.0.3", "why": messages[1]["why"]},
         {"pair": "n3", "check": "scratch", "why": "does not see what n3 writes"},
     ]
 
@@ -414,11 +414,11 @@ def test_a_file_holds_a_text(tmp_path: Path) -> None:
 
 def _torch(script: str) -> checks.Torch:
     pipe = subprocess.PIPE
-    own = checks.Torch.__new__(checks.Torch)
-    own._process = subprocess.Popen(["bash", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
-    own._teller = threading.Thread(target=own._tell)
-    own._teller.start()
-    return own
+    child = checks.Torch.__new__(checks.Torch)
+    child._process = subprocess.Popen(["bash", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
+    child._teller = threading.Thread(target=child._tell)
+    child._teller.start()
+    return child
 
 
 @pytest.mark.parametrize(
@@ -434,13 +434,13 @@ def test_the_end_of_torchs_process_is_told(
     script: str, bad: list[str], lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = f'echo noise; echo \'{checks.MARK}{{"node": "n1", "x": 1}}\'; '
-    own = _torch(mark + script)
+    child = _torch(mark + script)
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
-    own.ask()
-    assert own._process.stdout is not None
-    assert own._process.stderr is not None
-    own._process.stdout.close()
-    own._process.stderr.close()
+    child.ask()
+    assert child._process.stdout is not None
+    assert child._process.stderr is not None
+    child._process.stdout.close()
+    child._process.stderr.close()
     whys = [f"torch's process ended with {why}" for why in bad]
     assert lines() == [{"x": 1}, *({"bad": "torch", "why": why} for why in whys)]
 
@@ -634,10 +634,10 @@ def test_a_node_that_is_not_asked_to_measure_ends_well(
     asked: Callable[..., int | None], lines: Lines, questions: tuple[dict[str, Any], ...]
 ) -> None:
     assert asked(*questions) == 0
-    (told,) = lines()
-    assert (told["stage"], told["values"]["torch"]) == ("imported", torch.__version__)
-    assert told["values"]["cuda"] == 0
-    assert 0 <= told["values"]["import_s"] < 60
+    (messages,) = lines()
+    assert (messages["stage"], messages["values"]["torch"]) == ("imported", torch.__version__)
+    assert messages["values"]["cuda"] == 0
+    assert 0 <= messages["values"]["import_s"] < 60
 
 
 def test_it_measures_as_often_as_it_is_asked(
@@ -649,10 +649,10 @@ def test_it_measures_as_often_as_it_is_asked(
         bandwidth, "measure", lambda meter, names, rank: calls.append((names, rank))
     )
     assert asked(GO, {"again": True}) is None
-    assert [told["stage"] for told in lines()] == ["imported", "done", "again"]
+    assert [messages["stage"] for messages in lines()] == ["imported", "done", "again"]
     assert calls == [(["n2", "n1"], 1)] * 2
     asked(GO, *[{"again": True}] * 3)
-    assert [told["stage"] for told in lines()] == ["imported", "done", "again", "third"]
+    assert [messages["stage"] for messages in lines()] == ["imported", "done", "again", "third"]
 
 
 def test_a_process_group_that_does_not_come_about_is_told(
@@ -671,9 +671,9 @@ def test_a_torch_that_can_not_be_imported_is_told(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert asked() == 0
-    (told,) = lines()
-    assert told["bad"] == "torch"
-    assert told["why"].startswith("import torch: ModuleNotFoundError: import of torch halted")
+    (messages,) = lines()
+    assert messages["bad"] == "torch"
+    assert messages["why"].startswith("import torch: ModuleNotFoundError: import of torch halted")
 
 
 @pytest.mark.parametrize(("backend", "rank"), [("gloo", 0), ("nccl", 1)])

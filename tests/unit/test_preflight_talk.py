@@ -43,22 +43,22 @@ def _line(node: str, **fields: Any) -> str:
 
 
 def test_what_a_node_tells_adds_up() -> None:
-    told = Told()
-    told.take({"stage": "hello", "port": 5})
-    told.take({"stage": "checked", "values": {"a": 1}})
-    told.take({"values": {"b": 2}})
-    told.take({"bad": "gpus", "why": "none"})
-    told.take({"pair": "n2", "check": "link", "why": "no way"})
-    told.take({"note": "odd"})
+    report = Told()
+    report.take({"stage": "hello", "port": 5})
+    report.take({"stage": "checked", "values": {"a": 1}})
+    report.take({"values": {"b": 2}})
+    report.take({"bad": "gpus", "why": "none"})
+    report.take({"pair": "n2", "check": "link", "why": "no way"})
+    report.take({"note": "odd"})
     for speed in (5.0, 9.0, 7.0):
-        told.take({"to": "n2", "mb_s": speed})
-    told.take({"broken": "x"})
-    told.take({"note": "again"})
-    assert (told.hello["port"], told.stages) == (5, {"hello", "checked"})
-    assert told.values == {"a": 1, "b": 2}
-    assert (told.bad, told.notes) == ([("gpus", "none")], ["odd", "again"])
-    assert told.pairs == [{"pair": "n2", "check": "link", "why": "no way"}]
-    assert (told.speeds, told.broken) == ({"n2": 9.0}, "x")
+        report.take({"to": "n2", "mb_s": speed})
+    report.take({"broken": "x"})
+    report.take({"note": "again"})
+    assert (report.hello["port"], report.stages) == (5, {"hello", "checked"})
+    assert report.values == {"a": 1, "b": 2}
+    assert (report.bad, report.notes) == ([("gpus", "none")], ["odd", "again"])
+    assert report.pairs == [{"pair": "n2", "check": "link", "why": "no way"}]
+    assert (report.speeds, report.broken) == ({"n2": 9.0}, "x")
 
 
 # --- lines ---------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_each_line_is_somebodys(
     assert (log.read_text() if log.exists() else None) == (None if line is None else f"{line}\n")
     if node is None:
         assert talk._last == last
-        assert all(told == Told() for told in talk.told.values())
+        assert all(report == Told() for report in talk.told.values())
     else:
         assert (talk._last, talk.told[node].last, talk.told[node].ended) == ("", last, ended)
 
@@ -272,8 +272,8 @@ class Scripted:
                 **default,
                 **self.stages.get(stage, {}).get(node, {}),
             }
-            for each in line.pop("lines", []):
-                self.told[node].take(each)
+            for item in line.pop("lines", []):
+                self.told[node].take(item)
             self.told[node].take(line)
         return [node for node in nodes if not self.told[node].bad]
 
@@ -344,7 +344,7 @@ def test_who_is_unfit_does_not_go_on(run: RunFolder, spec: dict[str, Any], bad: 
     fabric = {n: {"values": {"fabric": "infiniband", "cards": 1}} for n in ("n2", "n3", "blind")}
     fabric["n1"] = {"values": {"fabric": None, "cards": 0}}
     talk = _converse(run, "n1", "n2", "n3", "blind", spec=JobSpec("t.py", **spec), checked=fabric)
-    assert sorted(node for node, told in talk.told.items() if told.bad) == bad
+    assert sorted(node for node, report in talk.told.items() if report.bad) == bad
     assert talk.asked[2]["members"] == [n for n in ("n1", "n2", "n3") if n not in bad]
     assert talk.told["blind"].bad[0] == (
         "scratch",
@@ -398,8 +398,8 @@ def test_that_all_are_slow_is_noted(run: RunFolder, nodes: tuple[str, ...]) -> N
     ring = _speeds("n1n2", "n2n3", "n3n1") if len(nodes) == 3 else _speeds("n1n2")
     talk = _converse(run, *nodes, done=ring, again=ring, third=ring)
     if len(nodes) == 3:
-        assert [len(told.notes) for told in talk.told.values()] == [1, 1, 1]
-    assert all(bool(told.bad) is (len(nodes) == 2) for told in talk.told.values())
+        assert [len(report.notes) for report in talk.told.values()] == [1, 1, 1]
+    assert all(bool(report.bad) is (len(nodes) == 2) for report in talk.told.values())
 
 
 def test_a_broken_group_is_explained_by_pairs_or_by_itself(run: RunFolder) -> None:
@@ -442,32 +442,32 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_outcome_is_journalled_and_said(run: RunFolder, printed: list[str]) -> None:
-    told = {"n1": Told(notes=["odd"]), "n2": Told()}
-    assert conclude(run, 0, {**outcome(told), "seconds": 1.5}) is True
+    report = {"n1": Told(notes=["odd"]), "n2": Told()}
+    assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is True
     assert printed == ["n1: note: odd", "2 nodes are fit, after 1.5 s"]
     printed.clear()
     assert conclude(run, 0, {**outcome({"n1": Told()}), "seconds": 1.5}) is True
     assert printed == ["1 node is fit, after 1.5 s"]
     printed.clear()
-    told["n2"].bad.append(("gpus", "none"))
-    assert conclude(run, 0, {**outcome(told), "seconds": 1.5}) is False
+    report["n2"].bad.append(("gpus", "none"))
+    assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is False
     assert printed == ["n1: note: odd", "n2: none"]
     event = run.events()[-1]
     assert (event["event"], event["ok"], event["bad_nodes"]) == ("preflight", False, ["n2"])
 
 
 def test_the_outcome_names_few_of_many() -> None:
-    told = {f"n{number}": Told(bad=[("gpus", f"why {number}")]) for number in range(5)}
-    told["n9"] = Told(values={"a": 1}, speeds={"n1": 3.0, "n2": 4.0})
-    found = outcome(told)
-    assert found["why"] == "n0: why 0; n1: why 1; n2: why 2; and 2 more"
-    assert found["report"]["n9"] == {"a": 1, "send_mb_s": 4.0, "bad": [], "notes": []}
-    assert found["report"]["n1"]["receive_mb_s"] == 3.0
-    assert found["report"]["n0"]["bad"] == [{"check": "gpus", "why": "why 0"}]
-    told.pop("n9")
-    for each in told.values():
-        each.bad = [("gpus", "all")]
-    three = {node: told[node] for node in ("n0", "n1", "n2")}
+    report = {f"n{number}": Told(bad=[("gpus", f"why {number}")]) for number in range(5)}
+    report["n9"] = Told(values={"a": 1}, speeds={"n1": 3.0, "n2": 4.0})
+    event = outcome(report)
+    assert event["why"] == "n0: why 0; n1: why 1; n2: why 2; and 2 more"
+    assert event["report"]["n9"] == {"a": 1, "send_mb_s": 4.0, "bad": [], "notes": []}
+    assert event["report"]["n1"]["receive_mb_s"] == 3.0
+    assert event["report"]["n0"]["bad"] == [{"check": "gpus", "why": "why 0"}]
+    report.pop("n9")
+    for item in report.values():
+        item.bad = [("gpus", "all")]
+    three = {node: report[node] for node in ("n0", "n1", "n2")}
     assert outcome(three)["why"] == "all (the same on all nodes)"
     alone = outcome({"n0": Told(bad=[("torch", "no torch")])})
     assert (alone["why"], alone["hopeless"]) == ("no torch", True)
@@ -493,16 +493,16 @@ def _examine(
         patch.setattr(Talk, "close", end)
         patch.setattr(preflight.time, "monotonic", clock.monotonic)  # type: ignore[attr-defined]
         command = Command(["true"], {**os.environ, "HPC_DDP_ATTEMPT": "0"})
-        found = examine(run, ["n1"], [command], lambda: "")
+        event = examine(run, ["n1"], [command], lambda: "")
     assert not list(run.path.glob(".preflight-*"))
-    return found, patience
+    return event, patience
 
 
 def test_an_examination_ends_with_an_outcome(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, patience = _examine(run, lambda talk: None, monkeypatch)
-    assert (found["ok"], found["seconds"], patience) == (True, 7.0, [preflight.CLOSE_S])
+    event, patience = _examine(run, lambda talk: None, monkeypatch)
+    assert (event["ok"], event["seconds"], patience) == (True, 7.0, [preflight.CLOSE_S])
 
     def fail(talk: Talk) -> None:
         talk.told["n1"].bad.append(("silent", "x"))
@@ -513,9 +513,9 @@ def test_an_examination_ends_with_an_outcome(
     def notice(talk: Talk) -> None:
         raise NoticedError("SIGTERM")
 
-    found, patience = _examine(run, notice, monkeypatch)
+    event, patience = _examine(run, notice, monkeypatch)
     assert patience == [0.5]
-    assert found == {
+    assert event == {
         **{"ok": False, "bad_nodes": [], "hopeless": False, "why": "ended early: SIGTERM"},
         **{"report": {}, "notice": "SIGTERM", "seconds": 7.0},
     }

@@ -55,8 +55,8 @@ def test_where_things_are(tmp_path: Path) -> None:
     attempt = run.attempt(3)
     assert (attempt.number, attempt.path) == (3, run.path / "logs" / "attempt-3")
     names = ("notice", "failed", "fabric", "port_taken")
-    found = [str(getattr(attempt, name).relative_to(attempt.path)) for name in names]
-    assert found == ["notice", "failed", "fabric", "port-taken"]
+    result = [str(getattr(attempt, name).relative_to(attempt.path)) for name in names]
+    assert result == ["notice", "failed", "fabric", "port-taken"]
     files = ("notice", "record", "failures", "printed")
     of_node, of_task = attempt.node("n1"), attempt.node("n1", 2)
     assert [getattr(of_node, name).name for name in files] == [
@@ -138,8 +138,8 @@ def test_ids_of_jobs_oldest_first(tmp_path: Path) -> None:
 def test_hours_are_those_of_all_tasks(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "name" / "id").make()
     tasks = [run.task(index).make() for index in (0, 1)]
-    for each, hours in zip((run, *tasks), (9, 1, 2), strict=True):
-        path = each.journal_folder / "batch.jsonl"
+    for item, hours in zip((run, *tasks), (9, 1, 2), strict=True):
+        path = item.journal_folder / "batch.jsonl"
         end = hours * 3600.0
         events = [_event("started", 0.0, nodes=["a", "b"])]
         events += [_event("verdict", end, cause="c", action="a", why="")]
@@ -156,7 +156,7 @@ def test_files_are_read_whatever_is_in_them(tmp_path: Path) -> None:
     path.write_text('{"a": 1')
     assert read_json(path) == {}
     write_json(path, {"a": 1})
-    assert (read_json(path), [each.name for each in tmp_path.iterdir()]) == ({"a": 1}, ["file"])
+    assert (read_json(path), [item.name for item in tmp_path.iterdir()]) == ({"a": 1}, ["file"])
     path.write_text(" word\n")
     assert read_word(path) == "word"
     path.write_bytes(b"x" * 50 + b"[rank3]: one\n[rank12]:two\nno [rank1]: three\xff")
@@ -429,16 +429,16 @@ def test_a_rank_is_slow_by_its_own_start() -> None:
         "slowest": 1,
     }
     events = [_event("ranks", **slow, node="n2") for _ in range(3)]
-    found = slow_rank(events)
-    assert found is not None
-    assert (found.rank, found.node, found.own_s, found.others_s, found.data) == (
+    result = slow_rank(events)
+    assert result is not None
+    assert (result.rank, result.node, result.own_s, result.others_s, result.data) == (
         *(1, "n2", 0.4, 0.1),
         False,
     )
     for begin in ("started", "worker"):
         assert slow_rank([*events[:2], _event(begin), *events[2:]]) is None
         assert slow_rank([*events, _event(begin)]) is None
-        assert slow_rank([_event(begin), *events]) == found
+        assert slow_rank([_event(begin), *events]) == result
     # A quarter more than the others, and a tenth of a step that all wait for.
     for own, step_s, named in ((0.125, 0.2, True), (0.12, 0.1, False), (0.125, 0.3, False)):
         values = {**slow, "busy_s": [0.1, own, 0.1], "step_s": step_s}

@@ -62,9 +62,9 @@ def test_a_machine_without_slurm_and_a_command_that_hangs(
 
 def test_an_estimate_reads_the_script_and_both_streams(slurm_commands: Slurm) -> None:
     slurm_commands.answer_by("sbatch", "read -r line; echo \"$line\"; echo ' on n1' >&2")
-    found = slurm.estimate("#!/bin/bash\n", {**os.environ, "SBATCH_ACCOUNT": "x"})
-    assert found.said == "#!/bin/bash\n on n1"
-    assert found.nodes == "n1"
+    estimate = slurm.estimate("#!/bin/bash\n", {**os.environ, "SBATCH_ACCOUNT": "x"})
+    assert estimate.said == "#!/bin/bash\n on n1"
+    assert estimate.nodes == "n1"
     assert slurm_commands.calls("sbatch") == [["--test-only"]]
 
 

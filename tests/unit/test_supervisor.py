@@ -69,9 +69,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The signals that were sent, as process id and number."""
-    found: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: found.append((pid, number)))
-    return found
+    result: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: result.append((pid, number)))
+    return result
 
 
 @pytest.fixture
@@ -99,9 +99,9 @@ def _supervisor(attempt: AttemptFolder, *command: str, **values: Any) -> Supervi
     return Supervisor(_place(attempt, **values), list(command or COMMAND), signals)
 
 
-def _workers(own: Supervisor, *pids: int) -> None:
+def _workers(watcher: Supervisor, *pids: int) -> None:
     for rank, pid in enumerate(pids):
-        (own.folder.path / f"rank-{rank}.pid").write_text(str(pid))
+        (watcher.folder.path / f"rank-{rank}.pid").write_text(str(pid))
 
 
 # --- where it runs -------------------------------------------------------------------------
@@ -203,20 +203,20 @@ def test_variables_are_filled_in_for_torchrun_and_not_for_the_script() -> None:
 def test_each_node_knows_the_host_of_the_store(
     attempt: AttemptFolder, index: int, is_host: str
 ) -> None:
-    own = _supervisor(attempt, index=index)
+    watcher = _supervisor(attempt, index=index)
     conf, address = f"--rdzv-conf=a=1,is_host={is_host}", f"--local-addr=n{index + 1}"
-    assert own._command() == [*COMMAND[:5], conf, address, *COMMAND[5:]]
+    assert watcher._command() == [*COMMAND[:5], conf, address, *COMMAND[5:]]
     plain = _supervisor(attempt, *COMMAND[:3], "train.py", index=index)
     assert plain._command()[3] == f"--rdzv-conf=is_host={is_host}"
 
 
 def test_the_workers_environment(attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Place, "interface_env", lambda place: {"A": "1"})
-    own = _supervisor(attempt, index=1)
-    env = own._env()
+    watcher = _supervisor(attempt, index=1)
+    env = watcher._env()
     assert (env["HPC_DDP_NODE"], env["A"]) == ("n2", "1")
     assert env["HPC_DDP_NODE_FOLDER"] == str(attempt.path / "n2")
-    assert env["HPC_DDP_NOTICE"] == str(own.folder.notice)
+    assert env["HPC_DDP_NOTICE"] == str(watcher.folder.notice)
 
 
 # --- signals -------------------------------------------------------------------------------
@@ -244,9 +244,9 @@ def test_signals_wake_it_and_a_childs_end_is_none() -> None:
 # --- from start to end ---------------------------------------------------------------------
 
 
-def _run(own: Supervisor, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(own, "_start", lambda: agent)
-    return own.run()
+def _run(watcher: Supervisor, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(watcher, "_start", lambda: agent)
+    return watcher.run()
 
 
 def test_a_node_whose_peer_has_failed_already_does_not_start(attempt: AttemptFolder) -> None:
@@ -265,9 +265,9 @@ def test_a_start_begins_without_what_an_earlier_one_left(attempt: AttemptFolder)
 
 
 def test_a_python_that_is_not_there_is_recorded(attempt: AttemptFolder, clock: Clock) -> None:
-    own = _supervisor(attempt, "/no/python", "node.py", "agent", "train.py", nodes=("n1",))
-    assert own.run() == 1
-    (failure,) = read_json(own.folder.record)["failures"]
+    watcher = _supervisor(attempt, "/no/python", "node.py", "agent", "train.py", nodes=("n1",))
+    assert watcher.run() == 1
+    (failure,) = read_json(watcher.folder.record)["failures"]
     assert (failure["rank"], failure["code"]) == (None, 127)
     assert "No such file or directory: '/no/python'" in failure["error"]
 
@@ -278,15 +278,15 @@ def test_a_start_that_ends_well(
     monkeypatch: pytest.MonkeyPatch,
     capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
-    own = _supervisor(attempt)
-    own.folder.rank_log(0).write_bytes(b"hello\xff\n")
-    assert _run(own, Agent(), monkeypatch) == 0
+    watcher = _supervisor(attempt)
+    watcher.folder.rank_log(0).write_bytes(b"hello\xff\n")
+    assert _run(watcher, Agent(), monkeypatch) == 0
     assert capfdbinary.readouterr().out == b"hello\xff\n"
-    assert read_json(own.folder.record) == {
+    assert read_json(watcher.folder.record) == {
         **{"node": "n1", "code": 0, "notice": None, "torn_down": None},
         **{"left": False, "failures": []},
     }
-    assert own.folder.printed.read_text().endswith(" 0 7\n")
+    assert watcher.folder.printed.read_text().endswith(" 0 7\n")
     assert not attempt.failed.read_text()
 
 
@@ -298,9 +298,9 @@ def test_an_elastic_node_without_its_leader_is_killed(
     monkeypatch.setattr(leaderless, "watch", lambda place, environ: lost)
     monkeypatch.setattr(leaderless, "decide", lambda *words: None)
     agent = Agent(-9)
-    own = _supervisor(attempt, *COMMAND[:3], "--nnodes=1:2", "train.py", index=1)
-    own._kill_at = 0.0
-    assert _run(own, agent, monkeypatch) == 1
+    watcher = _supervisor(attempt, *COMMAND[:3], "--nnodes=1:2", "train.py", index=1)
+    watcher._kill_at = 0.0
+    assert _run(watcher, agent, monkeypatch) == 1
     assert agent.killed
     rigid = Agent(0)
     assert _run(_supervisor(attempt, index=1), rigid, monkeypatch) == 0
@@ -318,47 +318,47 @@ def _torchrun() -> Any:
 def test_a_signal_is_a_notice(
     attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
 ) -> None:
-    own, agent = _supervisor(attempt, notice_signal=signal.SIGUSR1), _torchrun()
-    _workers(own, 41, 42)
-    own.signals.seen += [signal.SIGHUP, signal.SIGTERM]
-    own._look(agent)
-    assert (own.notice, own.torn_down) == ("SIGHUP", None)
+    watcher, agent = _supervisor(attempt, notice_signal=signal.SIGUSR1), _torchrun()
+    _workers(watcher, 41, 42)
+    watcher.signals.seen += [signal.SIGHUP, signal.SIGTERM]
+    watcher._look(agent)
+    assert (watcher.notice, watcher.torn_down) == ("SIGHUP", None)
     assert sorted(sent) == [(41, signal.SIGUSR1), (42, signal.SIGUSR1)]
     assert not agent.killed
-    assert read_json(own.folder.notice) == {"source": "SIGHUP", "time": 1000.0}
-    (event,) = own.place.run.events()
+    assert read_json(watcher.folder.notice) == {"source": "SIGHUP", "time": 1000.0}
+    (event,) = watcher.place.run.events()
     assert (event["event"], event["source"]) == ("notice", "SIGHUP")
-    own.signals.seen += [signal.SIGTERM]
-    own._look(agent)  # one is enough
-    assert own.signals.seen == []
-    assert (own.notice, len(sent)) == ("SIGHUP", 2)
+    watcher.signals.seen += [signal.SIGTERM]
+    watcher._look(agent)  # one is enough
+    assert watcher.signals.seen == []
+    assert (watcher.notice, len(sent)) == ("SIGHUP", 2)
 
 
 def test_a_notice_before_there_are_workers_ends_torchrun(
     attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
 ) -> None:
-    own, agent = _supervisor(attempt), _torchrun()
-    (own.folder.path / "rank-0.pid").touch()  # not yet written
-    own.signals.seen += [signal.SIGTERM]
-    own._look(agent)
+    watcher, agent = _supervisor(attempt), _torchrun()
+    (watcher.folder.path / "rank-0.pid").touch()  # not yet written
+    watcher.signals.seen += [signal.SIGTERM]
+    watcher._look(agent)
     assert (sent, agent.killed) == ([], True)
 
 
 def test_a_signal_after_a_peers_failure_is_a_teardown(
     attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
 ) -> None:
-    own, agent = _supervisor(attempt), _torchrun()
-    _workers(own, 41)
+    watcher, agent = _supervisor(attempt), _torchrun()
+    _workers(watcher, 41)
     attempt.failed.write_text("n2\n")
-    own.signals.seen += [signal.SIGTERM]
-    own._look(agent)
-    assert (own.notice, own.torn_down) == (None, "n2")
-    assert not own.folder.notice.exists()
+    watcher.signals.seen += [signal.SIGTERM]
+    watcher._look(agent)
+    assert (watcher.notice, watcher.torn_down) == (None, "n2")
+    assert not watcher.folder.notice.exists()
     clock.now += supervisor.TEARDOWN_S - 0.1
-    own._look(agent)
+    watcher._look(agent)
     assert (sent, agent.killed) == ([(41, signal.SIGTERM)], False)
     clock.now += 0.2
-    own._look(agent)
+    watcher._look(agent)
     assert (sent[1:], agent.killed) == ([(41, signal.SIGKILL)], True)
 
 
@@ -382,21 +382,21 @@ def test_it_looks_around(
     notice: str | None,
     torn_down: str | None,
 ) -> None:
-    own = _supervisor(attempt, end_time=end_time)
+    watcher = _supervisor(attempt, end_time=end_time)
     attempt.failed.write_text(failed)
     attempt.notice.write_text(word)
-    own._look(_torchrun())
-    assert (own.notice, own.torn_down) == (notice, torn_down)
+    watcher._look(_torchrun())
+    assert (watcher.notice, watcher.torn_down) == (notice, torn_down)
 
 
 def test_it_looks_around_once_a_second(
     attempt: AttemptFolder, clock: Clock, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    own, shown = _supervisor(attempt), []
+    watcher, shown = _supervisor(attempt), []
     for number in range(4):
-        with open(own.folder.rank_log(0), "a") as log:
+        with open(watcher.folder.rank_log(0), "a") as log:
             log.write(str(number))
-        own._look(_torchrun())
+        watcher._look(_torchrun())
         shown.append(capfdbinary.readouterr().out)
         clock.now += 0.5
     assert shown == [b"0", b"", b"12", b""]
@@ -405,23 +405,23 @@ def test_it_looks_around_once_a_second(
 def test_what_a_notice_leaves_alive_is_killed_before_slurm_does_it(
     attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
 ) -> None:
-    own, agent = _supervisor(attempt, end_time=1010.0, warn_s=60.0), _torchrun()
-    _workers(own, 41)
-    own._look(agent)
+    watcher, agent = _supervisor(attempt, end_time=1010.0, warn_s=60.0), _torchrun()
+    _workers(watcher, 41)
+    watcher._look(agent)
     clock.now = 1009.9
-    own._look(agent)
+    watcher._look(agent)
     assert not agent.killed
     clock.now = 1010.0
-    own._look(agent)
+    watcher._look(agent)
     assert agent.killed
     assert sent == [(41, signal.SIGTERM), (41, signal.SIGKILL)]
 
 
 def test_without_a_notice_the_end_is_slurms(attempt: AttemptFolder, clock: Clock) -> None:
-    own, agent = _supervisor(attempt, end_time=1010.0), _torchrun()
-    own.torn_down = "n2"
+    watcher, agent = _supervisor(attempt, end_time=1010.0), _torchrun()
+    watcher.torn_down = "n2"
     clock.now = 1020.0
-    own._look(agent)
+    watcher._look(agent)
     assert not agent.killed
 
 
@@ -431,37 +431,37 @@ def test_a_notice_that_can_not_be_written_is_given_later(
     sent: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own, agent = _supervisor(attempt), _torchrun()
-    _workers(own, 41)
+    watcher, agent = _supervisor(attempt), _torchrun()
+    _workers(watcher, 41)
 
     def full(path: Path, value: dict[str, Any]) -> None:
         raise OSError(28, "full")
 
     with monkeypatch.context() as patch:
         patch.setattr(supervisor, "write_json", full)
-        own.signals.seen += [signal.SIGINT]
-        own._look(agent)
-    assert (own.notice, sent) == (None, [])
+        watcher.signals.seen += [signal.SIGINT]
+        watcher._look(agent)
+    assert (watcher.notice, sent) == (None, [])
     clock.now += supervisor.LOOK_EVERY_S
-    own._look(agent)
-    assert (own.notice, sent) == ("SIGINT", [(41, signal.SIGTERM)])
+    watcher._look(agent)
+    assert (watcher.notice, sent) == ("SIGINT", [(41, signal.SIGTERM)])
 
 
 def test_what_a_later_attempt_has_replaced_is_ended(
     attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
 ) -> None:
-    own, agent = _supervisor(attempt), _torchrun()
-    own._look(agent)
-    own.place.run.claim_attempt({}, lambda info: False)
+    watcher, agent = _supervisor(attempt), _torchrun()
+    watcher._look(agent)
+    watcher.place.run.claim_attempt({}, lambda info: False)
     clock.now += supervisor.FENCE_EVERY_S - 1
-    own._look(agent)
-    assert (own.torn_down, agent.killed) == (None, False)
+    watcher._look(agent)
+    assert (watcher.torn_down, agent.killed) == (None, False)
     clock.now += 1
-    own._look(agent)
-    assert (own.torn_down, agent.killed) == ("a later attempt", True)
+    watcher._look(agent)
+    assert (watcher.torn_down, agent.killed) == ("a later attempt", True)
     clock.now += supervisor.FENCE_EVERY_S
-    own._look(agent)
-    assert own._kill_at < clock.now  # set once
+    watcher._look(agent)
+    assert watcher._kill_at < clock.now  # set once
 
 
 # --- the interconnect ----------------------------------------------------------------------
@@ -472,10 +472,10 @@ INFINIBAND = Found("infiniband", ("mlx5_0",))
 @pytest.fixture
 def look(monkeypatch: pytest.MonkeyPatch) -> list[Found]:
     """What this node has: the first of the list."""
-    found = [INFINIBAND]
-    monkeypatch.setattr(fabric, "look", lambda: found[0])
-    monkeypatch.setattr(Place, "fabric_env", lambda place, found: {"NCCL_NET": "IB"})
-    return found
+    result = [INFINIBAND]
+    monkeypatch.setattr(fabric, "look", lambda: result[0])
+    monkeypatch.setattr(Place, "fabric_env", lambda place, result: {"NCCL_NET": "IB"})
+    return result
 
 
 def test_the_first_node_notes_its_fabric_for_the_others(
@@ -548,48 +548,50 @@ def test_how_it_ends(
     failed: str,
 ) -> None:
     decided: list[bool] = []
-    monkeypatch.setattr(leaderless, "decide", lambda place, env, told: decided.append(told()))
+    monkeypatch.setattr(leaderless, "decide", lambda place, env, reports: decided.append(reports()))
     words = [*COMMAND[:3], "--nnodes=1:3" if elastic else "--nnodes=3", "train.py", "--a=:"]
-    own = _supervisor(attempt, *words, index=index)
-    own.notice, own.torn_down = notice, torn_down
+    watcher = _supervisor(attempt, *words, index=index)
+    watcher.notice, watcher.torn_down = notice, torn_down
     if superseded:
-        own.place.run.claim_attempt({}, lambda info: False)
+        watcher.place.run.claim_attempt({}, lambda info: False)
     for node in ("n1", "n2", "n3"):
         attempt.node(node).path.mkdir(exist_ok=True)
         attempt.node(node).record.touch()
-    assert own._end(code) == ended
+    assert watcher._end(code) == ended
     left = failed == "left"
     assert attempt.failed.read_text() == ("" if left else failed)
     assert decided == ([False] if left else [])
     assert bool(clock.slept) is (ended == 1 and not left)  # for the peers' ends
-    record = read_json(own.folder.record)
+    record = read_json(watcher.folder.record)
     assert (record["code"], record["notice"], record["torn_down"]) == (code, notice, torn_down)
     assert record["left"] is left
 
 
 def test_a_failed_worker_is_no_lost_leader(attempt: AttemptFolder, clock: Clock) -> None:
-    own = _supervisor(
+    watcher = _supervisor(
         attempt, *COMMAND[:3], "--nnodes=1:3", "train.py", index=1, nodes=("n0", "n1")
     )
-    own.folder.failures.write_text(json.dumps({"failures": [{"rank": 1, "code": 1, "time": 5.0}]}))
-    assert own._end(1) == 1
-    assert read_json(own.folder.record)["left"] is False
+    watcher.folder.failures.write_text(
+        json.dumps({"failures": [{"rank": 1, "code": 1, "time": 5.0}]})
+    )
+    assert watcher._end(1) == 1
+    assert read_json(watcher.folder.record)["left"] is False
     assert attempt.failed.read_text() == "n1"
 
 
 def test_it_waits_for_each_peers_end_and_not_for_ever(attempt: AttemptFolder, clock: Clock) -> None:
-    own = _supervisor(attempt)
+    watcher = _supervisor(attempt)
     for node in ("n1", "n2", "n3"):
         attempt.node(node).path.mkdir(exist_ok=True)
     attempt.node("n1").record.touch()
     attempt.node("n3").record.touch()
-    own._wait_for_peers()
+    watcher._wait_for_peers()
     assert supervisor.PEERS_S <= sum(clock.slept) < supervisor.PEERS_S + 0.3
     clock.slept.clear()
     attempt.node("n2").record.touch()
-    own._wait_for_peers()
+    watcher._wait_for_peers()
     assert len(clock.slept) == 1
-    assert own._peers() == [attempt.node(node).record for node in ("n1", "n2", "n3")]
+    assert watcher._peers() == [attempt.node(node).record for node in ("n1", "n2", "n3")]
 
 
 def test_nobody_is_waited_for_where_a_port_was_taken(attempt: AttemptFolder, clock: Clock) -> None:
@@ -604,25 +606,33 @@ def test_an_end_that_can_not_be_told_is_said(
     def gone(write: Callable[[], object]) -> None:
         raise OSError("Stale file handle")
 
-    own = _supervisor(attempt)
+    watcher = _supervisor(attempt)
     monkeypatch.setattr(supervisor, "patiently", gone)
-    assert own._end(0) == 0
+    assert watcher._end(0) == 0
     assert "n1 can't tell how it ended: Stale file handle" in capsys.readouterr().err
 
 
 def test_what_the_workers_died_of(
     attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = _supervisor(attempt)
-    told = [{"rank": rank, "code": code, "time": 5.0} for rank, code in enumerate((1, -9, -11))]
-    own.folder.failures.write_text(json.dumps({"failures": told}))
-    own.folder.rank_log(0).write_text("Traceback (most recent call last):\n  x\nValueError: a\n")
-    own.folder.rank_log(1).write_text("Traceback (most recent call last):\n  x\nValueError: b\n")
-    assert [each["error"] for each in own._failures(1)] == ["ValueError: a", "", ""]
+    watcher = _supervisor(attempt)
+    reports = [{"rank": rank, "code": code, "time": 5.0} for rank, code in enumerate((1, -9, -11))]
+    watcher.folder.failures.write_text(json.dumps({"failures": reports}))
+    watcher.folder.rank_log(0).write_text(
+        "Traceback (most recent call last):\n  x\nValueError: a\n"
+    )
+    watcher.folder.rank_log(1).write_text(
+        "Traceback (most recent call last):\n  x\nValueError: b\n"
+    )
+    assert [item["error"] for item in watcher._failures(1)] == ["ValueError: a", "", ""]
     monkeypatch.setattr(oom_module, "kills", lambda: 1)
-    assert [each["error"] for each in own._failures(1)] == ["ValueError: a", oom_module.KILLED, ""]
-    own.folder.failures.write_text("{}")
-    assert own._failures(-9) == [
+    assert [item["error"] for item in watcher._failures(1)] == [
+        "ValueError: a",
+        oom_module.KILLED,
+        "",
+    ]
+    watcher.folder.failures.write_text("{}")
+    assert watcher._failures(-9) == [
         {"rank": None, "code": -9, "time": 1000.0, "error": oom_module.KILLED}
     ]
 
@@ -658,19 +668,19 @@ def task(attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 def test_a_worker_is_told_what_torchrun_would_tell_it(
     task: Callable[..., TaskSupervisor], attempt: AttemptFolder
 ) -> None:
-    own = task(3)
-    env = own._env()
+    watcher = task(3)
+    env = watcher._env()
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
     assert [env[name] for name in names.split()] == ["3", "1", "6", "2", "1", "3"]
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n1", "20001")
     assert (env["TORCHELASTIC_RUN_ID"], env["HPC_DDP_AGENT_PID"]) == ("7.0", str(os.getpid()))
-    assert own._command()[0] == "python"
-    assert own._command()[-2:] == ["-u", "train.py"]
-    assert (own._name(), own.folder) == ("n2-3", attempt.node("n2", 3))
-    assert own._pids() == [attempt.path / "n2" / "rank-3.pid"]
+    assert watcher._command()[0] == "python"
+    assert watcher._command()[-2:] == ["-u", "train.py"]
+    assert (watcher._name(), watcher.folder) == ("n2-3", attempt.node("n2", 3))
+    assert watcher._pids() == [attempt.path / "n2" / "rank-3.pid"]
     peers = [f"n{rank // 2 + 1}/record-{rank}.json" for rank in range(6)]
-    assert [str(path.relative_to(attempt.path)) for path in own._peers()] == peers
-    assert not own._speaks_for_its_node
+    assert [str(path.relative_to(attempt.path)) for path in watcher._peers()] == peers
+    assert not watcher._speaks_for_its_node
     assert task(4)._speaks_for_its_node
 
 
@@ -716,10 +726,12 @@ def test_a_port_that_was_taken_is_marked(
     error: str,
     taken: bool,
 ) -> None:
-    own = task(rank)
+    watcher = task(rank)
     monkeypatch.setattr(sys.modules["hpc_ddp.node.task"], "time", clock)
-    own.folder.rank_log(rank).write_text(f"Traceback (most recent call last):\n  x\n{error}\n")
-    assert own._failures(1) == [{"rank": rank, "code": 1, "time": 1000.0, "error": error}]
+    watcher.folder.rank_log(rank).write_text(f"Traceback (most recent call last):\n  x\n{error}\n")
+    assert watcher._failures(1) == [{"rank": rank, "code": 1, "time": 1000.0, "error": error}]
     assert attempt.port_taken.exists() is taken
-    own.folder.failures.write_text('{"agent": "no python"}')
-    assert own._failures(127) == [{"rank": None, "code": 127, "time": 1000.0, "error": "no python"}]
+    watcher.folder.failures.write_text('{"agent": "no python"}')
+    assert watcher._failures(127) == [
+        {"rank": None, "code": 127, "time": 1000.0, "error": "no python"}
+    ]

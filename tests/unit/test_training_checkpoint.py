@@ -77,12 +77,12 @@ def _content(step: int, **values: Any) -> Content:
     return Content(step, **{**fields, **values})
 
 
-def _save(own: Checkpoints, *steps: int, **values: Any) -> list[bool]:
+def _save(saver: Checkpoints, *steps: int, **values: Any) -> list[bool]:
     settled = []
     for step in steps:
-        own.begin(_content(step, **values))
-        settled.append(own.settle())
-        own.tidy()
+        saver.begin(_content(step, **values))
+        settled.append(saver.settle())
+        saver.tidy()
     return settled
 
 
@@ -98,69 +98,69 @@ def _events(run: RunFolder, name: str) -> list[dict[str, Any]]:
 
 
 def test_what_is_saved_is_restored(run: RunFolder, make: Make) -> None:
-    own = make()
-    assert own.settle()  # nothing was begun
-    assert _save(own, 3, 5, 9) == [True] * 3
+    saver = make()
+    assert saver.settle()  # nothing was begun
+    assert _save(saver, 3, 5, 9) == [True] * 3
     assert _names(run) == ["step-5", "step-9"]
     manifest = checkpoints.read_manifest(run.checkpoints / "step-9")
     assert (manifest["step"], manifest["world_size"], manifest["epoch"]) == (9, 1, 1)
     assert sorted(manifest["files"]) == ["rank-0.pt", "state.pt"]
     saved = _events(run, "checkpoint")[-1]
-    size = sum(each["size"] for each in manifest["files"].values())
+    size = sum(item["size"] for item in manifest["files"].values())
     assert (saved["step"], saved["bytes"]) == (9, size)
     assert 0.25 <= saved["stall_s"] <= 0.25 + saved["write_s"] + 0.1
-    assert own.stall_s == 0.25
-    assert own.slowest_save_s >= 0.25
+    assert saver.stall_s == 0.25
+    assert saver.slowest_save_s >= 0.25
     restored = make().restore()
     assert restored is not None
     assert (restored.step, restored.shared) == (9, {"tree": {"a": 9}})
-    assert [each["rank"] for each in restored.owns] == [0]
+    assert [item["rank"] for item in restored.owns] == [0]
 
 
 def test_the_best_checkpoint_stays(run: RunFolder, make: Make) -> None:
-    own = make(Keep(1))
-    _save(own, 3, facts={"best": {"step": 3}})
-    _save(own, 5, 7, facts={"best": {"step": 3}})
+    saver = make(Keep(1))
+    _save(saver, 3, facts={"best": {"step": 3}})
+    _save(saver, 5, 7, facts={"best": {"step": 3}})
     assert _names(run) == ["step-3", "step-7"]
 
 
 def test_a_save_is_in_flight_until_it_is_durable(run: RunFolder, make: Make) -> None:
-    hold, own = threading.Event(), make()
-    own.before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
-    assert not own.in_flight
-    own.begin(_content(3))
-    assert (own.in_flight, own.failed) == (True, False)
+    hold, saver = threading.Event(), make()
+    saver.before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
+    assert not saver.in_flight
+    saver.begin(_content(3))
+    assert (saver.in_flight, saver.failed) == (True, False)
     hold.set()
-    assert own.settle()
-    assert (own.in_flight, own.failed) == (False, False)
+    assert saver.settle()
+    assert (saver.in_flight, saver.failed) == (False, False)
 
 
 def test_a_save_that_a_step_waits_for_is_a_stall(run: RunFolder, make: Make) -> None:
-    own = make()
-    own._awaited_since = checkpoint.time.monotonic() - 5  # type: ignore[attr-defined]
-    own._outcome = ("saved", "10")
-    own._report(_content(3), 1.23456)
+    saver = make()
+    saver._awaited_since = checkpoint.time.monotonic() - 5  # type: ignore[attr-defined]
+    saver._outcome = ("saved", "10")
+    saver._report(_content(3), 1.23456)
     (event,) = _events(run, "checkpoint")
     assert (event["write_s"], event["bytes"]) == (1.2346, 10)
     assert 5.25 <= event["stall_s"] < 60
 
 
 def test_what_is_not_finite_is_not_published(run: RunFolder, make: Make) -> None:
-    own = make()
-    _save(own, 3)
-    own.begin(_content(5, is_sound=lambda: False))
+    saver = make()
+    _save(saver, 3)
+    saver.begin(_content(5, is_sound=lambda: False))
     with pytest.raises(HpcDdpError, match="at or before step 5; last checkpoint: step-3"):
-        own.settle()
+        saver.settle()
     assert _names(run) == ["step-3"]
 
 
 def test_a_later_attempt_is_not_written_over(run: RunFolder, make: Make) -> None:
-    own = make()
+    saver = make()
     run.claim_attempt({}, lambda info: False)
-    own.begin(_content(3))
+    saver.begin(_content(3))
     with pytest.raises(SupersededError, match=r"attempt 0 of .* has been superseded"):
-        own.settle()
-    assert own.failed
+        saver.settle()
+    assert saver.failed
     assert _names(run) == []
 
 
@@ -171,32 +171,32 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def _break(own: Checkpoints, error: Exception | None) -> None:
+def _break(saver: Checkpoints, error: Exception | None) -> None:
     def fail(step: int) -> None:
         if error:
             raise error
 
-    own.before_publishing = fail
+    saver.before_publishing = fail
 
 
 def test_failures_that_last_end_the_run(
     run: RunFolder, make: Make, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = make()
-    _break(own, OSError("disk away"))
-    assert _save(own, 1, 2, 3, 4) == [False] * 4  # in no time
-    assert own.failed
+    saver = make()
+    _break(saver, OSError("disk away"))
+    assert _save(saver, 1, 2, 3, 4) == [False] * 4  # in no time
+    assert saver.failed
     assert _events(run, "save_failed")[0]["error"] == "rank 0: disk away"
     said = "the checkpoint of step 1 could not be saved (rank 0: disk away)"
     assert said in capsys.readouterr().err
-    _break(own, None)
-    assert _save(own, 5) == [True]
-    _break(own, OSError("disk away"))
-    assert _save(own, 6) == [False]
+    _break(saver, None)
+    assert _save(saver, 5) == [True]
+    _break(saver, OSError("disk away"))
+    assert _save(saver, 6) == [False]
     clock.now += checkpoint.PATIENCE_S
-    assert _save(own, 7) == [False]  # the second in a row
+    assert _save(saver, 7) == [False]  # the second in a row
     with pytest.raises(HpcDdpError, match=r"3 saves in a row failed in .*: rank 0: disk away"):
-        _save(own, 8)
+        _save(saver, 8)
     assert _names(run) == ["step-5"]
 
 
@@ -205,26 +205,26 @@ def test_ranks_that_can_not_agree_have_failed_for_long(make: Make) -> None:
         def to_first(self, value: Any) -> list[Any]:
             raise RuntimeError("peer gone")
 
-    own = make(background=Broken())
-    assert _save(own, 1, 2) == [False, False]
+    saver = make(background=Broken())
+    assert _save(saver, 1, 2) == [False, False]
     with pytest.raises(HpcDdpError, match="the ranks could not agree: peer gone"):
-        _save(own, 3)
+        _save(saver, 3)
 
 
 def test_what_the_other_ranks_answer_counts(run: RunFolder, make: Make) -> None:
     background = Alone()
-    own = make(background=background)
+    saver = make(background=background)
     background.peers = ["no such file"]
-    assert _save(own, 1) == [False]
+    assert _save(saver, 1) == [False]
     background.peers = [Answer(0, 8, {})]
-    assert _save(own, 2) == [False]
+    assert _save(saver, 2) == [False]
     errors = [event["error"] for event in _events(run, "save_failed")]
     assert errors == ["rank 1: no such file", "rank 1 has other tensors to save than rank 0"]
     background.peers = [Answer(1, 8, {})]  # of another stage
-    assert _save(own, 3) == [True]
+    assert _save(saver, 3) == [True]
     background.peers = ["unsound"]
     with pytest.raises(HpcDdpError, match="NaN"):
-        _save(own, 4)
+        _save(saver, 4)
     assert _names(run) == ["step-3"]
 
 
@@ -235,14 +235,14 @@ def test_what_the_other_ranks_answer_counts(run: RunFolder, make: Make) -> None:
 def test_a_full_disk_costs_old_checkpoints(
     run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch, error: int, left: list[str]
 ) -> None:
-    own = make(Keep(9))
-    _save(own, 1, 2, 3)
+    saver = make(Keep(9))
+    _save(saver, 1, 2, 3)
 
     def full(path: Path, content: object) -> None:
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(storage, "write_file", full)
-    assert _save(own, 4) == [False]
+    assert _save(saver, 4) == [False]
     assert _names(run) == left
 
 
@@ -340,11 +340,11 @@ def test_a_folder_that_can_only_be_read_is_passed_over(
 
 
 def test_a_checkpoint_of_a_step_is_loaded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = make()
-    _save(own, 1, 2)
-    assert own.load(1).shared == {"tree": {"a": 1}}
+    saver = make()
+    _save(saver, 1, 2)
+    assert saver.load(1).shared == {"tree": {"a": 1}}
     with pytest.raises(HpcDdpError, match=r"step-7: manifest.json is missing") as caught:
-        own.load(7)
+        saver.load(7)
     assert "hpc-ddp verify" in str(caught.value.hint)
 
 
@@ -380,8 +380,8 @@ def test_space_and_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 # --- what a run tracks ---------------------------------------------------------------------
 
 
-def _keeper(own: Checkpoints, position: Position | None = None, seed: int = 1) -> Keeper:
-    return Keeper(own, position or Position(), CPU, seed, Grid(), only_finite=True)
+def _keeper(saver: Checkpoints, position: Position | None = None, seed: int = 1) -> Keeper:
+    return Keeper(saver, position or Position(), CPU, seed, Grid(), only_finite=True)
 
 
 class Count:
@@ -456,21 +456,21 @@ def test_values_are_compared(
 
 
 def test_a_best_that_was_not_saved_is_the_next_one(run: RunFolder, make: Make) -> None:
-    own, position = make(), Position(step=1)
-    keeper = _keeper(own, position)
+    saver, position = make(), Position(step=1)
+    keeper = _keeper(saver, position)
     keeper.track({"count": Count()}, {})
     keeper.judge(1.0, higher=True)
-    _break(own, OSError("away"))
+    _break(saver, OSError("away"))
     keeper.save()
     assert not keeper.settle()
     assert keeper.best.step is None
-    _break(own, None)
+    _break(saver, None)
     position.step = 2
     keeper.save_surely()
     assert _names(run) == ["step-2"]
     assert vars(keeper.best)["step"] == 2
     position.step = 3
-    _break(own, OSError("away"))
+    _break(saver, OSError("away"))
     keeper.save()
     assert not keeper.settle()
     assert vars(keeper.best)["step"] == 2  # that one is there
@@ -480,14 +480,14 @@ def test_a_save_that_fails_is_tried_again(
     run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    own = make()
-    keeper = _keeper(own, Position(step=1))
+    saver = make()
+    keeper = _keeper(saver, Position(step=1))
     keeper.track({"count": Count()}, {})
-    _break(own, OSError("away"))
+    _break(saver, OSError("away"))
 
     def wait(seconds: float) -> None:
         slept.append(seconds)
-        _break(own, None)
+        _break(saver, None)
 
     monkeypatch.setattr(keeper_module.time, "sleep", wait)  # type: ignore[attr-defined]
     keeper.save_surely()

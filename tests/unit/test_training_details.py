@@ -218,50 +218,50 @@ def test_the_deadline_is_counted_from_steps_and_saves(clock: Clock) -> None:
     saves.slowest_save_s = 4.0
     need_s = MARGIN_S + 6.0 + 3 * 2.0
     for left_s, reason in ((need_s + 0.1, NONE), (need_s, DEADLINE)):
-        own = _pace(saves=saves)
+        planner = _pace(saves=saves)
         clock.now += 2.0
-        own._end_time = clock.now + left_s
-        own.step_done(1)
-        assert own._read().reason == reason, left_s
-    own = _pace()
-    own._notices.reason = CANCELLED
-    own._end_time = clock.now
-    assert own._reason() == CANCELLED
+        planner._end_time = clock.now + left_s
+        planner.step_done(1)
+        assert planner._read().reason == reason, left_s
+    planner = _pace()
+    planner._notices.reason = CANCELLED
+    planner._end_time = clock.now
+    assert planner._reason() == CANCELLED
 
 
 def test_before_the_next_step_the_slowest_one_counts(clock: Clock) -> None:
-    own = _pace()
+    planner = _pace()
     for seconds in (1.0, 7.0, 2.0):
         clock.now += seconds
-        own._steps.append(seconds)
-    own._turn()
-    assert own._slowest_before_s == 7.0
-    own._end_time = clock.now + MARGIN_S + 1.5 * schedule.FIRST_SAVE_S + 3 * 7.0
-    assert own._reason() == DEADLINE
-    own._end_time += 0.1
-    assert own._reason() == NONE
+        planner._steps.append(seconds)
+    planner._turn()
+    assert planner._slowest_before_s == 7.0
+    planner._end_time = clock.now + MARGIN_S + 1.5 * schedule.FIRST_SAVE_S + 3 * 7.0
+    assert planner._reason() == DEADLINE
+    planner._end_time += 0.1
+    assert planner._reason() == NONE
 
 
 def test_what_is_no_part_of_a_step_is_not_counted(clock: Clock) -> None:
-    own = _pace()
+    planner = _pace()
     clock.now += 50.0
-    own.restart_step()
+    planner.restart_step()
     clock.now += 3.0
-    own.step_done(1)
-    exchange: Any = own._exchange
+    planner.step_done(1)
+    exchange: Any = planner._exchange
     assert exchange._control.sent == [NONE, 0, 0, 3_000_000]
-    assert own.exchanges == 1
+    assert planner.exchanges == 1
 
 
 def test_figures_are_gathered_where_all_have_heard_of_it(clock: Clock) -> None:
     effort = Effort()
-    own = _pace(effort=effort)
-    own._turn()
+    planner = _pace(effort=effort)
+    planner._turn()
     assert effort.calls == ["tell"]
     effort.wanted = False
-    own._turn()
+    planner._turn()
     assert effort.calls == ["tell", "tell", "gather"]
-    own._turn()
+    planner._turn()
     assert effort.calls[3:] == ["tell"]
 
 
@@ -278,11 +278,11 @@ def test_an_exchange_takes_two_turns(clock: Clock) -> None:
 
 
 def test_a_save_that_was_just_decided_is_not_due_again(clock: Clock) -> None:
-    own = _pace(every=5.0)
+    planner = _pace(every=5.0)
     clock.now += 5.0
-    own._turn()
-    assert own._turn().save
-    exchange: Any = own._exchange
+    planner._turn()
+    assert planner._turn().save
+    exchange: Any = planner._exchange
     assert exchange._control.sent[1] == 0
     decided = _pace(every_steps=2)
     decided._notices.reason = NOTICE
@@ -308,35 +308,35 @@ def test_when_a_save_is_due(
 ) -> None:
     saves = Saves()
     saves.failed = failed
-    own, other = _schedule(saves, every=every), _schedule(saves, rank=1, every=every)
-    found = []
+    planner, other = _schedule(saves, every=every), _schedule(saves, rank=1, every=every)
+    result = []
     for _ in range(200):
-        found.append(own.due())
+        result.append(planner.due())
         assert not other.due()
         clock.now += 1
-    assert (found.index(True) if True in found else None) == due_at
-    own.saved()
-    assert not own.due()
+    assert (result.index(True) if True in result else None) == due_at
+    planner.saved()
+    assert not planner.due()
 
 
 def test_the_interval_is_within_bounds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     assert young_daly(2.0, 100.0) == 20.0
     for stall_s, slowest_s, every in ((0.0, 5.0, 20.0), (1e9, 5.0, 3600.0)):
         saves = Saves()
-        own = _schedule(saves, every="auto")
-        assert own._every == schedule.FIRST_AUTO_S
-        own.saved()  # nothing has been measured
+        planner = _schedule(saves, every="auto")
+        assert planner._every == schedule.FIRST_AUTO_S
+        planner.saved()  # nothing has been measured
         assert capsys.readouterr().err == ""
         saves.stall_s, saves.slowest_save_s = stall_s, slowest_s
-        own.saved()
-        assert own._every == every
+        planner.saved()
+        assert planner._every == every
         assert "hpc-ddp: saving every" in capsys.readouterr().err
     other = _schedule(saves, rank=1, every="auto")
     other.saved()
     assert capsys.readouterr().err == ""
-    assert own.save_s() == 5.0
+    assert planner.save_s() == 5.0
     saves.in_flight = True
-    assert own.save_s() == 10.0
+    assert planner.save_s() == 10.0
 
 
 def test_an_attempt_without_steps_is_no_failure() -> None:
@@ -348,7 +348,7 @@ def test_an_attempt_without_steps_is_no_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "each", "local", "torchrun", "first"),
+    ("gpus", "per_worker", "local", "torchrun", "first"),
     [
         (0, 2, 0, False, None),
         (4, 1, 3, True, 3),
@@ -361,7 +361,7 @@ def test_an_attempt_without_steps_is_no_failure() -> None:
 def test_each_worker_has_gpus_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
     gpus: int,
-    each: int,
+    per_worker: int,
     local: int,
     torchrun: bool,
     first: int | str | None,
@@ -376,14 +376,14 @@ def test_each_worker_has_gpus_of_its_own(
     info = DistInfo(local, local, 2, 2, launched=True)
     if isinstance(first, str):
         with pytest.raises(HpcDdpError) as caught:
-            choose_devices(info, each)
+            choose_devices(info, per_worker)
         assert first in f"{caught.value.message} {caught.value.hint}"
-        assert (" of 2 GPUs" in caught.value.message) is (each == 2)
+        assert (" of 2 GPUs" in caught.value.message) is (per_worker == 2)
         return
-    devices = [torch.device("cpu")] * each
+    devices = [torch.device("cpu")] * per_worker
     if first is not None:
-        devices = [torch.device("cuda", first + index) for index in range(each)]
-    assert choose_devices(info, each) == devices
+        devices = [torch.device("cuda", first + index) for index in range(per_worker)]
+    assert choose_devices(info, per_worker) == devices
     assert current == ([] if first is None else [first])
 
 
@@ -424,7 +424,7 @@ def test_a_process_joins_its_group(
     monkeypatch.setattr(dist, "new_group", lambda **values: values)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     info = DistInfo(1, 1, 2, 2, launched=launched)
-    joined = control.join(info, torch.device("cpu"), hang_after_s)
+    group_of_all = control.join(info, torch.device("cpu"), hang_after_s)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     (backend, values) = calls[0]
     assert backend == "gloo"
@@ -433,8 +433,8 @@ def test_a_process_joins_its_group(
     else:
         assert (values["rank"], values["world_size"]) == (0, 1)
     group: Any = {"backend": "gloo", "timeout": timeout}
-    for each in (joined, joined.another()):
-        assert (each.rank, each.world_size, each._group) == (1, 2, group)
+    for item in (group_of_all, group_of_all.another()):
+        assert (item.rank, item.world_size, item._group) == (1, 2, group)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     with pytest.raises(HpcDdpError, match="MPI knows of 1 processes, and 2 were started"):
         control.join(info, torch.device("cpu"), hang_after_s)
@@ -465,8 +465,8 @@ def test_a_teardown_that_hangs_is_left(
             leave(group, then_exit)
     else:
         leave(group, then_exit)
-    said = capsys.readouterr().err
-    assert ("the process group did not come down" in said) is hangs
+    text = capsys.readouterr().err
+    assert ("the process group did not come down" in text) is hangs
     assert calls == (["barrier"] if hangs else ["barrier", "destroy"])
     release.set()
     for thread in threading.enumerate():
@@ -500,8 +500,8 @@ def test_small_talk_goes_through_the_first_rank(monkeypatch: pytest.MonkeyPatch)
     assert first.to_first("x") == [None, "x"]
     assert second.to_first("x") == []
     assert first.from_first("x") == "xx"
-    found, work = first.start_gather(torch.ones(3))
-    assert (len(found), work) == (2, "work")
+    result, work = first.start_gather(torch.ones(3))
+    assert (len(result), work) == (2, "work")
     assert second.start_gather(torch.ones(3)) == ([], "work")
     tensor = torch.ones(3)
     first.first_copy(tensor)

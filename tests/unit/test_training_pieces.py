@@ -70,26 +70,26 @@ def test_a_named_tuple_stays_one() -> None:
 
 def test_what_a_loader_does_with_each_batch() -> None:
     position, synced, seen = Position(), list[bool](), list[Any]()
-    own = _loader(
+    batches = _loader(
         cut=Cut(8, 0, 1, accumulate=2), position=position, sync=synced.append, shuffle=False
     )
-    own.on_batch = seen.append
-    samples = [position.samples for _ in own]
+    batches.on_batch = seen.append
+    samples = [position.samples for _ in batches]
     assert samples == [0, 8, 8, 16, 16, 23]
     assert synced == [False, True] * 3
     assert [len(batch) for batch in seen] == [4, 4, 4, 4, 4, 3]
-    assert own.facts == {"size of the training set": 23, "shuffle": False}
+    assert batches.facts == {"size of the training set": 23, "shuffle": False}
     assert _loader().facts["shuffle"] is True
-    assert (own.steps(8), len(own)) == (2, 3)
+    assert (batches.steps(8), len(batches)) == (2, 3)
 
 
 def test_of_a_stream_little_is_known() -> None:
-    own = _loader(Endless())
-    assert own.facts == {"size of the training set": None, "shuffle": False}
-    assert own.steps(3) is None
+    batches = _loader(Endless())
+    assert batches.facts == {"size of the training set": None, "shuffle": False}
+    assert batches.steps(3) is None
     with pytest.raises(UnknownLengthError, match="not known before its end"):
-        len(own)
-    assert len(list(own)) == 3
+        len(batches)
+    assert len(list(batches)) == 3
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_an_even_shard_fills_up() -> None:
     for even, counts in ((False, [2, 1, 1]), (True, [2, 2, 2])):
         for rank in range(3):
             data = TensorDataset(torch.arange(10))
-            own = Shard(data, Cut(9, rank, 3), seed=0, device=CPU, even=even)
-            flags = [own.counts for _ in own]
-            assert len(flags) == counts[rank] == len(own)
+            batches = Shard(data, Cut(9, rank, 3), seed=0, device=CPU, even=even)
+            flags = [batches.counts for _ in batches]
+            assert len(flags) == counts[rank] == len(batches)
             assert flags.count(True) == [2, 1, 1][rank]
     with pytest.raises(UsageError, match="no shuffle, no drop_last"):
         Shard(Numbers(), Cut(9, 0, 3), seed=0, device=CPU, drop_last=True)
@@ -239,21 +239,21 @@ def test_only_what_has_a_state_is_tracked() -> None:
 def test_containers_come_back_as_they_were(tmp_path: Path) -> None:
     value = {"a": (1, [torch.ones(2)]), "b": {"x", 3}, "c": OrderedDict(z=None), 4: "torch"}
     there, here = Holds(value), Holds()
-    found = state.collect({"x": there})
-    _put_back(tmp_path, found, {"x": here})
+    result = state.collect({"x": there})
+    _put_back(tmp_path, result, {"x": here})
     assert torch.equal(here.value["a"][1].pop(), value["a"][1].pop())  # type: ignore[index]
     assert here.value == value
     assert type(here.value["c"]) is OrderedDict
 
 
 def _put_back(
-    folder: Path, found: state.State, objects: dict[str, Any], stage: bool = False
+    folder: Path, result: state.State, objects: dict[str, Any], stage: bool = False
 ) -> None:
     buffer = Buffer(CPU)
-    buffer.fill(state.my_parts(found, Grid()))
+    buffer.fill(state.my_parts(result, Grid()))
     (folder / "data").write_bytes(buffer.bytes)
     reader = Reader([(folder / "data", as_plain(buffer.pieces))])
-    state.put_back(objects, found.tree, reader, 7, stage)
+    state.put_back(objects, result.tree, reader, 7, stage)
 
 
 def test_trees_of_stages_are_put_together() -> None:
@@ -276,43 +276,43 @@ def test_a_stage_takes_its_own_part(tmp_path: Path) -> None:
         return model, optimizer
 
     model, optimizer = make()
-    found = state.collect({"m": model, "o": optimizer})
+    result = state.collect({"m": model, "o": optimizer})
     stage, _ = make()
     del stage[1]
-    own = torch.optim.Adam(stage.parameters())
+    batches = torch.optim.Adam(stage.parameters())
     with pytest.raises(HpcDdpError, match=r"1\.bias is not in the model, 1\.weight is not"):
-        _put_back(tmp_path, found, {"m": stage, "o": own})
-    _put_back(tmp_path, found, {"m": stage, "o": own}, stage=True)
+        _put_back(tmp_path, result, {"m": stage, "o": batches})
+    _put_back(tmp_path, result, {"m": stage, "o": batches}, stage=True)
     assert torch.equal(stage[0].weight, model[0].weight)
-    assert len(own.state) == 2
+    assert len(batches.state) == 2
     wanted = optimizer.state[model[0].weight]["exp_avg"]
-    assert torch.equal(own.state[stage[0].weight]["exp_avg"], wanted)
+    assert torch.equal(batches.state[stage[0].weight]["exp_avg"], wanted)
 
 
 def test_few_of_many_differences_are_named(tmp_path: Path) -> None:
-    found = state.collect({"m": nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))})
+    result = state.collect({"m": nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))})
     there = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
     with pytest.raises(HpcDdpError) as caught:
-        _put_back(tmp_path, found, {"m": there})
+        _put_back(tmp_path, result, {"m": there})
     assert caught.value.message.count(" here and ") == state._SHOWN
     assert f", and {12 - state._SHOWN} more" in caught.value.message
     with pytest.raises(HpcDdpError, match=r"of step 7 is not of this program's .*: m: 0\.bias"):
-        _put_back(tmp_path, found, {"m": there})
+        _put_back(tmp_path, result, {"m": there})
 
 
 def test_groups_in_another_order_are_others(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     pair: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
-    found = state.collect({"m": model, "o": torch.optim.SGD(pair)})
+    result = state.collect({"m": model, "o": torch.optim.SGD(pair)})
     other = torch.optim.SGD(pair[::-1])
     with pytest.raises(HpcDdpError, match="they are grouped otherwise"):
-        _put_back(tmp_path, found, {"m": model, "o": other})
+        _put_back(tmp_path, result, {"m": model, "o": other})
 
 
 def test_who_writes_what() -> None:
     model = nn.BatchNorm1d(4)
-    found = state.collect({"m": model, "x": Holds(torch.ones(3))})
-    first, second = (state.my_parts(found, Grid(rank, 2)) for rank in (0, 1))
+    result = state.collect({"m": model, "x": Holds(torch.ones(3))})
+    first, second = (state.my_parts(result, Grid(rank, 2)) for rank in (0, 1))
     assert "x.value" in first
     assert "x.value" not in second
     assert "m.running_mean" in first
@@ -323,7 +323,7 @@ def test_who_writes_what() -> None:
     ]
     assert sizes[0]["m.weight"] + sizes[1].get("m.weight", 0) == 4
     assert sizes[0].get("m.bias", 0) + sizes[1]["m.bias"] == 4
-    assert state.layout_of(found.tensors) != state.layout_of({"m.weight": torch.ones(4)})
+    assert state.layout_of(result.tensors) != state.layout_of({"m.weight": torch.ones(4)})
     assert state.layout_of({"a": torch.ones(4)}) == state.layout_of({"a": torch.zeros(4)})
     assert state.layout_of({"a": torch.ones(4)}) != state.layout_of({"a": torch.ones(2, 2)})
 
@@ -333,10 +333,10 @@ def test_who_writes_what() -> None:
 
 def test_rows_begin_between_two_bytes() -> None:
     tensor = torch.arange(12.0).view(6, 2)  # 8 bytes a row
-    found = [
+    result = [
         rows(tensor, *edges) for edges in ((0, 48), (0, 8), (1, 17), (-5, 9), (48, 60), (8, 8))
     ]
-    spans = [None if part is None else (part.start[0], part.size[0]) for part in found]
+    spans = [None if part is None else (part.start[0], part.size[0]) for part in result]
     assert spans == [(0, 6), (0, 1), (1, 2), (0, 2), None, None]
     assert rows(torch.tensor(5.0), 1, 9) is None
     alone = rows(torch.tensor(5.0), -1, 2)

@@ -83,10 +83,12 @@ def test_tasks_by_node_as_slurm_writes_them(
         values[name] = "1"
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    told = worker.as_task()
-    assert told["SLURM_TASKS_PER_NODE"] == told["SLURM_STEP_TASKS_PER_NODE"] == by_node
-    assert {told[f"SLURM_{name}"] for name in ("NTASKS", "NPROCS", "STEP_NUM_TASKS")} == {world}
-    assert told["SLURM_NTASKS_PER_NODE"] == "2"
+    variables = worker.as_task()
+    assert variables["SLURM_TASKS_PER_NODE"] == variables["SLURM_STEP_TASKS_PER_NODE"] == by_node
+    assert {variables[f"SLURM_{name}"] for name in ("NTASKS", "NPROCS", "STEP_NUM_TASKS")} == {
+        world
+    }
+    assert variables["SLURM_NTASKS_PER_NODE"] == "2"
 
 
 def test_a_disk_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,18 +221,18 @@ class Child:
 
 
 def _local(**values: Any) -> LocalRun:
-    own = LocalRun.__new__(LocalRun)
-    own.notified, own.parent, own.supervisors = False, os.getppid(), []
+    local_run = LocalRun.__new__(LocalRun)
+    local_run.notified, local_run.parent, local_run.supervisors = False, os.getppid(), []
     for name, value in values.items():
-        setattr(own, name, value)
-    return own
+        setattr(local_run, name, value)
+    return local_run
 
 
 def test_a_second_signal_is_no_notice() -> None:
     children: Any = [Child(), Child()]
-    own = _local(supervisors=children)
-    own._notify(signal.SIGTERM, None)
-    own._notify(signal.SIGINT, None)
+    local_run = _local(supervisors=children)
+    local_run._notify(signal.SIGTERM, None)
+    local_run._notify(signal.SIGINT, None)
     assert [child.calls for child in children] == [["terminate", "kill"]] * 2
 
 
@@ -260,16 +262,18 @@ def test_each_node_has_a_supervisor(
     monkeypatch.setattr(subprocess, "Popen", start)
     nodes = ["local-0", "local-1"]
     job = JobSpec("t.py", nodes=2, **spec)
-    own = _local(run=run, spec=job, nodes=nodes, command=["python", "node.py", "agent", "t.py"])
-    environ = own._environ(attempt)
+    local_run = _local(
+        run=run, spec=job, nodes=nodes, command=["python", "node.py", "agent", "t.py"]
+    )
+    environ = local_run._environ(attempt)
     assert environ["HPC_DDP_END_TIME"] == ("1600" if end else "")
     assert (environ["HPC_DDP_HEAD"], environ["HPC_DDP_RDZV_ID"]) == ("127.0.0.1", "id-task-1.0")
     assert (environ["HPC_DDP_NODES"], environ["HPC_DDP_RUN"]) == ("local-0 local-1", str(run.path))
     assert 10000 <= int(environ["HPC_DDP_PORT"]) <= 32767
-    own._supervise(environ)
+    local_run._supervise(environ)
     assert [argv[2] for argv, _ in started] == [launcher] * (2 * job.tasks_per_node)
     assert [env["SLURM_PROCID"] for _, env in started] == [str(i) for i in range(len(started))]
-    children: Any = own.supervisors
+    children: Any = local_run.supervisors
     assert all(child.calls == [] for child in children)
 
 
@@ -303,21 +307,23 @@ def test_late_supervisors_are_ended(
 
     monkeypatch.setattr(local, "time", clock)
     monkeypatch.setattr(subprocess, "Popen", lambda argv, env: Deaf())
-    own = _local(run=RunFolder(tmp_path), spec=JobSpec("t.py", launcher="srun"), nodes=["local-0"])
-    own.command = ["python", "t.py"]
+    local_run = _local(
+        run=RunFolder(tmp_path), spec=JobSpec("t.py", launcher="srun"), nodes=["local-0"]
+    )
+    local_run.command = ["python", "t.py"]
     for name, value in values.items():
-        setattr(own, name, value)
-    own._supervise({"HPC_DDP_END_TIME": "5"})
-    children: Any = own.supervisors
+        setattr(local_run, name, value)
+    local_run._supervise({"HPC_DDP_END_TIME": "5"})
+    children: Any = local_run.supervisors
     assert children[0].calls == [call]
     begin = 5.0 if call == "kill" else 0.0
     assert begin + after_s <= called_at[0] < begin + after_s + 0.3
 
 
 def test_each_task_knows_its_place() -> None:
-    own = _local(nodes=["local-0", "local-1"])
+    local_run = _local(nodes=["local-0", "local-1"])
     names = ("HPC_DDP_NODE_INDEX", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-    tasks = [own._task(index, 2) for index in range(4)]
+    tasks = [local_run._task(index, 2) for index in range(4)]
     assert [[task[name] for name in names] for task in tasks] == [
         ["0", "0", "0", "4"],
         ["0", "1", "1", "4"],
@@ -338,8 +344,8 @@ def test_each_task_knows_its_place() -> None:
 def test_attempts_are_played_until_one_is_the_last(
     decided: list[tuple[str, int]], notified: bool, code: int
 ) -> None:
-    own = _local(notified=notified)
+    local_run = _local(notified=notified)
     verdicts = iter([Verdict("", action, "", number) for action, number in decided])
-    own.attempt = lambda: next(verdicts)  # type: ignore[method-assign]
-    assert own.play() == code
+    local_run.attempt = lambda: next(verdicts)  # type: ignore[method-assign]
+    assert local_run.play() == code
     assert next(verdicts, None) is None
