@@ -267,3 +267,27 @@ def test_the_table() -> None:
     lines = table(outcome(told)).splitlines()
     assert " ".join(lines[1].split()).endswith("+0.000 s - 1000 MB/s 1000 MB/s good")
     assert lines[2].endswith("tmpdir")
+
+
+@pytest.mark.parametrize(
+    ("values", "notes"),
+    [
+        ({"clock_s": 1.0, "load": 2.0}, []),
+        ({"clock_s": 1.1}, ["its clock is +1.1 s off that of the others"]),
+        ({"load": 2.1}, ["busy already: a load of 2.1 per processor"]),
+    ],
+)
+def test_what_is_odd_beyond_a_bound_is_noted(values: dict[str, float], notes: list[str]) -> None:
+    told = _told()
+    told["a"].values |= values
+    note_odd(told)
+    assert [each.notes for each in told.values()] == [notes, [], []]
+
+
+@pytest.mark.parametrize(
+    ("speed", "load", "slow"), [(200.0, 0.0, ""), (199.0, 0.5, "b"), (199.0, 1.5, "")]
+)
+def test_five_times_slower_is_slow(speed: float, load: float, slow: str) -> None:
+    told = _told(3, ba=speed, bc=speed, ab=speed, cb=speed)
+    told["a"].values["load"] = load
+    assert set(find_slow(told)) == set(slow)

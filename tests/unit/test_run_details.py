@@ -208,10 +208,11 @@ def test_of_many_metrics_the_last_is_read_in_full(tmp_path: Path) -> None:
 def test_a_line_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "deep" / "er", "a", attempt=4)
     journal.write_surely("x", b=1)
-    (event,) = read_events(journal.path.parent)
+    journal.write("y")
+    event, _ = read_events(journal.path.parent)
     assert (event["event"], event["attempt"], event["b"]) == ("x", 4, 1)
     assert abs(event["time"] - time.time()) < 60
-    assert journal.path.read_bytes().count(b"\n") == 1
+    assert journal.path.read_bytes().count(b"\n") == 2
 
 
 def test_an_event_that_matters_is_written_patiently(
