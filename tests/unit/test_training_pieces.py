@@ -393,3 +393,12 @@ def test_numbers_that_are_not_finite_are_seen() -> None:
         buffer = Buffer(CPU)
         buffer.fill({"n": whole(torch.ones(1)), "a": whole(bad)})
         assert buffer.is_finite(names) is finite
+
+
+def test_each_batch_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[None] = []
+    monkeypatch.setattr(module, "beat", lambda: beats.append(None))
+    list(_loader())
+    assert len(beats) == 6
+    list(Shard(Numbers(), Cut(4, 0, 1), seed=0, device=CPU))
+    assert len(beats) == 12
