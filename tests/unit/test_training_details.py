@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -146,7 +147,9 @@ def test_a_lesser_reason_does_not_replace_a_greater_one(tmp_path: Path) -> None:
 
 def test_a_forked_child_is_as_deadly_as_any_process() -> None:
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)
-    woken_by = signal.set_wakeup_fd(-1)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    woken_by = signal.set_wakeup_fd(writer.fileno())
     try:
         signal.signal(signal.SIGUSR1, notice._flag)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -156,6 +159,8 @@ def test_a_forked_child_is_as_deadly_as_any_process() -> None:
         assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.set_wakeup_fd(woken_by)
+        reader.close()
+        writer.close()
         signal.signal(signal.SIGUSR1, before[0])
         signal.signal(signal.SIGUSR2, before[1])
 
