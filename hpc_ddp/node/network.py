@@ -29,7 +29,7 @@ def free_port(start: int) -> int:
     """
     count = LAST_PORT - FIRST_PORT + 1
     for step in range(count):
-        port = FIRST_PORT + (start + step) % count
+        port = FIRST_PORT + (start - FIRST_PORT + step) % count
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))  # fails for a listener on [::] as well
             return port

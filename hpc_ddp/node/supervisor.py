@@ -335,7 +335,6 @@ class Supervisor:
         if self.signals.seen:
             names = [signal.Signals(number).name for number in self.signals.seen]
             self.signals.seen.clear()
-            self._next_look = 0.0
             if self._peer_failed():  # srun ends a step whose task failed with SIGTERM, too
                 self._tear_down()
             else:

@@ -124,8 +124,7 @@ class _Clock:
 
     def until(self, when: float | None, part: str) -> None:
         """Give the time up to `when` to a part. Never goes back: clocks of hosts differ."""
-        if when is not None and when > self.at:
-            when = min(when, self._end)
+        if when is not None and (when := min(when, self._end)) > self.at:
             begin = self.at
             if self.pieces and self.pieces[-1].part == part:
                 begin = self.pieces.pop().begin
@@ -186,7 +185,7 @@ def _passed(begin: float, steps: list[tuple[float, float]], highest: float) -> f
     """Return when an attempt whose training begins at `begin` had passed the step `highest`."""
     if not highest or (steps and steps[0][1] >= highest):
         return begin
-    before = (begin, steps[0][1]) if steps else (begin, 0.0)
+    before = (begin, 0.0)
     for when, step in steps:
         if step >= highest:
             part = (highest - before[1]) / (step - before[1])

@@ -35,7 +35,7 @@ LEAST = 2  # checkpoints that are kept even where there is no space for another
 class Keep:
     """What stays: the newest `last`, and of every `every` steps the first checkpoint."""
 
-    last: int = 3
+    last: int
     every: int | None = None
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from hpc_ddp.run.folder import RunFolder, all_runs
 from hpc_ddp.run.goodput import account
+from tests.frames import frames_of_ours
 from tests.waiting import LIMIT_S, wait_until
 
 REPO = Path(__file__).parents[2]
@@ -54,7 +55,10 @@ class DryRun:
         return [event for event in found if attempt in (None, event["attempt"])]
 
     def end(self) -> int:
-        return self.process.wait(LIMIT_S)
+        """Wait for the end, which none of our own processes may have come to by an error."""
+        code = self.process.wait(LIMIT_S)
+        assert not frames_of_ours(self.printed())
+        return code
 
     def printed(self) -> str:
         return self.out.read_text()
@@ -211,7 +215,10 @@ def test_nodes_that_are_fit_are_trained_on(tmp_path: Path) -> None:
     assert job.end() == 0, job.printed()
     assert job.printed().index("2 nodes are fit") < job.printed().index("trained")
     (event,) = job.events("preflight")
-    assert sorted(dict(event["report"])) == ["local-0", "local-1"]  # type: ignore[call-overload]
+    report: Any = event["report"]
+    assert sorted(report) == ["local-0", "local-1"]
+    assert all(abs(checks["clock_s"]) < 60 for checks in report.values())
+    assert all(checks["send_mb_s"] > 0 for checks in report.values())
 
 
 def test_status_and_logs_of_a_run(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.frames import frames_of_ours
 from tests.waiting import LIMIT_S, wait_until
 
 REPO = Path(__file__).parents[2]
@@ -43,3 +44,4 @@ def test_the_script_gets_the_signal_that_it_knows(tmp_path: Path) -> None:
         _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75, said
     assert (tmp_path / "work" / "saved").read_text() == "SIGUSR1"
+    assert not frames_of_ours(said.decode())

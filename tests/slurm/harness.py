@@ -20,6 +20,7 @@ from hpc_ddp.run.checkpoints import candidates
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event
 from hpc_ddp.training.checkpoint import open_checkpoint
+from tests.frames import frames_of_ours
 from tests.waiting import wait_until
 
 REPO = Path(__file__).parents[2]
@@ -73,6 +74,7 @@ class Job:
         """
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         self.until(lambda: self.state() in over, "the job's end")
+        assert not frames_of_ours(self.output())
         return self.state()
 
     def printed(self, text: str) -> None:

@@ -1,12 +1,31 @@
+"""How a run goes on after an attempt; Slurm's commands are stand-ins."""
+
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fakes import Clock, Slurm
 
-from hpc_ddp.node.continuation import KEPT_OFF_S, _bad_nodes, check_wanted, own_id
+from hpc_ddp import slurm
+from hpc_ddp.node import continuation
+from hpc_ddp.node.continuation import (
+    KEPT_OFF_S,
+    _bad_nodes,
+    check_wanted,
+    go_on,
+    is_link,
+    own_id,
+    queue_next_link,
+)
+from hpc_ddp.node.verdict import Facts, Verdict
+from hpc_ddp.run import journal
 from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.folder import RunFolder, read_json, write_json
+from hpc_ddp.run.spec import JobSpec
 
 
 def test_a_blamed_node_is_kept_off_for_a_day() -> None:
@@ -35,3 +54,440 @@ def test_a_first_start_lifts_the_mark_of_the_whole_array(tmp_path: Path) -> None
     check_wanted(task, restarts=0, is_link=False)
     assert not whole.cancelled.exists()
     assert not task.cancelled.exists()
+
+
+# --- what is wanted ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "name" / "my run").make()
+    run.job_json.write_text("{}")
+    run.claim_attempt({"job_id": "7"}, lambda info: False)
+    return run
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (continuation, slurm, journal):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said to the user."""
+    lines: list[str] = []
+    monkeypatch.setattr(continuation, "say", lines.append)
+    return lines
+
+
+def test_a_job_that_the_job_before_it_has_queued_is_a_link(run: RunFolder) -> None:
+    assert not is_link(run, "8")
+    write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
+    assert is_link(run, "8")
+    assert not is_link(run, "7")
+
+
+@pytest.mark.parametrize(
+    ("attempt", "cause", "action", "state", "ended"),
+    [
+        (0, "failed", "give up", "COMPLETED", True),
+        (0, "cancelled", "none", "COMPLETED", True),
+        (0, "preempted", "requeue", "CANCELLED", False),
+        (None, "", "", "CANCELLED", True),  # by scancel, before its verdict
+        (None, "", "", "TIMEOUT", False),
+        (1, "failed", "give up", "TIMEOUT", False),  # of no attempt that has a folder
+    ],
+)
+def test_a_chain_that_has_ended_is_not_gone_on_with(
+    run: RunFolder,
+    slurm_commands: Slurm,
+    attempt: int | None,
+    cause: str,
+    action: str,
+    state: str,
+    ended: bool,
+) -> None:
+    slurm_commands.answer("scontrol", f"   JobState={state} Reason=None\n")
+    if attempt is not None:
+        run.journal("batch", attempt).write("verdict", cause=cause, action=action, why="")
+    check_wanted(run, restarts=1, is_link=False)
+    if ended:
+        with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
+            check_wanted(run, restarts=0, is_link=True)
+    else:
+        check_wanted(run, restarts=0, is_link=True)
+    assert (slurm_commands.calls("scontrol") != []) is (attempt != 0)
+
+
+def test_a_chain_without_an_attempt_or_an_answer_goes_on(
+    tmp_path: Path, run: RunFolder, slurm_commands: Slurm, printed: list[str]
+) -> None:
+    check_wanted(RunFolder(tmp_path / "new").make(), restarts=0, is_link=True)
+    assert slurm_commands.calls("scontrol") == []
+    slurm_commands.answer("scontrol", err="Access denied", code=1)
+    check_wanted(run, restarts=0, is_link=True)
+    assert printed == ["scontrol refused: Access denied"]
+
+
+# --- going on ------------------------------------------------------------------------------
+
+SHOWN = "   JobState={} Reason=None\n   Requeue=1 Restarts={} BatchFlag=1\n"
+GO_ON = Verdict("preempted", "requeue", "")
+
+
+def _environ(**values: str) -> dict[str, str]:
+    return {"SLURM_JOB_ID": "7", "HPC_DDP_RESTARTS": "2", "PATH": os.environ["PATH"], **values}
+
+
+def _facts(run: RunFolder, lost: tuple[str, ...] = (), **spec: Any) -> Facts:
+    fields: dict[str, Any] = dict.fromkeys(("cancelled", "superseded"), False)
+    fields |= {"job": None, "restarts": 2, "nodes": (), "records": (), "events": run.events()}
+    return Facts(spec=JobSpec("t.py", **spec), attempt=0, lost_nodes=lost, **fields)
+
+
+@pytest.fixture
+def end(run: RunFolder, clock: Clock, printed: list[str]) -> Callable[..., int]:
+    """Go on after the run's attempt."""
+
+    def call(decided: Verdict = GO_ON, lost: tuple[str, ...] = (), **values: Any) -> int:
+        spec = {name: values.pop(name) for name in ("continue_by",) if name in values}
+        attempt, facts = run.attempt(0), _facts(run, lost, **spec)
+        return go_on(run, attempt, _environ(**values), facts, decided)
+
+    return call
+
+
+def _changes(slurm_commands: Slurm) -> list[list[str]]:
+    return [words for words in slurm_commands.calls("scontrol") if words[0] != "show"]
+
+
+def test_a_job_is_requeued_by_its_own_id(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str]
+) -> None:
+    slurm_commands.answer("scontrol", SHOWN.format("RUNNING", 2))
+    assert end() == 0
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
+    assert end(**array) == 0
+    assert _changes(slurm_commands) == [["requeue", "7"], ["requeue", "5_1"]]
+    assert slurm_commands.calls("scontrol")[0] == ["show", "job", "7"]
+    assert printed == []
+
+
+@pytest.mark.parametrize(
+    ("decided", "code"),
+    [(Verdict("finished", "none", ""), 0), (Verdict("failed", "give up", "", 3), 3)],
+)
+def test_what_is_not_requeued_ends_with_its_code(
+    slurm_commands: Slurm, end: Callable[..., int], decided: Verdict, code: int
+) -> None:
+    assert end(decided) == code
+    assert slurm_commands.calls("scontrol") == []
+
+
+def test_an_allocation_is_left_to_its_owner(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str], run: RunFolder
+) -> None:
+    assert end(HPC_DDP_INTERACTIVE="1") == 75
+    assert slurm_commands.calls("scontrol") == []
+    assert len(printed) == 1
+    assert f"'{run.path}'" in printed[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "wanted", "newest", "code", "words"),
+    [
+        ("RUNNING", 3, True, True, 0, "attempt 0 is no longer the job's current one: left alone"),
+        ("RUNNING", 2, True, False, 0, "attempt 0 is no longer the job's current one: left alone"),
+        ("PENDING", 2, True, True, 75, "the job is PENDING by now: not requeued"),
+        ("RUNNING", 2, False, True, 75, "the job is RUNNING by now: not requeued"),
+    ],
+)
+def test_another_start_of_the_job_is_left_alone(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    printed: list[str],
+    state: str,
+    restarts: int,
+    wanted: bool,
+    newest: bool,
+    code: int,
+    words: str,
+) -> None:
+    slurm_commands.answer("scontrol", SHOWN.format(state, restarts))
+    if not wanted:
+        run.cancelled.touch()
+    if not newest:
+        run.claim_attempt({}, lambda info: False)
+    assert end() == code
+    assert printed == [words]
+    assert _changes(slurm_commands) == []
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        SHOWN.format("COMPLETING", 2).replace("None", "TimeLimit"),
+        SHOWN.format("COMPLETING", 2)
+        + "   PreemptEligibleTime=x PreemptTime=2026-11-21T10:00:00\n",
+    ],
+)
+def test_a_job_that_slurm_ends_is_requeued_all_the_same(
+    slurm_commands: Slurm, end: Callable[..., int], shown: str
+) -> None:
+    slurm_commands.answer("scontrol", shown)
+    assert end() == 0
+    assert _changes(slurm_commands) == [["requeue", "7"]]
+
+
+def test_a_controller_that_refuses_to_tell_is_asked_again(
+    slurm_commands: Slurm, end: Callable[..., int], clock: Clock
+) -> None:
+    slurm_commands.answer("scontrol", err="Access denied", code=1)
+    slurm_commands.answer("scontrol", SHOWN.format("RUNNING", 2))
+    assert end() == 0
+    assert clock.slept == [continuation.PAUSE_S]
+    assert _changes(slurm_commands) == [["requeue", "7"]]
+
+
+@pytest.mark.parametrize(("lost", "newest"), [(("n2",), True), ((), True), (("n2",), False)])
+def test_a_job_that_slurm_has_requeued_itself_is_kept_off_the_lost_node(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    lost: tuple[str, ...],
+    newest: bool,
+) -> None:
+    _blame(run, "n2")
+    if not newest:
+        run.claim_attempt({}, lambda info: False)
+    slurm_commands.answer("scontrol")
+    slurm_commands.answer("sbatch")
+    assert end(Verdict("superseded", "none", ""), lost=lost) == 0
+    assert bool(slurm_commands.calls("scontrol")) is (lost != () and newest)
+
+
+def test_a_requeue_without_an_answer_is_tried_again(
+    slurm_commands: Slurm, end: Callable[..., int], clock: Clock, printed: list[str]
+) -> None:
+    slurm_commands.answer("scontrol", SHOWN.format("RUNNING", 2))
+    slurm_commands.answer("scontrol", err="Socket timed out", code=1)
+    slurm_commands.answer("scontrol", SHOWN.format("RUNNING", 2))
+    slurm_commands.answer("scontrol")
+    assert end() == 0
+    assert printed == ["scontrol got no answer: Socket timed out; trying again"]
+    assert clock.slept == [continuation.PAUSE_S]
+    assert len(_changes(slurm_commands)) == 2
+
+
+def test_a_requeue_is_given_up_after_a_while(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    clock: Clock,
+    printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(continuation, "REQUEUE_PATIENCE_S", 18.0)
+    slurm_commands.answer_by(
+        "scontrol",
+        f"[ $1 = show ] && printf '{SHOWN.format('RUNNING', 2)}' || "
+        "{ echo Socket timed out >&2; exit 1; }",
+    )
+    assert end() == 75
+    assert clock.slept == [continuation.PAUSE_S] * 4
+    assert "could not be requeued; go on with: hpc-ddp submit --run '" in printed[-1]
+
+
+@pytest.mark.parametrize(("code", "ended"), [(0, 0), (1, 75)])
+def test_where_a_requeue_is_not_permitted_a_new_job_goes_on(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    printed: list[str],
+    code: int,
+    ended: int,
+) -> None:
+    slurm_commands.answer("scontrol", SHOWN.format("RUNNING", 2))
+    slurm_commands.answer("scontrol", err="Requested operation is disabled", code=1)
+    slurm_commands.answer("sbatch", "8\n", code=code)
+    assert end() == ended
+    assert printed[0] == "scontrol refused: Requested operation is disabled"
+    if ended:
+        assert "the next job of the chain could not be queued: " in printed[1]
+    else:
+        assert printed[1:] == ["it goes on as job 8"]
+        assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}
+
+
+# --- a chain -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("link", "decided", "code", "cancelled"),
+    [
+        ("8", GO_ON, 0, []),
+        ("8", Verdict("failed", "give up", "", 3), 3, [["8"]]),
+        ("8", Verdict("finished", "none", ""), 0, [["8"]]),
+        ("8", Verdict("superseded", "none", ""), 0, []),
+        (None, Verdict("finished", "none", ""), 0, []),
+    ],
+)
+def test_the_end_of_a_link(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    link: str | None,
+    decided: Verdict,
+    code: int,
+    cancelled: list[list[str]],
+) -> None:
+    slurm_commands.answer("scancel")
+    if link:
+        write_json(run.attempt(0).path / "next.json", {"job_id": link})
+    assert end(decided, continue_by="resubmit") == code
+    assert slurm_commands.calls("scancel") == cancelled
+    assert slurm_commands.calls("sbatch") == []
+
+
+def test_a_link_that_was_not_queued_at_the_start_is_at_the_end(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str]
+) -> None:
+    slurm_commands.answer("sbatch", "8\n")
+    slurm_commands.answer("sbatch", err="no", code=1)
+    assert end(continue_by="resubmit") == 0
+    assert end(continue_by="resubmit") == 0  # it waits already
+    assert len(slurm_commands.calls("sbatch")) == 1
+
+
+def test_a_chain_without_a_next_job_is_left_to_the_user(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str]
+) -> None:
+    slurm_commands.answer("sbatch", err="no", code=1)
+    assert end(continue_by="resubmit") == 75
+    assert "could not be requeued" in printed[-1]
+
+
+def test_a_link_that_can_not_be_cancelled_will_find_the_verdict(
+    slurm_commands: Slurm, end: Callable[..., int], run: RunFolder, printed: list[str]
+) -> None:
+    write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
+    slurm_commands.answer("scancel", err="Access denied", code=1)
+    assert end(Verdict("failed", "give up", "", 3), continue_by="resubmit") == 3
+    assert printed == ["scancel refused: Access denied"]
+
+
+@pytest.mark.parametrize("lost", [(), ("n2",)])
+def test_a_waiting_link_is_kept_off_a_lost_node(
+    slurm_commands: Slurm, end: Callable[..., int], run: RunFolder, lost: tuple[str, ...]
+) -> None:
+    write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
+    _blame(run, "n2")
+    slurm_commands.answer("sbatch")
+    slurm_commands.answer("scontrol")
+    assert end(lost=lost, continue_by="resubmit") == 0
+    update = ["update", "JobId=8", "ExcNodeList=n2"]
+    assert slurm_commands.calls("scontrol") == ([update] if lost else [])
+
+
+def test_the_next_link_of_a_task_is_that_task(
+    run: RunFolder, slurm_commands: Slurm, clock: Clock
+) -> None:
+    task = run.task(1).make()
+    attempt = task.claim_attempt({}, lambda info: False)
+    slurm_commands.answer("sbatch", "9;cluster\n")
+    environ = _environ(SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="1")
+    assert queue_next_link(task, attempt, environ) == "9"
+    (words,) = slurm_commands.calls("sbatch")
+    assert words == [
+        *("--parsable", "--dependency=afterany:5_1", "--array=1"),
+        str(run.script),
+    ]
+    assert (run.root / ".jobs" / "9").resolve() == run.path
+
+
+def test_the_next_link_is_kept_off_bad_nodes(
+    run: RunFolder, slurm_commands: Slurm, clock: Clock
+) -> None:
+    _blame(run, "n2")
+    slurm_commands.answer("sbatch", "9\n")
+    assert queue_next_link(run, run.attempt(0), _environ()) == "9"
+    words = slurm_commands.calls("sbatch")[-1]
+    assert words[1:3] == ["--dependency=afterany:7", "--exclude=n2"]
+
+
+def test_a_link_without_an_answer_is_none_of_the_known_jobs(
+    run: RunFolder, slurm_commands: Slurm, clock: Clock
+) -> None:
+    run.journal("submit").write("queued", job_id="7")
+    slurm_commands.answer("sbatch", err="Socket timed out", code=1)
+    slurm_commands.answer("squeue", f"7|N/A|{run.script}\n6|N/A|{run.script}\n")
+    assert queue_next_link(run, run.attempt(0), _environ()) == "6"
+
+
+# --- off bad nodes -------------------------------------------------------------------------
+
+
+def _blame(run: RunFolder, *nodes: str) -> None:
+    values: dict[str, Any] = {"cause": "node lost", "action": "requeue", "why": ""}
+    run.journal("batch").write("verdict", **values, bad_nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "theirs", "fits", "kept_off", "words"),
+    [
+        (60.0, None, True, "n2,n3", ["kept off for a day: n2, n3"]),
+        (60.0, "n[8-9]", True, "n[8-9],n2,n3", ["kept off for a day: n[8-9], n2, n3"]),
+        (60.0, "n9", False, "n9", ["not kept off, since too few other nodes are left: n2, n3"]),
+        (KEPT_OFF_S, "n9", True, "n9", []),
+        (KEPT_OFF_S, None, True, "", []),
+    ],
+)
+def test_a_requeued_job_is_kept_off_bad_nodes(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    clock: Clock,
+    printed: list[str],
+    age_s: float,
+    theirs: str | None,
+    fits: bool,
+    kept_off: str,
+    words: list[str],
+) -> None:
+    _blame(run, "n3", "n2")
+    clock.now += age_s
+    if theirs:
+        write_json(run.job_json, {"exclude": theirs})
+    slurm_commands.answer("scontrol", SHOWN.format("RUNNING", 2))
+    slurm_commands.answer("scontrol")
+    slurm_commands.answer("sbatch", code=int(not fits))
+    assert end() == 0
+    assert _changes(slurm_commands)[1:] == [["update", "JobId=7", f"ExcNodeList={kept_off}"]]
+    assert printed == words
+    asked = [f"--exclude={','.join(filter(None, (theirs, 'n2,n3')))}", str(run.script)]
+    expected = [["--test-only", *asked]] if age_s < KEPT_OFF_S else []
+    assert slurm_commands.calls("sbatch") == expected
+
+
+def test_a_job_that_can_not_be_kept_off_goes_on(
+    slurm_commands: Slurm, end: Callable[..., int], run: RunFolder, printed: list[str]
+) -> None:
+    _blame(run, "n2")
+    slurm_commands.answer("scontrol", SHOWN.format("RUNNING", 2))
+    slurm_commands.answer("scontrol")
+    slurm_commands.answer("scontrol", err="Access denied", code=1)
+    slurm_commands.answer("sbatch")
+    assert end() == 0
+    assert printed == ["scontrol refused: Access denied"]
+
+
+def test_words_that_can_not_be_written_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(number: int, text: bytes) -> int:
+        assert (number, text) == (2, b"hpc-ddp: word\n")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    continuation.say("word")

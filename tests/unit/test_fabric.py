@@ -12,7 +12,7 @@ from hpc_ddp.launch.fabric import fabric_env, for_auto
 from hpc_ddp.launch.render import job_env
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.launch.snapshot import carry_library
-from hpc_ddp.node.fabric import VERBS, Found, look, settings
+from hpc_ddp.node.fabric import VERBS, Found, _loads, look, settings
 from hpc_ddp.node.preflight import Told, find_other_fabric
 from hpc_ddp.node.supervisor import Place
 from hpc_ddp.run.folder import RunFolder
@@ -117,7 +117,19 @@ def test_a_container_without_a_part_of_it_is_told(tmp_path: Path) -> None:
 
 
 def test_this_machine_can_be_looked_at() -> None:
-    assert look().name in ("", "slingshot", "efa", "tcpxo", "infiniband", "roce")
+    """What it has is not known here; but what is told of it has to be there."""
+    found = look()
+    places = ("/sys/class/cxi", "/sys/class/infiniband", "/dev")
+    there = [{path.name for path in Path(place).glob("*")} for place in places]
+    assert {Path(card).name for card in found.cards} <= set().union(*there)
+    assert bool(found.name) is bool(found.cards)
+    if not (there[0] or there[1] or "aperture_devices" in there[2]):
+        assert found == Found()
+
+
+def test_a_library_is_tried_for_real() -> None:
+    assert _loads("libc.so.6")
+    assert _loads("libno-such-library.so") is False
 
 
 # --- what is set ---------------------------------------------------------------------------

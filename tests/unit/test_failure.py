@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,12 +47,32 @@ def test_a_hang_is_the_cause_of_silent_and_broken_ends() -> None:
     assert first_cause([HANG, CAUSE]) == CAUSE
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "exception": {"error": "KeyError: 1"},
+    "signal": {"code": -11},
+    "hang": {"error": "HangError: no step"},
+    "exit": {"code": 3},
+    "communication": {"error": "RuntimeError: Broken pipe"},
+    "torn down": {"code": -15},
+}
+
+
+@pytest.mark.parametrize(("one", "other"), [*combinations(KINDS, 2)])
+def test_causes_go_before_what_follows_from_them_whenever_they_came(one: str, other: str) -> None:
+    late, early = _failure(1, time=9.0, **KINDS[one]), _failure(2, time=1.0, **KINDS[other])
+    assert (late.kind, early.kind) == (one, other)
+    both_are_causes = {one, other} == {"exception", "signal"}
+    assert first_cause([early, late]) == (early if both_are_causes else late)
+
+
 def test_says_rank_node_and_what() -> None:
     assert str(CAUSE) == "rank 3 on n: ValueError: boom"
     assert str(_failure(0, code=-9)) == "rank 0 on n: SIGKILL"
     assert _failure(0, code=-9).exit_code == 137
     assert str(_failure(0, code=-40)) == "rank 0 on n: signal 40"
     assert str(_failure(0, code=3)) == "rank 0 on n: exit code 3"
+    assert [_failure(0, code=code).exit_code for code in (0, 1, 3, -15)] == [1, 1, 3, 143]
+    assert str(replace(CAUSE, rank=None)) == "torchrun on n: ValueError: boom"
 
 
 def test_last_exception_of_a_log(tmp_path: Path) -> None:
@@ -59,6 +82,10 @@ def test_last_exception_of_a_log(tmp_path: Path) -> None:
         "Traceback (most recent call last):\n  File x\n    y\nValueError: boom é\nbye\n"
     )
     assert last_exception(log) == "ValueError: boom é"
+    log.write_text(f"Traceback (most recent call last):\n  File x\nE: {'x' * 600}\n")
+    assert last_exception(log) == f"E: {'x' * 497}"
+    log.write_text("  File x, line 1\nSyntaxError: no\nSyntaxError: of another file\n")
+    assert last_exception(log) == "SyntaxError: no"
     log.write_text("all fine\n")
     assert last_exception(log) == ""
     assert last_exception(tmp_path / "none") == ""

@@ -148,6 +148,16 @@ def test_killed_before_the_first_step() -> None:
     }
 
 
+def test_killed_after_one_step_that_is_done_again() -> None:
+    """The second attempt has one mark, below the step that the first one came to."""
+    second = [*_start(1, 200.0, 10), _event("first_step", 221.0, 1, step=11)]
+    events = [*FIRST, _verdict(0, 195.0, "failed", 20), *second, _verdict(1, 230.0, "failed", 11)]
+    assert _told(events) == {
+        **{"queued": 55.0, "starting": 30.0, "importing": 8.0, "restoring": 3.0},
+        **{"training": 20.0, "lost": 14.0},
+    }
+
+
 def test_a_live_run() -> None:
     assert _told(SUBMITTED, 110.0) == {"queued": 10}
     assert _told([*SUBMITTED, *_start(0, 150.0)], 167.0)["starting"] == 13

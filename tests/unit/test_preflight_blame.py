@@ -72,11 +72,11 @@ def test_who_has_a_wrong_name_is_told_from_whose_name_is_wrong() -> None:
     _trouble(one, "ba", "link", address="10.0.0.99")  # b takes a for somebody else
     find_misnamed(one)
     find_cut_off(one, "link")
-    assert _bad(one) == {"b": ["name"]}
+    assert one["b"].bad == [("name", "ba; a itself has 10.0.0.1")]
     all_others = _told()
     _trouble(all_others, "ab cb", "name")
     find_misnamed(all_others)
-    assert _bad(all_others) == {"b": ["name"]}
+    assert all_others["b"].bad == [("name", "ab")]
     two = _told(2)
     _trouble(two, "ab", "name")  # b knows its own name, a does not
     find_misnamed(two)
@@ -119,6 +119,7 @@ def test_of_two_nodes_the_way_between_them_is_slow() -> None:
     assert found["a"] == "2.5 MB/s from b, while others come to 1.0 GB/s"
     assert found["b"] == "2.5 MB/s to a, while others come to 1.0 GB/s"
     assert not find_slow(_told(2, ba=2.5, ab=2.5))  # nothing to compare with
+    assert find_slow({**_told(2, ba=2.5), "c": Told(), "d": Told()}) == found  # who say nothing
 
 
 def test_another_torch_and_no_gpu_are_found() -> None:
@@ -266,3 +267,27 @@ def test_the_table() -> None:
     lines = table(outcome(told)).splitlines()
     assert " ".join(lines[1].split()).endswith("+0.000 s - 1000 MB/s 1000 MB/s good")
     assert lines[2].endswith("tmpdir")
+
+
+@pytest.mark.parametrize(
+    ("values", "notes"),
+    [
+        ({"clock_s": 1.0, "load": 2.0}, []),
+        ({"clock_s": 1.1}, ["its clock is +1.1 s off that of the others"]),
+        ({"load": 2.1}, ["busy already: a load of 2.1 per processor"]),
+    ],
+)
+def test_what_is_odd_beyond_a_bound_is_noted(values: dict[str, float], notes: list[str]) -> None:
+    told = _told()
+    told["a"].values |= values
+    note_odd(told)
+    assert [each.notes for each in told.values()] == [notes, [], []]
+
+
+@pytest.mark.parametrize(
+    ("speed", "load", "slow"), [(200.0, 0.0, ""), (199.0, 0.5, "b"), (199.0, 1.5, "")]
+)
+def test_five_times_slower_is_slow(speed: float, load: float, slow: str) -> None:
+    told = _told(3, ba=speed, bc=speed, ab=speed, cb=speed)
+    told["a"].values["load"] = load
+    assert set(find_slow(told)) == set(slow)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from hpc_ddp.launch.render import Rendering, sbatch_line
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import LAUNCHERS, JobSpec
+from tests.accept import is_accepted
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES: dict[str, dict[str, Any]] = {
@@ -99,14 +99,24 @@ def test_script_is_as_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To accept a change, run with ``HPC_DDP_ACCEPT=1``, and read the diff."""
     monkeypatch.setattr(sys, "executable", "/home/me/env/bin/python")
     text, kept = _render(**CASES[name]).whole(), GOLDEN / f"{name}.sbatch"
-    if os.environ.get("HPC_DDP_ACCEPT"):
+    if is_accepted():
         kept.write_text(text)
     assert text == kept.read_text()
 
 
 def test_kept_scripts_are_bash() -> None:
-    for path in GOLDEN.glob("*.sbatch"):
+    assert {path.name for path in GOLDEN.iterdir()} == {f"{name}.sbatch" for name in CASES}
+    for path in GOLDEN.iterdir():
         subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_kept_scripts_are_not_accepted_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_DDP_ACCEPT", "1")
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(AssertionError, match="HPC_DDP_ACCEPT is set in CI"):
+        is_accepted()
+    monkeypatch.delenv("CI")
+    assert is_accepted()
 
 
 def _words_of_srun(rendering: Rendering, folder: Path) -> list[str]:

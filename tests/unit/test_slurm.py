@@ -48,6 +48,8 @@ def test_unknown_times_are_none() -> None:
     job = parse_job(text)
     assert job.end_time is None
     assert not job.preempted
+    nothing = parse_job("")
+    assert (nothing.state, nothing.reason, nothing.restarts) == ("", "", 0)
 
 
 def test_what_an_outer_job_left_is_dropped() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.spec import JobSpec, directives, parse_time
+from hpc_ddp.run.spec import JobSpec, array_indexes, directives, parse_time
 
 
 def test_survives_json() -> None:
@@ -112,3 +112,154 @@ def test_cpus_are_a_nodes_under_both_launchers() -> None:
     under_srun = JobSpec("t.py", launcher="srun", gpus_per_node="4", cpus_per_task=32)
     assert ("cpus-per-task", "8") in directives(under_srun)
     assert under_srun.tasks_per_node == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"nodes": True}, "nodes is True"),
+        ({"nodes": 10**6}, "nodes is 1000000"),
+        ({"max_failures": True}, "max-failures is True"),
+        ({"max_requeues": -1}, "max-requeues is -1"),
+        ({"cpus_per_task": 0}, "cpus-per-task is 0"),
+        ({"name": "-x"}, "can't be the name of a folder"),
+        ({"name": "x" * 101}, "can't be the name of a folder"),
+        ({"starter": "ibrun", "launcher": "srun"}, "without srun, by ibrun"),
+        ({"starter": "ibrun", "elastic": True}, "without srun, by ibrun"),
+        ({"starter": "ibrun", "srun": ("--x",)}, "without srun, by ibrun"),
+        ({"starter": "mpirun", "preflight": True}, "the starter is mpirun"),
+        ({"starter": "mpirun", "backend": "submitit"}, "the starter is mpirun"),
+        ({"launcher": "srun", "nodes": "1-2"}, "how many tasks there are"),
+        ({"launcher": "srun", "max_restarts": 1}, "without torchrun"),
+        ({"launcher": "srun", "elastic": True}, "without torchrun"),
+        ({"launcher": "srun", "torchrun": ("--x",)}, "without torchrun"),
+        ({"srun": ("--ntasks=3",)}, "srun option --ntasks is set by hpc-ddp"),
+        ({"container": "a", "image": "b"}, "two ways to say one thing"),
+        ({"sweep": {"lr": ("1", "1")}}, "no parameter with values that differ"),
+        ({"sweep": {"lr": ("",)}}, "no parameter with values that differ"),
+        ({"sweep": {"lr": ("a\n",)}}, "no parameter with values that differ"),
+        ({"sweep": {"lr": ()}}, "no parameter with values that differ"),
+        ({"sweep": {"1r": ("1",)}}, "no parameter with values that differ"),
+        ({"sweep": {"lr": ("1", "2")}, "array": "0-2"}, "accepted: indexes from 0 to 1"),
+        ({"sweep": {"lr": ("1",)}, "backend": "allocation"}, "an allocation is one job"),
+        ({"sweep": {"lr": ("\0",)}}, "NUL"),
+        ({"budget_gpu_hours": 0}, "budget-gpu-hours is 0"),
+        ({"budget_gpu_hours": "1"}, "budget-gpu-hours is '1'"),
+        ({"array": "0-100000"}, "more than 100,000 tasks"),
+        ({"array": "0-99999,5"}, "more than 100,000 tasks"),
+        ({"array": "0-"}, "no list of indexes"),
+        ({"setup": ("\udcff",)}, "no UTF-8"),
+        ({"teardown": ("\0",)}, "NUL"),
+        ({"workdir": "\0"}, "NUL"),
+        ({"env": {"A": "\0"}}, "NUL"),
+        ({"env_names": ("A B",)}, "'A B' is not a name"),
+        ({"signal": "KILL"}, "signal 'KILL'"),
+        ({"gpu_request": "x"}, "gpu-request 'x'"),
+        ({"starter": "x"}, "starter 'x'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        JobSpec("train.py", **values)
+    assert words in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"nodes": 999_999},
+        {"nodes": "1-1"},
+        {"name": "x" * 100},
+        {"max_failures": 0, "max_requeues": 0, "max_restarts": 0},
+        {"starter": "mpirun"},
+        {"launcher": "srun", "max_restarts": 0, "srun": ("--gpu-bind=x",)},
+        {"launcher": "srun", "nproc_per_node": 2, "cpus_per_task": 2},
+        {"elastic": True, "max_restarts": 1},
+        {"container": "a 'b c'"},
+        {"image": "b"},
+        {"sweep": {"lr": ("1", "2")}, "array": "0-1"},
+        {"array": "0-99999", "budget_gpu_hours": 0.5},
+        {"env": {"TOKENIZERS_PARALLELISM": "x", "KEYBOARD": "x"}, "env_names": ("HF_TOKEN",)},
+        {"continue_by": "resubmit", "torchrun": ("--numa-binding=node",)},
+        {"gpu_request": "none", "gpus_per_node": "4"},
+    ],
+)
+def test_what_goes_together_is_taken(values: dict[str, Any]) -> None:
+    assert JobSpec("train.py", **values)
+
+
+@pytest.mark.parametrize(
+    ("array", "indexes"),
+    [
+        ("0-5%2", [0, 1, 2, 3, 4, 5]),
+        ("1,3,10-20:5", [1, 3, 10, 15, 20]),
+        ("4", [4]),
+        ("0-7:3", [0, 3, 6]),
+    ],
+)
+def test_indexes_of_an_array(array: str, indexes: list[int]) -> None:
+    assert array_indexes(array) == indexes
+    assert JobSpec("t.py", array=array).indexes([30, *indexes]) == [*indexes, 30]
+
+
+@pytest.mark.parametrize(
+    ("text", "signal"),
+    [
+        ("TERM@60", ("TERM", 60)),
+        ("sigusr1", ("USR1", 60)),
+        ("B:USR2@0", ("USR2", 0)),
+        ("RB:12@5", ("USR2", 5)),
+        ("10", ("USR1", 60)),
+        ("15@1", ("TERM", 1)),
+        ("2", ("INT", 60)),
+    ],
+)
+def test_signals_as_sbatch_takes_them(text: str, signal: tuple[str, int]) -> None:
+    spec = JobSpec("t.py", signal=text)
+    assert (spec.notice_signal, spec.warn_s) == signal
+
+
+@pytest.mark.parametrize(
+    ("values", "pairs"),
+    [
+        ({}, []),
+        ({"gpus_per_node": "a100:4"}, [("gpus-per-node", "a100:4")]),
+        ({"gpus_per_node": "4", "gpu_request": "gres"}, [("gres", "gpu:4")]),
+        ({"gpus_per_node": "4", "gpu_request": "none"}, []),
+        ({"gpus_per_node": "4", "gpu_request": "gpus-per-task"}, [("gpus-per-task", "4")]),
+        (
+            {"gpus_per_node": "a:4", "gpu_request": "gpus-per-task", "launcher": "srun"},
+            [("gpus-per-task", "a:1")],
+        ),
+        (
+            {"gpus_per_node": "2", "gpu_request": "gpus-per-task", "launcher": "srun"}
+            | {"nproc_per_node": 4},
+            [("gpus-per-task", "1")],
+        ),
+    ],
+)
+def test_gpus_are_asked_for_as_the_site_wants(
+    values: dict[str, Any], pairs: list[tuple[str, str]]
+) -> None:
+    spec = JobSpec("t.py", exclusive=True, sbatch=("--a=b=c", "--flag"), **values)
+    names = ("job-name", "nodes", "cpus-per-task")
+    rest = [pair for pair in directives(spec) if pair[0] not in names]
+    assert rest == [*pairs, ("exclusive", ""), ("a", "b=c"), ("flag", "")]
+
+
+def test_a_sweeps_tasks() -> None:
+    spec = JobSpec("t.py", args=("a",), sweep={"x": ("1", "2"), "y": ("3", "4")}, array="0-3")
+    assert spec.points[1] == {"x": "1", "y": "4"}
+    assert spec.indexes([]) == [0, 1, 2, 3]
+    task = spec.task(2)
+    assert (task.args, task.sweep, task.array) == (("a", "--x=2", "--y=3"), {}, "2")
+    plain = JobSpec("t.py", args=("a",))
+    assert (plain.points, plain.task(3).args, plain.time_s) == ([], ("a",), None)
+    assert (plain.gpu_count, plain.gpu_type, plain.gpus_in_use) == (0, None, 1)
+    typed = JobSpec("t.py", gpus_per_node="a100:4", nproc_per_node=2, time="1:00:00")
+    assert (typed.gpu_count, typed.gpu_type, typed.gpus_in_use, typed.time_s) == (
+        *(4, "a100", 4),
+        3600,
+    )
+    assert JobSpec("t.py", nproc_per_node=3).gpus_in_use == 3

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -20,6 +21,7 @@ from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.loader import Loader, Shard, to_device
 from hpc_ddp.training.order import Cut, Position
 from hpc_ddp.training.pieces import Buffer, Reader, as_plain
+from hpc_ddp.training.run import Run
 
 CPU = torch.device("cpu")
 
@@ -90,6 +92,15 @@ def test_a_shard_pads_nothing() -> None:
     assert sorted(rows) == list(range(23))
 
 
+def test_the_shards_of_a_run_have_each_sample_once() -> None:
+    rows = []
+    for rank in range(5):
+        parts = SimpleNamespace(grid=Grid(rank, 5))
+        own: Any = SimpleNamespace(_parts=parts, seed=0, device=CPU)
+        rows += [int(row[0]) for batch in Run.shard(own, Noisy(), 4) for row in batch]
+    assert sorted(rows) == list(range(23))
+
+
 def test_batches_of_any_shape_move() -> None:
     batch = {"x": torch.zeros(1), "y": [torch.zeros(1), ("name", 3)]}
     moved = to_device(batch, torch.device("meta"))
@@ -104,16 +115,23 @@ def test_what_could_not_be_loaded_is_not_saved(value: Any) -> None:
         state.collect({"thing": Holds(value)})
 
 
-def test_ordinary_state_is_loadable(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
-    model(torch.zeros(1, 2)).sum().backward()
-    optimizer.step()
-    scheduler.step()
-    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    store(tmp_path, objects)
-    put_back(tmp_path, objects)
+def test_ordinary_state_is_loaded_as_it_was(tmp_path: Path) -> None:
+    objects = []
+    for steps in (2, 1):  # to be saved, and to be overwritten
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+        for _ in range(steps):
+            model(torch.randn(1, 2)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+        objects.append({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    store(tmp_path, objects[0])
+    put_back(tmp_path, objects[1])
+    there, here = (state.collect(each) for each in objects)
+    assert there.tree == here.tree
+    assert all(torch.equal(tensor, here.tensors[name]) for name, tensor in there.tensors.items())
+    assert here.tree["scheduler"]["last_epoch"] == 2
 
 
 def store(folder: Path, objects: dict[str, Any], world_size: int = 1) -> None:

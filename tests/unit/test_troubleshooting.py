@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_ddp.report.causes import CAUSES
 from hpc_ddp.report.reasons import REASONS
+from tests.accept import is_accepted
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 
@@ -21,7 +21,9 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _filled(text: str, name: str, table: str) -> str:
     pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"
-    return re.sub(pattern, lambda match: f"{match[1]}{table}{match[2]}", text, flags=re.S)
+    new, count = re.subn(pattern, lambda match: f"{match[1]}{table}{match[2]}", text, flags=re.S)
+    assert count == 1, f"the page has {count} places for the table of {name}"
+    return new
 
 
 def _words(text: str) -> str:
@@ -46,6 +48,6 @@ def test_the_tables_are_true() -> None:
     text = PAGE.read_text()
     new = _filled(text, "causes", _table(("kind", "what happened", "what to do"), causes))
     new = _filled(new, "reasons", _table(("Slurm's reason", "it is", "what to do"), reasons))
-    if os.environ.get("HPC_DDP_ACCEPT"):
+    if is_accepted():
         PAGE.write_text(new)
     assert new == PAGE.read_text()

@@ -66,6 +66,14 @@ def test_a_loop_without_a_finish_is_not_finished() -> None:
 def test_finished_although_a_notice_came_in_the_last_moment() -> None:
     records = (_record("n1", notice="SIGTERM"), _record("n2"))
     assert _decide(records=records, events=(_event("finished", step=9),)).cause == "finished"
+    assert _decide(records=records[:1], events=(_event("finished"),)).cause == "finished"
+    preempted = replace(RUNNING, preempted_at=900.0)
+    assert _decide(job=preempted, events=(_event("finished"),)).cause == "finished"
+    lost = _decide(job=preempted, records=FINE[:1], events=(_event("finished"),))
+    assert (lost.cause, lost.why) == ("preempted", "preempted")
+    assert _decide(job=preempted, events=(_event("first_step", step=4),)).why == (
+        "preempted, at step 4"
+    )
 
 
 def test_a_crash_after_the_training_is_a_crash() -> None:

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from fakes import Slurm
+
+
+@pytest.fixture
+def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """Stand-ins for Slurm's commands, first on PATH."""
+    folder = tmp_path / "slurm-bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return Slurm(folder)

@@ -1,0 +1,490 @@
+"""The batch shell's calls, before, while and after the step; Slurm's commands are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import Clock, Slurm
+
+from hpc_ddp import slurm
+from hpc_ddp.node import batch, continuation
+from hpc_ddp.node.batch import begin, judge, next_port, variables, verdict, warned
+from hpc_ddp.run import process
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json, write_json
+from hpc_ddp.run.journal import last_event
+from hpc_ddp.run.spec import JobSpec
+
+SHOWN = """\
+JobId=7 JobName=x
+   JobState={state} Reason=None Dependency=(null)
+   Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode=0:0
+   StartTime=2026-11-21T10:00:00 EndTime=2026-11-21T10:01:00 Deadline=N/A
+   PreemptEligibleTime=2026-11-21T10:00:00 PreemptTime={preempted}
+"""
+
+
+def shown(state: str = "RUNNING", restarts: int = 0, preempted: str = "None") -> str:
+    """Return what `scontrol show job` prints."""
+    return SHOWN.format(state=state, restarts=restarts, preempted=preempted)
+
+
+END = slurm.parse_job(shown()).end_time or 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(END - 1000)
+    for module in (batch, continuation, slurm):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "name" / "run").make()
+    run.lib.mkdir()
+    run.job_json.write_text(JobSpec("train.py", nodes=2).to_json())
+    return run
+
+
+def _spec(run: RunFolder, **values: Any) -> JobSpec:
+    spec = JobSpec("train.py", **values)
+    run.job_json.write_text(spec.to_json())
+    return spec
+
+
+def _environ(run: RunFolder, **values: str) -> dict[str, str]:
+    return {
+        **{"HPC_DDP_RUN": str(run.path), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"},
+        **{"PATH": os.environ["PATH"], **values},
+    }
+
+
+@pytest.fixture
+def controller(slurm_commands: Slurm, clock: Clock) -> Slurm:
+    """Slurm with a running job of two nodes, and whatever a test asks of it besides."""
+
+    def answer(text: str) -> None:
+        slurm_commands.answer_by(
+            "scontrol", f"[ $2 = hostnames ] && printf 'n1\\nn2\\n' || cat <<'x'\n{text}x\n"
+        )
+
+    answer(shown())
+    return slurm_commands
+
+
+# --- before the step -----------------------------------------------------------------------
+
+
+def test_the_step_is_told_what_it_needs(controller: Slurm, run: RunFolder) -> None:
+    _spec(run, nodes=2, host_suffix="-ib", signal="USR1@90", fabric="efa")
+    exports = begin(_environ(run, SLURM_RESTART_COUNT="3", SLURM_CLUSTER_NAME="c"))
+    assert exports is not None
+    port = int(exports.pop("HPC_DDP_PORT"))
+    assert 10049 <= port < 32768
+    assert exports == {
+        "HPC_DDP_RUN": str(run.path),
+        "HPC_DDP_RESTARTS": "3",
+        "HPC_DDP_HEAD": "n1-ib",
+        "HPC_DDP_ATTEMPT": "0",
+        "HPC_DDP_NODES": "n1 n2",
+        "HPC_DDP_NNODES": "2",
+        "HPC_DDP_LEAST_NODES": "2",
+        "HPC_DDP_RDZV_ID": "7.0",
+        "HPC_DDP_END_TIME": f"{END:.0f}",
+        "HPC_DDP_FABRIC": "efa",
+        "HPC_DDP_SIGNAL": "USR1",
+        "HPC_DDP_WARN_S": "90",
+    }
+    (event,) = run.events()
+    assert (event["event"], event["nodes"], event["cluster"]) == ("started", ["n1", "n2"], "c")
+    assert (event["job_id"], event["restarts"]) == ("7", 3)
+    assert run.attempt(0).info == {name: event[name] for name in ("job_id", "restarts", "host")}
+    assert (run.root / ".jobs" / "7").resolve() == run.path
+    assert not (run.attempt(0).path / "next.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("ends_in", "warn_s", "end"), [(300.0, "30", True), (6000.0, "60", True), (None, "", False)]
+)
+def test_a_short_attempt_is_warned_in_its_last_tenth(
+    run: RunFolder, clock: Clock, ends_in: float | None, warn_s: str, end: bool
+) -> None:
+    spec = JobSpec("train.py", nodes="2-4", elastic=True)
+    when = None if ends_in is None else clock.now + ends_in
+    exports = variables(run.attempt(2), ["n1"], "id", when, spec)
+    assert (exports["HPC_DDP_WARN_S"], bool(exports["HPC_DDP_END_TIME"])) == (warn_s, end)
+    assert (exports["HPC_DDP_LEAST_NODES"], exports["HPC_DDP_RDZV_ID"]) == ("1", "id.2")
+
+
+def test_ports_are_spread_over_the_range() -> None:
+    ports = [batch._first_port(str(number)) for number in range(20_000)]
+    assert (min(ports), ports[1] - ports[0]) == (10000, 7)
+    assert max(ports) < 32768
+    assert len(set(ports)) > 15_000
+
+
+@pytest.mark.parametrize(
+    ("restarts", "link", "begins"),
+    [("", False, False), ("0", False, False), ("1", False, True), ("", True, True)],
+)
+def test_a_finished_run_is_not_begun_again(
+    controller: Slurm, run: RunFolder, restarts: str, link: bool, begins: bool
+) -> None:
+    attempt = run.claim_attempt({}, lambda info: False)
+    run.journal("batch").write("verdict", cause="finished", action="none", why="")
+    if link:
+        write_json(attempt.path / "next.json", {"job_id": "7"})
+    environ = _environ(run, SLURM_RESTART_COUNT=restarts)
+    if begins:
+        assert begin(environ) is None
+        assert len(run.attempts()) == 1
+    else:
+        with pytest.raises(HpcDdpError, match="is finished"):
+            begin(environ)
+
+
+def test_a_run_that_was_cancelled_is_not_requeued_back_to_life(
+    controller: Slurm, run: RunFolder
+) -> None:
+    run.cancelled.touch()
+    with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
+        begin(_environ(run, SLURM_RESTART_COUNT="1"))
+    assert begin(_environ(run)) is not None  # somebody's own sbatch lifts the mark
+
+
+def test_a_run_without_hours_left_does_not_start(controller: Slurm, run: RunFolder) -> None:
+    _spec(run, budget_gpu_hours=2.0, nproc_per_node=2)
+    run.claim_attempt({}, lambda info: False)
+    run.claim_attempt({}, lambda info: False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "gpu_hours", lambda run, gpus: float(gpus))
+        with pytest.raises(HpcDdpError, match="2 of 2 GPU hours are spent") as caught:
+            begin(_environ(run))
+    assert f"hpc-ddp submit --run {run.path} --budget-gpu-hours" in str(caught.value.hint)
+    (event,) = run.events()
+    assert (event["cause"], event["action"], event["exit_code"]) == ("budget", "give up", 1)
+    assert event["attempt"] == 1
+
+
+@pytest.mark.parametrize(
+    ("earlier", "job", "live"),
+    [
+        ({"job_id": "7", "restarts": 0}, shown(), False),  # an earlier start of this very job
+        ({"job_id": "6", "restarts": 1}, shown(restarts=1), True),
+        ({"job_id": "6", "restarts": 1}, shown("SUSPENDED", 1), True),
+        ({"job_id": "6", "restarts": 1}, shown(restarts=2), False),
+        ({"job_id": "6", "restarts": 1}, shown("COMPLETED", 1), False),
+        ({"job_id": "6"}, None, False),
+        (process.identity(), shown(), True),
+        ({**process.identity(), "pid": 1 << 30}, shown(), False),
+    ],
+)
+def test_two_attempts_are_not_run_at_once(
+    slurm_commands: Slurm, clock: Clock, earlier: dict[str, Any], job: str | None, live: bool
+) -> None:
+    slurm_commands.answer("scontrol", job or "", "Invalid job id specified", int(job is None))
+    assert batch._is_live(earlier, job_id="7", restarts=1) is live
+
+
+def test_where_the_other_job_can_not_be_asked_for_nothing_is_begun(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("scontrol", err="Access denied", code=1)
+    with pytest.raises(HpcDdpError, match="Access denied"):
+        batch._is_live({"job_id": "6"}, job_id="7", restarts=0)
+
+
+def test_a_task_of_an_array_has_a_folder_of_its_own(controller: Slurm, run: RunFolder) -> None:
+    _spec(run, array="0-1", sweep={"lr": ("1", "2")}, args=("a",))
+    environ = _environ(run, SLURM_ARRAY_TASK_ID="1", SLURM_ARRAY_JOB_ID="5")
+    exports = begin(environ)
+    assert exports is not None
+    task = run.task(1)
+    assert exports["HPC_DDP_RUN"] == str(task.path)
+    assert JobSpec.from_json(task.job_json.read_text()).args == ("a", "--lr=2")
+    assert os.readlink(task.path / "lib") == "../lib"
+    assert (run.root / ".jobs" / "7").resolve() == task.path
+    last = environ | {"SLURM_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"}
+    assert begin(last) is not None
+    assert batch._run_of({**environ, "HPC_DDP_RUN": str(task.path)}) == task
+    assert not (run.root / ".jobs" / "5").exists()  # the array's own, linked at the submit
+
+
+def test_a_link_of_a_chain_queues_the_next_one(controller: Slurm, run: RunFolder) -> None:
+    _spec(run, nodes=2, continue_by="resubmit")
+    controller.answer("sbatch", "8\n")
+    assert begin(_environ(run)) is not None
+    assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}
+
+
+# --- while it runs -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attempt(run: RunFolder) -> AttemptFolder:
+    return run.claim_attempt({"job_id": "7"}, lambda info: False)
+
+
+def _in_step(run: RunFolder, **values: str) -> dict[str, str]:
+    return _environ(
+        run,
+        **{"HPC_DDP_ATTEMPT": "0", "HPC_DDP_NODES": "n1 n2", "HPC_DDP_RESTARTS": "0"} | values,
+    )
+
+
+@pytest.mark.parametrize(
+    ("job", "warn_s", "word", "slept"),
+    [
+        (shown(), "60", "warning signal", [940.0]),
+        (shown(), "", "warning signal", [1000.0]),
+        (shown(), "2000", "warning signal", [0.0]),
+        (shown(preempted="2026-11-21T10:00:00"), "60", "preemption", []),
+        (None, "60", "warning signal", []),
+    ],
+)
+def test_a_warning_is_passed_on_in_time(
+    slurm_commands: Slurm,
+    clock: Clock,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    job: str | None,
+    warn_s: str,
+    word: str,
+    slept: list[float],
+) -> None:
+    slurm_commands.answer("scontrol", job or "", "no such job", int(job is None))
+    warned(_in_step(run, HPC_DDP_WARN_S=warn_s))
+    assert attempt.notice.read_text() == word
+    assert clock.slept == slept
+
+
+def test_another_port_is_tried_without_what_the_first_one_left(
+    run: RunFolder, attempt: AttemptFolder
+) -> None:
+    node = attempt.node("n1")
+    node.path.mkdir()
+    for path in (node.record, attempt.node("n1", 1).record, attempt.port_taken):
+        path.write_text("{}")
+    attempt.failed.write_text("n1")
+    assert next_port(_in_step(run, HPC_DDP_PORT="32767")) >= 10000
+    assert (attempt.failed.read_text(), node.records()) == ("", [])
+    assert not attempt.port_taken.exists()
+
+
+def test_the_next_port_is_another_one(
+    run: RunFolder, attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt.port_taken.touch()
+    monkeypatch.setattr(batch, "free_port", lambda start: start)
+    assert next_port(_in_step(run, HPC_DDP_PORT="20000")) == 20001
+
+
+# --- after it ------------------------------------------------------------------------------
+
+
+def _record(attempt: AttemptFolder, node: str, **values: Any) -> None:
+    attempt.node(node).path.mkdir(exist_ok=True)
+    record = {"node": node, "code": 0, "notice": None, "failures": [], **values}
+    attempt.node(node).record.write_text(json.dumps(record))
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said to the user."""
+    lines: list[str] = []
+    for module in (batch, continuation):
+        monkeypatch.setattr(module, "say", lines.append)
+    return lines
+
+
+def test_an_end_without_trouble(
+    controller: Slurm, run: RunFolder, attempt: AttemptFolder, printed: list[str]
+) -> None:
+    for node in ("n1", "n2"):
+        _record(attempt, node)
+    assert verdict(_in_step(run)) == 0
+    (event,) = run.events()
+    assert (event["cause"], event["action"], event["why"], event["exit_code"]) == (
+        *("finished", "none", ""),
+        0,
+    )
+    assert (event["progress"], event["step"], event["bad_nodes"]) == (False, None, [])
+    assert "rank" not in event
+    assert printed == ["attempt 0: finished"]
+    assert controller.calls("sinfo") == []
+
+
+def test_an_error_of_the_script(
+    controller: Slurm, run: RunFolder, attempt: AttemptFolder, printed: list[str]
+) -> None:
+    failure = {"rank": 3, "code": 4, "time": 1.0, "error": "ValueError: x"}
+    _record(attempt, "n1", code=1)
+    _record(attempt, "n2", code=1, failures=[failure])
+    assert verdict(_in_step(run)) == 4
+    (event,) = run.events()
+    assert (event["cause"], event["action"], event["exit_code"]) == ("failed", "give up", 4)
+    assert (event["rank"], event["node"], event["error"]) == (3, "n2", "ValueError: x")
+    assert printed == [
+        f"its log: {attempt.path}/n2/rank-3.log",
+        "attempt 0: rank 3 on n2: ValueError: x; it came before the first step, and would come"
+        " again; given up",
+    ]
+
+
+@pytest.mark.parametrize(("step", "then"), [(None, "it starts over"), (5, "it goes on")])
+def test_a_lost_node_is_kept_off_the_requeued_job(
+    controller: Slurm,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    printed: list[str],
+    step: int | None,
+    then: str,
+) -> None:
+    controller.answer("sinfo", "n2|down*\n")
+    controller.answer("sbatch")
+    if step:
+        run.journal("rank-0").write("first_step", step=step)
+    _record(attempt, "n1")
+    assert verdict(_in_step(run)) == 0
+    (event,) = [event for event in run.events() if event["event"] == "verdict"]
+    assert (event["cause"], event["bad_nodes"]) == ("node lost", ["n2"])
+    assert printed == [
+        f"attempt 0: no word from n2; {then}",
+        "kept off for a day: n2",
+    ]
+    changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
+    assert changes == [["requeue", "7"], ["update", "JobId=7", "ExcNodeList=n2"]]
+
+
+@pytest.mark.parametrize(
+    ("marks", "cause", "text"),
+    [
+        ({"cancelled": True}, "cancelled", "attempt 0: cancelled; by the user"),
+        ({"superseded": True}, "superseded", "attempt 0: superseded"),
+        ({"restarts": 1}, "superseded", "attempt 0: superseded"),
+    ],
+)
+def test_what_is_on_disk_and_in_slurm_are_facts(
+    slurm_commands: Slurm,
+    clock: Clock,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    printed: list[str],
+    marks: dict[str, Any],
+    cause: str,
+    text: str,
+) -> None:
+    slurm_commands.answer("scontrol", shown(restarts=marks.get("restarts", 0)))
+    slurm_commands.answer("sinfo")
+    if "cancelled" in marks:
+        run.cancelled.touch()
+    if "superseded" in marks:
+        run.claim_attempt({}, lambda info: False)
+    verdict(_in_step(run))
+    assert run.events()[0]["cause"] == cause
+    assert printed == [text]
+
+
+def test_of_a_silent_node_slurm_is_asked_where_there_is_one(
+    run: RunFolder, attempt: AttemptFolder, slurm_commands: Slurm
+) -> None:
+    slurm_commands.answer("sinfo", "n1|down\nn2|down\n")
+    facts, decided = judge(run, attempt, _in_step(run), None)
+    assert (facts.lost_nodes, decided.cause) == ([], "node lost")
+    assert slurm_commands.calls("sinfo") == []
+
+
+def test_fixed_code_has_its_budgets_anew(run: RunFolder) -> None:
+    journal = run.journal
+    journal("submit").write("submitted")
+    journal("batch", 0).write("verdict", cause="failed", action="requeue", why="")
+    journal("submit").write("submitted", first_attempt=1)
+    journal("batch", 1).write("started")
+    assert [event["event"] for event in batch._since_submit(run.events())] == ["started"]
+    assert batch._since_submit([]) == []
+
+
+def test_hours_are_measured_for_a_budget_only(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunFolder, "gpu_hours", lambda run, gpus: 10.0 * gpus)
+    assert batch._gpu_hours(run, JobSpec("t.py")) == 0.0
+    assert batch._gpu_hours(run, JobSpec("t.py", budget_gpu_hours=1, gpus_per_node="4")) == 40.0
+
+
+# --- as the batch script calls it ----------------------------------------------------------
+
+
+def test_what_is_exported_survives_a_shell() -> None:
+    lines = batch.export_lines({"A": "a b'$(x)", "B": ""})
+    done = subprocess.run(
+        ["bash", "-c", f'{lines}printf "%s|%s" "$A" "$B"'], capture_output=True, text=True
+    )
+    assert done.stdout == "a b'$(x)|"
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, run: RunFolder) -> Callable[..., int]:
+    def main(*words: str, **environ: str) -> int:
+        for name, value in _in_step(run, **environ).items():
+            monkeypatch.setenv(name, value)
+        return batch.main(list(words))
+
+    return main
+
+
+def test_each_call_of_the_batch_script(
+    controller: Slurm,
+    run: RunFolder,
+    call: Callable[..., int],
+    printed: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call("begin") == 0
+    assert "export HPC_DDP_ATTEMPT=0\n" in capsys.readouterr().out
+    attempt = run.attempt(0)
+    assert call("interrupted") == 0
+    assert attempt.notice.read_text() == "interrupted"
+    assert call("warned", HPC_DDP_WARN_S="60") == 0
+    assert attempt.notice.read_text() == "warning signal"
+    attempt.port_taken.touch()
+    assert call("next-port", HPC_DDP_PORT="20000") == 0
+    assert int(capsys.readouterr().out) > 20000
+    for node in ("n1", "n2"):
+        _record(attempt, node, code=1, failures=[{"rank": 0, "code": 3, "time": 1, "error": ""}])
+    assert call("verdict") == 3
+    assert call("no such") == 2
+    assert printed[-1] == "unknown call ['no such']"
+    run.journal("batch", 1).write("verdict", cause="finished", action="none", why="")
+    assert call("begin", SLURM_RESTART_COUNT="1") == 0
+    assert capsys.readouterr().out == "exit 0\n"
+
+
+def test_what_can_not_be_done_is_said(
+    controller: Slurm, run: RunFolder, call: Callable[..., int], printed: list[str]
+) -> None:
+    run.journal("batch").write("verdict", cause="finished", action="none", why="")
+    assert call("begin") == 1
+    assert printed == [
+        f"run {run.path} is finished",
+        "hint: start a new one: hpc-ddp submit",
+    ]
+    assert call("interrupted", HPC_DDP_ATTEMPT="9") == 75
+    assert "the run's folder can't be used: " in printed[-1]
+
+
+def test_the_last_event_of_an_attempt_is_its_verdict(
+    controller: Slurm, run: RunFolder, attempt: AttemptFolder, printed: list[str]
+) -> None:
+    run.journal("rank-0").write("finished", step=3)
+    for node in ("n1", "n2"):
+        _record(attempt, node)
+    verdict(_in_step(run))
+    assert last_event(run.events(), "verdict") == run.events()[-1]
+    assert run.events()[-1]["step"] == 3

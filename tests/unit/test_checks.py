@@ -1,0 +1,703 @@
+"""What one node finds out about itself, and about its way to the others."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from fakes import Clock
+
+from hpc_ddp.node import bandwidth, checks, fabric, network
+from hpc_ddp.node.bandwidth import Meter, measure, turns
+from hpc_ddp.node.checks import UnfitError, Way
+from hpc_ddp.node.supervisor import Place
+from hpc_ddp.run.folder import RunFolder
+
+
+def _place(*nodes: str, index: int = 0) -> Place:
+    run = RunFolder(Path("/r/name/run"))
+    return Place(run, run.attempt(0), nodes or ("n1", "n2"), index, "", None, 0.0, None)
+
+
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Lines:
+    """Return what has been told since the last call, without the node's name."""
+    monkeypatch.setenv("HPC_DDP_NODE", "n1")
+
+    def read() -> list[dict[str, Any]]:
+        texts = [line.removeprefix(checks.MARK) for line in capfd.readouterr().out.splitlines()]
+        return [{k: v for k, v in json.loads(text).items() if k != "node"} for text in texts]
+
+    return read
+
+
+# --- the node itself -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """The addresses of this node's interfaces; eth0 is the one to the others."""
+    addresses: dict[str, str | None] = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": None}
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(addresses, 1)))
+    monkeypatch.setattr(network, "address_of", addresses.get)
+    monkeypatch.setattr(Place, "chosen_interface", "eth0")
+    monkeypatch.setattr(checks, "_has_ipv6", lambda name: False)
+    return addresses
+
+
+def test_the_interface_has_an_address(
+    interfaces: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checks.interface(_place()) == {"interface": "eth0", "address": "10.0.0.1"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert checks.interface(_place()) == {"interface": "lo", "address": "127.0.0.1"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    with pytest.raises(UnfitError, match="the interface ib0 has no address"):
+        checks.interface(_place())
+    monkeypatch.setattr(checks, "_has_ipv6", lambda name: name == "ib0")
+    assert checks.interface(_place()) == {"interface": "ib0", "address": None}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib1")
+    with pytest.raises(UnfitError, match="there is no interface 'ib1', only lo, eth0, ib0"):
+        checks.interface(_place())
+
+
+def test_only_a_node_among_others_needs_an_interface(
+    interfaces: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Place, "chosen_interface", None)
+    assert checks.interface(_place("n1")) == {}
+    with pytest.raises(UnfitError, match="no interface leads to n2"):
+        checks.interface(_place())
+
+
+def test_an_address_of_ipv6_counts_beyond_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "if_inet6").write_text(
+        "fe800000000000000000000000000001 02 40 20 80     eth0\n"
+        "fd000000000000000000000000000001 03 40 00 80      ib0\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "Path", lambda text: tmp_path / Path(text).name)
+        assert [checks._has_ipv6(name) for name in ("eth0", "ib0", "lo")] == [False, True, False]
+        patch.setattr(checks, "Path", lambda text: tmp_path / "none")
+        assert checks._has_ipv6("ib0") is False
+
+
+def test_the_interconnect_of_a_node_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = [fabric.Found("infiniband", ("a", "b"))]
+    monkeypatch.setattr(fabric, "look", lambda: result[0])
+    assert checks.interconnect(_place()) == {"fabric": "infiniband", "cards": 2}
+    result[0] = fabric.Found("", (), "no port is active")
+    assert checks.interconnect(_place()) == {
+        **{"fabric": None, "cards": 0, "note": "fabric: no port is active"}
+    }
+    assert checks.interconnect(_place("n1")) == {}
+    assert checks.interconnect(_place("local-0", "local-1")) == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ", "listed", "devices", "result"),
+    [
+        (2, {"CUDA_VISIBLE_DEVICES": "0,1"}, None, 0, {"gpus": 2, "note": "only CUDA"}),
+        (0, {"CUDA_VISIBLE_DEVICES": "0,1"}, None, 0, {"gpus": 2, "gpus_there": None}),
+        (1, {"ROCR_VISIBLE_DEVICES": "0"}, 0, 4, "0 GPUs in place of 1 .by nvidia-smi"),
+        (2, {"ROCR_VISIBLE_DEVICES": "0"}, None, 4, "1 GPUs in place of 2 .of CUDA_VISIBLE"),
+        (4, {}, 4, 2, {"gpus": 4, "gpus_there": 4}),
+        (4, {}, None, 4, {"gpus": 4, "gpus_there": 4}),
+        (1, {}, None, 0, {"gpus": None, "note": "can't tell whether there are 1 GPUs"}),
+    ],
+)
+def test_gpus_by_what_tells_of_them(
+    asked: int,
+    environ: dict[str, str],
+    listed: int | None,
+    devices: int,
+    result: dict[str, Any] | str,
+) -> None:
+    if isinstance(result, str):
+        with pytest.raises(UnfitError, match=result):
+            checks.gpus(asked, environ, listed, devices)
+        return
+    result = checks.gpus(asked, environ, listed, devices)
+    assert result.keys() == result.keys()
+    assert str(result.pop("note", "")).startswith(str(result.pop("note", "")))
+    assert result == result
+
+
+@pytest.mark.parametrize(
+    ("script", "result"),
+    [
+        (None, None),
+        ("echo 'GPU 0: a'; echo ' MIG'; echo 'GPU 1: a'", 2),
+        ("echo; echo broken >&2; echo more; exit 9", "nvidia-smi: more"),
+        ("exit 9", "nvidia-smi: exit code 9"),
+        ("exec sleep 60", "nvidia-smi gave no answer within 0 s"),
+    ],
+)
+def test_nvidia_smi_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, result: str | int | None
+) -> None:
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))
+    monkeypatch.setattr(checks, "GPU_S", 0.3 if script and "sleep" in script else 60.0)
+    if isinstance(result, str):
+        with pytest.raises(UnfitError, match=result):
+            checks._nvidia_smi()
+    else:
+        assert checks._nvidia_smi() == result
+
+
+def test_gpus_are_looked_for_where_some_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int | None]] = []
+    monkeypatch.setattr(checks, "_nvidia_smi", lambda: 4)
+    monkeypatch.setattr(
+        checks, "gpus", lambda asked, env, listed, devices: calls.append((asked, listed))
+    )
+    checks._check_gpus(_place(), 4)
+    checks._check_gpus(_place(), 0)
+    assert checks._check_gpus(_place("local-0"), 4) == {}
+    assert calls == [(4, 4), (0, None)]
+
+
+def test_space_is_compared_with_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage(NamedTuple):
+        free: int
+
+    free = checks.TMPDIR_BYTES
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage(free))  # type: ignore[attr-defined]
+    assert checks.tmpdir(tmp_path) == {"tmpdir": str(tmp_path), "tmpdir_free": free}
+    assert checks.space(tmp_path, free) == {"scratch_free": free}
+    with pytest.raises(UnfitError, match="the run folder has 67 MB free, and needs 68 MB"):
+        checks.space(tmp_path, free + 500_000)
+    monkeypatch.setattr(checks, "TMPDIR_BYTES", free + 1)
+    with pytest.raises(UnfitError, match="has only 67 MB free"):
+        checks.tmpdir(tmp_path)
+
+
+def test_a_run_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UnfitError, match="the run folder is not there: No such file"):
+        checks.space(tmp_path / "gone", 1)
+
+
+def test_a_check_tells_what_it_finds(lines: Lines) -> None:
+    def broken() -> dict[str, Any]:
+        raise UnfitError("x is y")
+
+    checks._look("a", lambda: {"x": 1})
+    checks._look("b", lambda: {"x": 1, "note": "odd"})
+    checks._look("c", broken)
+    assert lines() == [
+        {"values": {"x": 1}},
+        {"values": {"x": 1}},
+        {"note": "odd"},
+        {"bad": "c", "why": "x is y"},
+    ]
+
+
+# --- the way to the others -----------------------------------------------------------------
+
+
+def test_a_connection_that_is_closed_in_the_middle() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            peer, _ = server.accept()
+            with peer, peer.makefile("rb") as received:
+                received.readline()
+                peer.sendall(b"b\n")
+                received.readline()
+                peer.sendall(b"0\n")
+                received.read(checks.PAYLOAD)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(OSError, match="closed in the middle"):
+            checks.reach("b", "127.0.0.1", server.getsockname()[1], "secret")
+        thread.join()
+
+
+def test_a_clock_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = checks.Listener("b", "secret")
+    clock = Clock(5000.0)
+    here = threading.current_thread()
+    monkeypatch.setattr(
+        clock, "time", lambda: 5000.0 if here is threading.current_thread() else 5007.5
+    )
+    monkeypatch.setattr(checks, "time", clock)
+    assert checks.reach("b", "127.0.0.1", listener.port, "secret") == 7.5
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "loopback"),
+    [
+        (["127.0.1.1"], True),
+        (["::1", "127.0.0.1"], True),
+        (["127.0.0.1", "10.0.0.1"], False),
+        (["fe80::1%eth0"], False),
+    ],
+)
+def test_what_is_loopback(addresses: list[str], loopback: bool) -> None:
+    assert checks.is_loopback(addresses) is loopback
+
+
+def test_a_name_has_each_address_once() -> None:
+    assert checks.addresses_of("127.0.0.1") == ["127.0.0.1"]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str] | Exception]:
+    """What names resolve to here; links lead to 10.0.0.2 alone, whose clock is ahead."""
+    known: dict[str, list[str] | Exception] = {"n1": ["10.0.0.1"], "n2": ["10.0.0.2"]}
+
+    def resolve(host: str) -> list[str]:
+        addresses = known[host]
+        if isinstance(addresses, Exception):
+            raise addresses
+        return addresses
+
+    def reach(node: str, address: str, port: int, secret: str) -> float:
+        if address != "10.0.0.2":
+            raise TimeoutError("timed out")
+        assert (node, port, secret) == ("n2", 5, "secret")
+        return 1.23456
+
+    monkeypatch.setattr(checks, "addresses_of", resolve)
+    monkeypatch.setattr(checks, "reach", reach)
+    return known
+
+
+@pytest.mark.parametrize(
+    ("node", "address", "port", "first", "expected"),
+    [
+        ("n2", ["10.0.0.2"], 5, "n1", []),
+        ("n2", ["10.0.0.2"], 5, "n2", [{"values": {"clock_s": -1.235}}]),
+        ("n2", ["10.0.0.2"], None, "n2", []),
+        ("n1", ["10.0.0.1"], 5, "n1", []),
+        (
+            *("n2", ["10.0.0.9"], 5, "n1"),
+            [{"pair": "n2", "check": "link", "address": "10.0.0.9"}],
+        ),
+        ("n2", ["127.0.1.1"], 5, "n1", [{"pair": "n2", "check": "name"}]),
+        ("n1", ["127.0.1.1"], 5, "n1", [{"note": 0}]),
+        ("n2", OSError(2, "Name unknown"), 5, "n1", [{"pair": "n2", "check": "name"}]),
+        ("n2", UnicodeError("label"), 5, "n1", [{"pair": "n2", "check": "name"}]),
+    ],
+)
+def test_a_name_and_a_link(
+    names: dict[str, list[str] | Exception],
+    lines: Lines,
+    node: str,
+    address: list[str] | Exception,
+    port: int | None,
+    first: str,
+    expected: list[dict[str, Any]],
+) -> None:
+    names[node] = address
+    nodes = ("n1", "n2") if first == "n1" else ("n2", "n1")
+    way = Way(_place(*nodes, index=nodes.index("n1")), Path("/no"), "secret")
+    way._name_and_link(node, node, port)
+    messages = lines()
+    words = [str(line.pop("why", line.get("note", ""))) for line in messages]
+    if expected and "note" in expected[0]:
+        expected = [{"note": words[0]}]
+    assert messages == expected
+    for text in words:
+        reasons = ("timed out", "which is loopback", "Name unknown", "label", "")
+        assert any(reason in text for reason in reasons)
+    if isinstance(address, OSError):
+        assert words == ["the name n2 does not resolve here: Name unknown"]
+    elif words and address == ["10.0.0.9"]:
+        assert words == ["no way from here to n2 (10.0.0.9): timed out"]
+    elif words and address == ["127.0.1.1"]:
+        assert words == [f"the name {node} resolves to 127.0.1.1, which is loopback"]
+
+
+def test_loopback_is_right_between_processes_of_one_machine(
+    names: dict[str, list[str] | Exception], lines: Lines
+) -> None:
+    names["local-1"] = ["127.0.0.2"]
+    way = Way(_place("local-0", "local-1"), Path("/no"), "secret")
+    way._name_and_link("local-1", "local-1", None)
+    assert lines() == []
+
+
+def test_all_are_looked_for(
+    names: dict[str, list[str] | Exception],
+    lines: Lines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "VISIBLE_S", 0.0)
+    monkeypatch.setattr(checks, "REVERSE_S", 60.0)
+    monkeypatch.setattr(checks.socket, "gethostbyaddr", lambda a: ("n9", ["n1.org"], []))  # type: ignore[attr-defined]
+    (tmp_path / "n2").write_text("secret")
+    names["n3"] = ["10.0.0.3"]
+    Way(_place("n1", "n2", "n3"), tmp_path, "secret").look({"n2": 5, "n3": 6})
+    messages = sorted(lines(), key=str)
+    assert messages == [
+        {"note": "no reverse name: 10.0.0.2 is n9, not n2 (and 1 more)"},
+        {"pair": "n3", "check": "link", "address": "10.0.0.3", "why": messages[1]["why"]},
+        {"pair": "n3", "check": "scratch", "why": "does not see what n3 writes"},
+    ]
+
+
+def test_a_file_that_comes_late_is_seen(
+    tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(checks, "time", clock)
+    monkeypatch.setattr(checks, "holds", lambda path, text: clock.now > 1000 + checks.VISIBLE_S - 1)
+    Way(_place(), tmp_path, "secret")._disk("n2")
+    assert lines() == []
+    monkeypatch.setattr(checks, "holds", lambda path, text: False)
+    begin = clock.now
+    Way(_place(), tmp_path, "secret")._disk("n2")
+    assert checks.VISIBLE_S < clock.now - begin < checks.VISIBLE_S + 1
+    assert len(lines()) == 1
+
+
+def test_a_name_server_that_is_slow_is_noted(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = threading.Event()
+
+    def look(address: str) -> tuple[str, list[str], list[str]]:
+        hold.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(checks, "REVERSE_S", 0.01)
+    monkeypatch.setattr(checks.socket, "gethostbyaddr", look)  # type: ignore[attr-defined]
+    way = Way(_place(), Path("/no"), "secret")
+    way._resolved["n2"] = "10.0.0.2"
+    before = threading.active_count()
+    way._reverse()
+    assert lines() == [{"note": "reverse look-ups of names take longer than 0 s"}]
+    hold.set()
+    for thread in threading.enumerate()[before:]:
+        thread.join()
+    monkeypatch.setattr(checks, "REVERSE_S", 60.0)
+    way._reverse()
+    assert lines() == [{"note": "no reverse name: 10.0.0.2 is nobody, not n2"}]
+    monkeypatch.setattr(checks.socket, "gethostbyaddr", lambda a: ("x", ["n2.org"], []))  # type: ignore[attr-defined]
+    way._reverse()
+    assert lines() == []
+
+
+def test_a_file_holds_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("secret")
+    assert checks.holds(tmp_path / "a", "secret")
+    assert not checks.holds(tmp_path / "a", "other")
+    assert checks.holds(tmp_path / "b", "secret") is False
+
+
+# --- torch's process -----------------------------------------------------------------------
+
+
+def _torch(script: str) -> checks.Torch:
+    pipe = subprocess.PIPE
+    child = checks.Torch.__new__(checks.Torch)
+    child._process = subprocess.Popen(["bash", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
+    child._teller = threading.Thread(target=child._tell)
+    child._teller.start()
+    return child
+
+
+@pytest.mark.parametrize(
+    ("script", "bad"),
+    [
+        ("cat >/dev/null", []),
+        ("echo first >&2; echo last >&2; echo >&2; exit 3", ["exit code 3: last"]),
+        ("exit 3", ["exit code 3: -"]),
+        ("kill -SEGV $$", ["SIGSEGV: -"]),
+    ],
+)
+def test_the_end_of_torchs_process_is_told(
+    script: str, bad: list[str], lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = f'echo noise; echo \'{checks.MARK}{{"node": "n1", "x": 1}}\'; '
+    child = _torch(mark + script)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+    child.ask()
+    assert child._process.stdout is not None
+    assert child._process.stderr is not None
+    child._process.stdout.close()
+    child._process.stderr.close()
+    whys = [f"torch's process ended with {why}" for why in bad]
+    assert lines() == [{"x": 1}, *({"bad": "torch", "why": why} for why in whys)]
+
+
+# --- how fast nodes exchange ---------------------------------------------------------------
+
+
+class FakeDist:
+    """What a `Meter` takes of torch.distributed: two ranks of one process, as two threads."""
+
+    class P2POp(NamedTuple):
+        operation: str
+        tensor: torch.Tensor
+        peer: int
+
+    isend, irecv = "send", "receive"
+
+    def __init__(self, mine: deque[torch.Tensor], theirs: deque[torch.Tensor]) -> None:
+        self._mine, self._theirs = mine, theirs
+        self.sizes: list[int] = []
+
+    def batch_isend_irecv(self, operations: list[P2POp]) -> list[Any]:
+        for operation, tensor, peer in operations:
+            assert peer == 1
+            if operation == "send":
+                self._theirs.append(tensor.clone())
+                self.sizes.append(tensor.numel())
+            elif self._mine:
+                tensor.copy_(self._mine.popleft())
+        return []
+
+    def get_world_size(self) -> int:
+        return 3
+
+    def get_rank(self) -> int:
+        return 1
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        assert bool((values == 2).all())
+        values.fill_(6.0)
+
+
+class FakeTorch:
+    float32 = torch.float32
+    zeros = staticmethod(torch.zeros)
+
+    def __init__(self) -> None:
+        self.mine: deque[torch.Tensor] = deque()
+        self.theirs: deque[torch.Tensor] = deque()
+        self.distributed = FakeDist(self.mine, self.theirs)
+
+
+class Ticking(Clock):
+    """A clock whose performance counter goes on by `step` each time that it is looked at."""
+
+    step = 0.01
+
+    def perf_counter(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("step", "sizes"),
+    [
+        (0.011, [1, 2, *[4] * 17]),  # MiB: for as long as a burst, more and more
+        (0.04, [1] * 6),
+        (1.0, [1] * 3),
+    ],
+)
+def test_a_burst_is_measured(
+    step: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Ticking(0.0)
+    clock.step = step
+    monkeypatch.setattr(bandwidth, "time", clock)
+    monkeypatch.setattr(bandwidth, "LAST_BYTES", 4 << 20)
+    fake = FakeTorch()
+    best = Meter(fake, "cpu").send(1)
+    words = [size for size in fake.distributed.sizes if size != 1]
+    assert words == [size * (1 << 18) for size in sizes]
+    assert best == pytest.approx(max(sizes) * (1 << 20) / step / 1e6)
+    assert fake.theirs[-1].item() == 0  # the end of it
+    assert fake.theirs[0].item() == 1 << 20
+
+
+def test_the_other_end_takes_what_comes() -> None:
+    fake = FakeTorch()
+    for size in (8, 4):
+        fake.mine += [torch.tensor([float(size)]), torch.ones(size // 4)]
+    fake.mine.append(torch.tensor([0.0]))
+    Meter(fake, "cpu").receive(1)
+    assert [tensor.item() for tensor in fake.theirs] == [8.0, 4.0]
+    assert not fake.mine
+
+
+def test_a_sum_is_right_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "time", Ticking(0.0))
+    fake = FakeTorch()
+    speed, right = Meter(fake, "cpu").all_reduce(1000)
+    assert right
+    assert speed == pytest.approx(0.4)
+    monkeypatch.setattr(fake.distributed, "all_reduce", lambda values: values.fill_(5.0))
+    assert Meter(fake, "cpu").all_reduce(1000)[1] is False
+
+
+class FakeMeter:
+    """A meter of speeds that are known."""
+
+    def __init__(self, right: bool = True, broken: str = "") -> None:
+        self.right, self.broken = right, broken
+        self.calls: list[str] = []
+
+    def send(self, other: int) -> float:
+        if self.broken:
+            raise RuntimeError(self.broken)
+        self.calls.append(f"to {other}")
+        return 100.06
+
+    def receive(self, other: int) -> None:
+        self.calls.append(f"from {other}")
+
+    def all_reduce(self, count: int) -> tuple[float, bool]:
+        assert count == bandwidth.REDUCED
+        return 7.77, self.right
+
+
+@pytest.mark.parametrize(
+    ("rank", "calls"),
+    [(0, ["from 1", "to 1"]), (1, ["from 0", "to 0"]), (2, [])],
+)
+def test_each_pair_takes_turns(rank: int, calls: list[str], lines: Lines) -> None:
+    meter: Any = FakeMeter()
+    names = ["n1", "n2", "n3"][: max(2, rank + 1)]
+    measure(meter, names, rank)
+    expected = sorted(calls) if rank else ["to 1", "from 1"]
+    if rank == 2:
+        assert sorted(meter.calls) == ["from 0", "from 1", "to 0", "to 1"]
+        assert [line["to"] for line in lines() if "to" in line] in (["n1", "n2"], ["n2", "n1"])
+        return
+    assert meter.calls == expected
+    other = names[1 - rank]
+    assert lines() == [{"to": other, "mb_s": 100.1}, {"values": {"all_reduce_mb_s": 7.8}}]
+
+
+def test_trouble_in_an_exchange_is_told_with_its_turn(lines: Lines) -> None:
+    meter: Any = FakeMeter(broken="Connection reset\nby peer")
+    with pytest.raises(RuntimeError):
+        measure(meter, ["n1", "n2"], 0)
+    why = "no exchange with n2: Connection reset"
+    assert lines() == [{"pair": "n2", "check": "bandwidth", "why": why, "turn": 0}]
+    wrong: Any = FakeMeter(right=False)
+    measure(wrong, ["n1", "n2"], 0)
+    assert lines()[-1] == {"bad": "bandwidth", "why": "the sum of an all-reduce is wrong here"}
+
+
+def test_how_many_turns_there_are() -> None:
+    assert [turns(world) for world in (2, 3, 4, 5, 6, 100)] == [1, 3, 3, 4, 4, 4]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> Callable[..., int | None]:
+    """Call `bandwidth` with lines on its stdin; None where it has left the process."""
+
+    class LeftError(Exception):
+        pass
+
+    def leave(code: int) -> None:
+        assert code == 0
+        raise LeftError
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(bandwidth, "die_with_parent", lambda: None)
+
+    def call(*questions: dict[str, Any]) -> int | None:
+        text = "".join(json.dumps(question) + "\n" for question in questions)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        try:
+            return bandwidth.main([])
+        except LeftError:
+            return None
+
+    return call
+
+
+GO = {"members": ["n2", "n1"], "host": "h", "port": 5, "backend": "gloo"}
+
+
+@pytest.mark.parametrize("questions", [(), ({"members": ["n2"]},)])
+def test_a_node_that_is_not_asked_to_measure_ends_well(
+    asked: Callable[..., int | None], lines: Lines, questions: tuple[dict[str, Any], ...]
+) -> None:
+    assert asked(*questions) == 0
+    (messages,) = lines()
+    assert (messages["stage"], messages["values"]["torch"]) == ("imported", torch.__version__)
+    assert messages["values"]["cuda"] == 0
+    assert 0 <= messages["values"]["import_s"] < 60
+
+
+def test_it_measures_as_often_as_it_is_asked(
+    asked: Callable[..., int | None], lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[list[str], int]] = []
+    monkeypatch.setattr(bandwidth, "join", lambda torch, go, rank: "meter")
+    monkeypatch.setattr(
+        bandwidth, "measure", lambda meter, names, rank: calls.append((names, rank))
+    )
+    assert asked(GO, {"again": True}) is None
+    assert [messages["stage"] for messages in lines()] == ["imported", "done", "again"]
+    assert calls == [(["n2", "n1"], 1)] * 2
+    asked(GO, *[{"again": True}] * 3)
+    assert [messages["stage"] for messages in lines()] == ["imported", "done", "again", "third"]
+
+
+def test_a_process_group_that_does_not_come_about_is_told(
+    asked: Callable[..., int | None], lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(torch: Any, go: Any, rank: int) -> None:
+        raise RuntimeError("Timed out\nafter 20 s")
+
+    monkeypatch.setattr(bandwidth, "join", refuse)
+    assert asked(GO) is None
+    assert lines()[1] == {"stage": "done", "broken": "Timed out"}
+
+
+def test_a_torch_that_can_not_be_imported_is_told(
+    asked: Callable[..., int | None], lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert asked() == 0
+    (messages,) = lines()
+    assert messages["bad"] == "torch"
+    assert messages["why"].startswith("import torch: ModuleNotFoundError: import of torch halted")
+
+
+@pytest.mark.parametrize(("backend", "rank"), [("gloo", 0), ("nccl", 1)])
+def test_the_members_join(backend: str, rank: int) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Dist(FakeDist):
+        def TCPStore(self, *words: Any, timeout: Any) -> str:
+            calls.append((*words, timeout.total_seconds()))
+            return "store"
+
+        def init_process_group(self, backend: str, **values: Any) -> None:
+            assert values.pop("timeout").total_seconds() == bandwidth.TIMEOUT_S
+            calls.append((backend, values))
+
+    class Cuda:
+        def set_device(self, index: int) -> None:
+            calls.append(("device", index))
+
+    fake: Any = FakeTorch()
+    fake.distributed, fake.cuda = Dist(fake.mine, fake.theirs), Cuda()
+    fake.zeros = lambda count, dtype, device: torch.zeros(count)
+    meter = bandwidth.join(fake, {**GO, "backend": backend}, rank)
+    assert meter._device == ("cuda" if backend == "nccl" else "cpu")
+    group = (backend, {"store": "store", "rank": rank, "world_size": 2})
+    device = [("device", 0)] if backend == "nccl" else []
+    assert calls == [("h", 5, 2, rank == 0, bandwidth.TIMEOUT_S), group, *device]

@@ -1,0 +1,325 @@
+"""How Slurm's commands are called, read and called again, with stand-ins in their place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes import Clock, Slurm
+
+from hpc_ddp import slurm
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.slurm import NoAnswerError, Queued, Record
+
+TIMED_OUT = "slurm_load_jobs error: Socket timed out on send/recv operation"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(slurm, "time", clock)
+    return clock
+
+
+# --- one call ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "code", "message", "hint"),
+    [
+        ("", "sbatch: error: no\nsbatch: error: way\n", 3, "refused: no; way", "man sbatch"),
+        ("on stdout\n", "", 1, "refused: on stdout", "man sbatch"),
+        ("", "", 9, "refused: exit code 9", "man sbatch"),
+        ("", "sbatch: error: Invalid account\n", 1, "Invalid account", "sacctmgr show"),
+        ("", "error: invalid partition specified: x", 1, "specified: x", "sinfo -s"),
+    ],
+)
+def test_a_refusal_is_worded(
+    slurm_commands: Slurm, out: str, err: str, code: int, message: str, hint: str
+) -> None:
+    slurm_commands.answer("sbatch", out, err, code)
+    with pytest.raises(HpcDdpError) as caught:
+        slurm.sbatch(Path("job"), os.environ)
+    assert not isinstance(caught.value, NoAnswerError)
+    assert caught.value.message.endswith(message)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith(hint)
+
+
+def test_a_machine_without_slurm_and_a_command_that_hangs(
+    tmp_path: Path, slurm_commands: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm_commands.answer_by("scontrol", "exec sleep 60")
+    with pytest.raises(NoAnswerError, match=r"scontrol gave no answer within 0 s"):
+        slurm._run(["scontrol"], timeout_s=0.05)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HpcDdpError, match="this machine has no Slurm client") as caught:
+        slurm.show_config()
+    assert "dry-run" in str(caught.value.hint)
+
+
+def test_an_estimate_reads_the_script_and_both_streams(slurm_commands: Slurm) -> None:
+    slurm_commands.answer_by("sbatch", "read -r line; echo \"$line\"; echo ' on n1' >&2")
+    estimate = slurm.estimate("#!/bin/bash\n", {**os.environ, "SBATCH_ACCOUNT": "x"})
+    assert estimate.said == "#!/bin/bash\n on n1"
+    assert estimate.nodes == "n1"
+    assert slurm_commands.calls("sbatch") == [["--test-only"]]
+
+
+def test_what_is_asked_of_slurm(slurm_commands: Slurm, tmp_path: Path) -> None:
+    for command in ("scontrol", "sbatch", "scancel"):
+        slurm_commands.answer(command)
+    slurm.requeue("7")
+    slurm.exclude("7", ["n1", "n2"])
+    assert slurm.could_run(Path("job"), "--exclude=n1")
+    slurm.cancel(["7", "8_1"])
+    assert slurm_commands.calls("scontrol") == [
+        ["requeue", "7"],
+        ["update", "JobId=7", "ExcNodeList=n1,n2"],
+    ]
+    assert slurm_commands.calls("sbatch") == [["--test-only", "--exclude=n1", "job"]]
+    assert slurm_commands.calls("scancel") == [["7", "8_1"]]
+
+
+# A site without it, or a controller that is away, must not end a command.
+@pytest.mark.parametrize(
+    ("ask", "nothing"),
+    [
+        (lambda: slurm.could_run(Path("job")), False),
+        (lambda: slurm.is_pending_or_running("7"), False),
+        (lambda: slurm.takes_option("sbatch", "gres"), False),
+        (lambda: slurm.partitions(), []),
+        (lambda: slurm.unusable(["n1"]), []),
+        (lambda: slurm.show_qos(), []),
+        (lambda: slurm.show_accounts("me"), []),
+    ],
+)
+def test_what_is_only_good_to_know_does_not_fail(
+    slurm_commands: Slurm, ask: Callable[[], object], nothing: object
+) -> None:
+    assert ask() == nothing
+
+
+# --- again and again -----------------------------------------------------------------------
+
+
+def test_a_controller_that_is_away_is_waited_for(
+    slurm_commands: Slurm, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(6):
+        slurm_commands.answer("scontrol", err=TIMED_OUT, code=1)
+    slurm_commands.answer("scontrol", "   JobState=RUNNING Reason=None\n")
+    assert slurm.show_job("7").state == "RUNNING"
+    assert slurm_commands.calls("scontrol") == [["show", "job", "7"]] * 7
+    assert clock.slept == [1, 2, 4, 8, 15, 15]
+    assert (
+        capsys.readouterr().err.count("Socket timed out on send/recv operation; trying again") == 6
+    )
+
+
+def test_it_is_not_waited_for_without_end(slurm_commands: Slurm, clock: Clock) -> None:
+    slurm_commands.answer("scontrol", err="Unable to contact slurm controller", code=1)
+    with pytest.raises(NoAnswerError, match="scontrol got no answer"):
+        slurm.show_job("7")
+    assert slurm.PATIENCE_S - 15 < sum(clock.slept) <= slurm.PATIENCE_S
+
+
+def test_a_refusal_is_not_tried_again(slurm_commands: Slurm, clock: Clock) -> None:
+    slurm_commands.answer("scontrol", err="slurm_load_jobs error: Invalid job id specified", code=1)
+    with pytest.raises(HpcDdpError, match="Invalid job id"):
+        slurm.show_job("7")
+    assert len(slurm_commands.calls("scontrol")) == 1
+
+
+def test_cancel_passes_over_jobs_that_are_gone_alone(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("scancel", err="scancel: error: Invalid job id 7", code=1)
+    slurm.cancel(["7"])
+    slurm_commands.answer("scancel", err="scancel: error: Access denied", code=1)
+    with pytest.raises(HpcDdpError, match="Access denied"):
+        slurm.cancel(["7"])
+
+
+# --- was it queued? ------------------------------------------------------------------------
+
+
+def _submit(*options: str, known: tuple[str, ...] = ()) -> str:
+    return slurm.sbatch(Path("/r/job.sbatch"), os.environ, *options, known=known)
+
+
+def test_a_submit_is_answered_with_the_id(
+    slurm_commands: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "an outer job's")
+    slurm_commands.answer_by("sbatch", 'echo "7;cluster$SBATCH_PARTITION"')
+    assert _submit("--array=1") == "7"
+    assert slurm_commands.calls("sbatch") == [["--parsable", "--array=1", "/r/job.sbatch"]]
+    assert not slurm_commands.calls("squeue")
+
+
+@pytest.mark.parametrize(
+    ("options", "known", "rows", "id"),
+    [
+        ((), (), "7|N/A|/r/job.sbatch\n", "7"),
+        ((), (), "8|N/A|/r/other\n9|N/A|/r/job.sbatch\n10|N/A|/r/job.sbatch\n", "10"),
+        ((), ("10",), "9|N/A|/r/job.sbatch\n10|N/A|/r/job.sbatch\n", "9"),
+        (("--array=2",), (), "9|2|/r/job.sbatch\n10|1|/r/job.sbatch\n", "9"),
+        (("--hold",), (), "torn line\n9|1|/r/job.sbatch\n", "9"),
+    ],
+)
+def test_without_an_answer_the_queue_is_asked(
+    slurm_commands: Slurm,
+    clock: Clock,
+    options: tuple[str, ...],
+    known: tuple[str, ...],
+    rows: str,
+    id: str,
+) -> None:
+    slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
+    slurm_commands.answer("squeue", "")
+    slurm_commands.answer("squeue", rows)
+    assert _submit(*options, known=known) == id
+    assert len(slurm_commands.calls("sbatch")) == 1
+    assert clock.slept == [2, 2]
+
+
+def test_what_is_not_in_the_queue_is_submitted_again(
+    slurm_commands: Slurm, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
+    slurm_commands.answer("sbatch", "8\n")
+    slurm_commands.answer("squeue", "7|N/A|/r/job.sbatch\n")
+    assert _submit(known=("7",)) == "8"
+    assert len(slurm_commands.calls("squeue")) == slurm.LOOKS
+    assert "trying again" in capsys.readouterr().err
+
+
+def test_a_submit_is_given_up_after_a_while(slurm_commands: Slurm, clock: Clock) -> None:
+    slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
+    slurm_commands.answer("squeue", "")
+    with pytest.raises(NoAnswerError):
+        _submit()
+    pause_s = 2 * slurm.LOOKS
+    assert slurm.PATIENCE_S < sum(clock.slept) <= slurm.PATIENCE_S + pause_s
+
+
+# --- the queue -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "states"),
+    [
+        ("5|5|RUNNING|None|n1|9:00\n", {"5": "RUNNING"}),
+        # An array's own id is that of its last task. While others run, it stands for one of them.
+        (
+            "5|6|RUNNING|None|n1|9:00\n5|5|COMPLETED|None|n2|0:00\n",
+            {"6": "RUNNING", "5": "RUNNING"},
+        ),
+        ("5|6|COMPLETED|None|n1|9:00\n5|5|PENDING|None||\n", {"6": "COMPLETED", "5": "PENDING"}),
+        ("5|6|RUNNING|None|n1|9:00\n", {"6": "RUNNING", "5": "RUNNING"}),
+        ("5|6|COMPLETED|None|n1|0:00\n", {"6": "COMPLETED"}),
+        ("5|5|SIGNALING|None|n1|9:00\nnot|ours\n", {"5": "RUNNING"}),
+    ],
+)
+def test_an_array_lives_as_long_as_one_of_its_tasks(
+    slurm_commands: Slurm, rows: str, states: dict[str, str]
+) -> None:
+    slurm_commands.answer("squeue", rows)
+    assert {id: job.state for id, job in slurm.queue().items()} == states
+
+
+def test_a_line_of_the_queue(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("squeue", "5|5|PENDING|Priority|n[1-2]|1:00\n")
+    assert slurm.queue() == {"5": Queued("PENDING", "Priority", "n[1-2]", "1:00")}
+
+
+def test_scripts_that_anybody_has_queued(slurm_commands: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    over = "".join(f"{state}|/w|/over\n" for state in slurm.OVER)
+    live = f"RUNNING|{tmp_path}/link|job.sh\nPENDING|/w|/a|b\nPREEMPTED|/w|(null)\ntorn|\n"
+    slurm_commands.answer("squeue", over + live)
+    assert slurm.queued_scripts() == {f"{tmp_path}/job.sh", "/a|b", "(null)"}
+
+
+@pytest.mark.parametrize(
+    ("shown", "live"), [("SUSPENDED", True), ("REQUEUE_HOLD", True), ("COMPLETED", False)]
+)
+def test_a_job_may_still_do_something(slurm_commands: Slurm, shown: str, live: bool) -> None:
+    slurm_commands.answer("scontrol", f"   JobState={shown} Reason=None\n")
+    assert slurm.is_pending_or_running("7") is live
+
+
+def test_a_job_that_is_forgotten_is_in_the_accounting(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("scontrol", err="Invalid job id specified", code=1)
+    row = "CANCELLED by 1000|None|0:15|n1|2026-11-21T10:00:00"
+    slurm_commands.answer("sacct", f"a line|of another kind\nFAILED||1:0||\n{row}\n")
+    record = slurm.record("7")
+    assert record == Record("CANCELLED", "None", "0:15", "n1", record.start_time)
+    assert record.start_time is not None
+    assert slurm_commands.calls("sacct")[0][-1] == "--jobs=7"
+
+
+@pytest.mark.parametrize("accounting", [("", 0), ("sacct: error: no accounting", 1)])
+def test_a_job_that_nobody_knows(slurm_commands: Slurm, accounting: tuple[str, int]) -> None:
+    slurm_commands.answer("scontrol", err="Invalid job id specified", code=1)
+    slurm_commands.answer("sacct", accounting[0], code=accounting[1])
+    with pytest.raises(HpcDdpError, match="scontrol refused: Invalid job id"):
+        slurm.record("7")
+
+
+# --- nodes and the cluster -----------------------------------------------------------------
+
+
+def test_nodes_that_are_down_or_do_not_answer(slurm_commands: Slurm) -> None:
+    states = "n1|idle\nn2|down*\nn3|drained\nn4|mixed*\nn5|failing\nn6|allocated\nodd\n"
+    slurm_commands.answer("sinfo", states)
+    nodes = ["n6", "n5", "n4", "n3", "n2", "n1", "n0"]
+    assert slurm.unusable(nodes) == ["n5", "n4", "n3", "n2"]
+    assert slurm.unusable([]) == []
+    assert len(slurm_commands.calls("sinfo")) == 1
+
+
+def test_a_host_list_is_expanded(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("scontrol", "n1\nn2\n")
+    assert slurm.expand_hosts("n[1-2]") == ["n1", "n2"]
+    assert slurm_commands.calls("scontrol") == [["show", "hostnames", "n[1-2]"]]
+    with pytest.raises(HpcDdpError, match="'' of this job names no node"):
+        slurm.expand_hosts("")
+    assert len(slurm_commands.calls("scontrol")) == 1
+
+
+def test_partitions_are_read(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("scontrol", "PartitionName=a State=UP\n\nAlloc=3\nPartitionName=b\n")
+    assert [row.name for row in slurm.partitions()] == ["a", "b"]
+    assert slurm_commands.calls("scontrol") == [["--oneliner", "show", "partition"]]
+
+
+def test_the_configuration_is_read(slurm_commands: Slurm) -> None:
+    text = "Configuration data as of now\nA = 1\nB     = x=y\n\nCgroup Support:\nA = 2\n"
+    slurm_commands.answer("scontrol", text)
+    assert slurm.show_config() == {"A": "1", "B": "x=y"}
+
+
+def test_rows_of_the_accounting_are_read(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("sacctmgr", "torn\nhigh|00:02:00|low|cluster\n")
+    assert slurm.show_qos() == [
+        {"Name": "high", "GraceTime": "00:02:00", "Preempt": "low", "PreemptMode": "cluster"}
+    ]
+    assert slurm_commands.calls("sacctmgr")[0][2:] == [
+        *("show", "qos", "format=Name,GraceTime,Preempt,PreemptMode")
+    ]
+
+
+def test_options_that_a_site_adds(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("sbatch", "  --uenv=NAME\n")
+    assert slurm.takes_option("sbatch", "uenv")
+    assert not slurm.takes_option("sbatch", "bb")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1-02:03:04", 93784), ("02:03:04", 7384), ("UNLIMITED", None), ("", None), ("5", None)],
+)
+def test_a_partitions_time(text: str, seconds: int | None) -> None:
+    assert slurm._seconds(text) == seconds

@@ -1,0 +1,529 @@
+"""Saving and restoring by one rank, without a process group; see tests/ddp for several."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from fakes import Clock
+
+from hpc_ddp.run import checkpoints
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.training import checkpoint, randomness, storage
+from hpc_ddp.training import keeper as keeper_module
+from hpc_ddp.training.checkpoint import (
+    Answer,
+    Checkpoints,
+    Content,
+    SupersededError,
+    open_checkpoint,
+)
+from hpc_ddp.training.grid import Grid
+from hpc_ddp.training.keeper import Keeper
+from hpc_ddp.training.order import Position
+from hpc_ddp.training.storage import Keep
+
+CPU = torch.device("cpu")
+
+
+class Alone:
+    """The talk of a world of one rank. `peers` are the answers of others, if there are some."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self) -> None:
+        self.peers: list[Any] = []
+
+    def from_first(self, value: Any) -> Any:
+        return value
+
+    def to_first(self, value: Any) -> list[Any]:
+        return [value, *self.peers]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "name" / "run").make()
+    run.claim_attempt({}, lambda info: False)
+    return run
+
+
+Make = Callable[..., Checkpoints]
+
+
+@pytest.fixture
+def make(run: RunFolder) -> Make:
+    def build(keep: Keep | None = None, background: Any = None) -> Checkpoints:
+        control, background = cast(Any, Alone()), cast(Any, background or Alone())
+        journal = run.journal("rank-0")
+        return Checkpoints(run, 0, control, background, journal, keep or Keep(2))
+
+    return build
+
+
+def _content(step: int, **values: Any) -> Content:
+    fields: dict[str, Any] = {
+        **{"facts": {"epoch": 1, "best": None}, "shared": {"tree": {"a": step}}},
+        **{"own": {"rank": 0, "pieces": {}}, "data": memoryview(b""), "layout": 7},
+        **{"stage": 0, "is_sound": lambda: True, "stall_s": 0.25},
+    }
+    return Content(step, **{**fields, **values})
+
+
+def _save(saver: Checkpoints, *steps: int, **values: Any) -> list[bool]:
+    settled = []
+    for step in steps:
+        saver.begin(_content(step, **values))
+        settled.append(saver.settle())
+        saver.tidy()
+    return settled
+
+
+def _names(run: RunFolder) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def _events(run: RunFolder, name: str) -> list[dict[str, Any]]:
+    return [event for event in run.events() if event["event"] == name]
+
+
+# --- saving --------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_restored(run: RunFolder, make: Make) -> None:
+    saver = make()
+    assert saver.settle()  # nothing was begun
+    assert _save(saver, 3, 5, 9) == [True] * 3
+    assert _names(run) == ["step-5", "step-9"]
+    manifest = checkpoints.read_manifest(run.checkpoints / "step-9")
+    assert (manifest["step"], manifest["world_size"], manifest["epoch"]) == (9, 1, 1)
+    assert sorted(manifest["files"]) == ["rank-0.pt", "state.pt"]
+    saved = _events(run, "checkpoint")[-1]
+    size = sum(item["size"] for item in manifest["files"].values())
+    assert (saved["step"], saved["bytes"]) == (9, size)
+    assert 0.25 <= saved["stall_s"] <= 0.25 + saved["write_s"] + 0.1
+    assert saver.stall_s == 0.25
+    assert saver.slowest_save_s >= 0.25
+    restored = make().restore()
+    assert restored is not None
+    assert (restored.step, restored.shared) == (9, {"tree": {"a": 9}})
+    assert [item["rank"] for item in restored.owns] == [0]
+
+
+def test_the_best_checkpoint_stays(run: RunFolder, make: Make) -> None:
+    saver = make(Keep(1))
+    _save(saver, 3, facts={"best": {"step": 3}})
+    _save(saver, 5, 7, facts={"best": {"step": 3}})
+    assert _names(run) == ["step-3", "step-7"]
+
+
+def test_a_save_is_in_flight_until_it_is_durable(run: RunFolder, make: Make) -> None:
+    hold, saver = threading.Event(), make()
+    saver.before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
+    assert not saver.in_flight
+    saver.begin(_content(3))
+    assert (saver.in_flight, saver.failed) == (True, False)
+    hold.set()
+    assert saver.settle()
+    assert (saver.in_flight, saver.failed) == (False, False)
+
+
+def test_a_save_that_a_step_waits_for_is_a_stall(run: RunFolder, make: Make) -> None:
+    saver = make()
+    saver._awaited_since = checkpoint.time.monotonic() - 5  # type: ignore[attr-defined]
+    saver._outcome = ("saved", "10")
+    saver._report(_content(3), 1.23456)
+    (event,) = _events(run, "checkpoint")
+    assert (event["write_s"], event["bytes"]) == (1.2346, 10)
+    assert 5.25 <= event["stall_s"] < 60
+
+
+def test_what_is_not_finite_is_not_published(run: RunFolder, make: Make) -> None:
+    saver = make()
+    _save(saver, 3)
+    saver.begin(_content(5, is_sound=lambda: False))
+    with pytest.raises(HpcDdpError, match="at or before step 5; last checkpoint: step-3"):
+        saver.settle()
+    assert _names(run) == ["step-3"]
+
+
+def test_a_later_attempt_is_not_written_over(run: RunFolder, make: Make) -> None:
+    saver = make()
+    run.claim_attempt({}, lambda info: False)
+    saver.begin(_content(3))
+    with pytest.raises(SupersededError, match=r"attempt 0 of .* has been superseded"):
+        saver.settle()
+    assert saver.failed
+    assert _names(run) == []
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(checkpoint, "time", clock)
+    return clock
+
+
+def _break(saver: Checkpoints, error: Exception | None) -> None:
+    def fail(step: int) -> None:
+        if error:
+            raise error
+
+    saver.before_publishing = fail
+
+
+def test_failures_that_last_end_the_run(
+    run: RunFolder, make: Make, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver = make()
+    _break(saver, OSError("disk away"))
+    assert _save(saver, 1, 2, 3, 4) == [False] * 4  # in no time
+    assert saver.failed
+    assert _events(run, "save_failed")[0]["error"] == "rank 0: disk away"
+    said = "the checkpoint of step 1 could not be saved (rank 0: disk away)"
+    assert said in capsys.readouterr().err
+    _break(saver, None)
+    assert _save(saver, 5) == [True]
+    _break(saver, OSError("disk away"))
+    assert _save(saver, 6) == [False]
+    clock.now += checkpoint.PATIENCE_S
+    assert _save(saver, 7) == [False]  # the second in a row
+    with pytest.raises(HpcDdpError, match=r"3 saves in a row failed in .*: rank 0: disk away"):
+        _save(saver, 8)
+    assert _names(run) == ["step-5"]
+
+
+def test_ranks_that_can_not_agree_have_failed_for_long(make: Make) -> None:
+    class Broken(Alone):
+        def to_first(self, value: Any) -> list[Any]:
+            raise RuntimeError("peer gone")
+
+    saver = make(background=Broken())
+    assert _save(saver, 1, 2) == [False, False]
+    with pytest.raises(HpcDdpError, match="the ranks could not agree: peer gone"):
+        _save(saver, 3)
+
+
+def test_what_the_other_ranks_answer_counts(run: RunFolder, make: Make) -> None:
+    background = Alone()
+    saver = make(background=background)
+    background.peers = ["no such file"]
+    assert _save(saver, 1) == [False]
+    background.peers = [Answer(0, 8, {})]
+    assert _save(saver, 2) == [False]
+    errors = [event["error"] for event in _events(run, "save_failed")]
+    assert errors == ["rank 1: no such file", "rank 1 has other tensors to save than rank 0"]
+    background.peers = [Answer(1, 8, {})]  # of another stage
+    assert _save(saver, 3) == [True]
+    background.peers = ["unsound"]
+    with pytest.raises(HpcDdpError, match="NaN"):
+        _save(saver, 4)
+    assert _names(run) == ["step-3"]
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(errno.ENOSPC, ["step-2", "step-3"]), (errno.EIO, ["step-1", "step-2", "step-3"])],
+)
+def test_a_full_disk_costs_old_checkpoints(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch, error: int, left: list[str]
+) -> None:
+    saver = make(Keep(9))
+    _save(saver, 1, 2, 3)
+
+    def full(path: Path, content: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(storage, "write_file", full)
+    assert _save(saver, 4) == [False]
+    assert _names(run) == left
+
+
+def test_space_is_looked_for_before_it_is_written(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        storage, "check_space", lambda made, size, files: asked.append((size, files))
+    )
+    background = Alone()
+    background.world_size = 4
+    background.peers = [Answer(0, 7, {})] * 3
+    _save(make(background=background), 1, data=memoryview(b"x" * 1000))
+    folder = run.checkpoints / "step-1"
+    size = sum(
+        (folder / name).stat().st_size for name in ("rank-0.pt", "state.pt", "tensors-0.bin")
+    )
+    assert asked == [(4 * size, 10)]
+
+
+# --- restoring -----------------------------------------------------------------------------
+
+
+def test_a_run_without_checkpoints_begins(run: RunFolder, make: Make) -> None:
+    (run.checkpoints / "step-1.tmp-0").mkdir()
+    assert make().restore() is None
+    assert _names(run) == []
+    assert _events(run, "restored") == []
+
+
+def _verify(monkeypatch: pytest.MonkeyPatch, *problems: str | None) -> list[str]:
+    """Have verifications give these answers in turn; return the folders that they were of."""
+    answers, names = iter(problems), []
+
+    def verify(folder: Path, rank: int, world_size: int) -> str | None:
+        names.append(folder.name)
+        assert (rank, world_size) == (0, 1)
+        return next(answers)
+
+    monkeypatch.setattr(checkpoints, "verify", verify)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("problems", "looks", "step", "left"),
+    [
+        ((None,), ["step-2"], 2, ["step-1", "step-2"]),
+        (("a read error", None), ["step-2"] * 2, 2, ["step-1", "step-2"]),
+        (
+            ("damaged", "damaged", None),
+            ["step-2", "step-2", "step-1"],
+            1,
+            ["step-1", "step-2.bad-0"],
+        ),
+        (("damaged",) * 4, ["step-2"] * 2 + ["step-1"] * 2, None, ["step-1.bad-0", "step-2.bad-0"]),
+    ],
+)
+def test_a_bad_checkpoint_is_looked_at_twice_and_passed_over(
+    run: RunFolder,
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    problems: tuple[str | None, ...],
+    looks: list[str],
+    step: int | None,
+    left: list[str],
+) -> None:
+    _save(make(), 1, 2)
+    names = _verify(monkeypatch, *problems)
+    restored = make().restore()
+    assert (restored.step if restored else None, names, _names(run)) == (step, looks, left)
+    (event,) = _events(run, "restored")
+    bad = [f"step-{2 - index}: damaged" for index in range(str(left).count("bad"))]
+    assert (event["step"], event["passed_over"]) == (step or 0, bad)
+    assert 0 <= event["restore_s"] < 60
+    printed = capsys.readouterr().err
+    assert printed.count("PASSED OVER the checkpoint step-") == len(bad)
+    assert ("going on from step" in printed) is (step is not None)
+    assert ("NO checkpoint of this run is good" in printed) is (step is None)
+
+
+def test_a_folder_that_can_only_be_read_is_passed_over(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _save(make(), 1)
+    _verify(monkeypatch, "damaged", "damaged")
+
+    def refuse(folder: Path, kind: str, attempt: int) -> Path:
+        raise OSError("Read-only file system")
+
+    monkeypatch.setattr(storage, "set_aside", refuse)
+    assert make().restore() is None
+    assert "damaged; kept as step-1: Read-only file system" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_step_is_loaded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = make()
+    _save(saver, 1, 2)
+    assert saver.load(1).shared == {"tree": {"a": 1}}
+    with pytest.raises(HpcDdpError, match=r"step-7: manifest.json is missing") as caught:
+        saver.load(7)
+    assert "hpc-ddp verify" in str(caught.value.hint)
+
+
+def test_another_format_is_refused(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "FORMAT", 99)
+        _save(make(), 1)
+    with pytest.raises(HpcDdpError, match="has format 99; this hpc-ddp reads format 2"):
+        open_checkpoint(run.checkpoints / "step-1")
+
+
+# --- space ---------------------------------------------------------------------------------
+
+
+def test_space_and_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Space:
+        f_bavail, f_frsize, f_files, f_favail = 10, 100_000, 5, 3
+
+    space = Space()
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
+    storage.check_space(tmp_path, 1_000_000, 3)
+    with pytest.raises(OSError, match=r"No space left for 1\.1 MB: 1.0 MB are free") as caught:
+        storage.check_space(tmp_path, 1_100_000, 3)
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(OSError, match="No space left for 4 files: 3 inodes"):
+        storage.check_space(tmp_path, 1, 4)
+    space.f_files = 0  # a file system that has no such count
+    storage.check_space(tmp_path, 1, 4)
+
+
+# --- what a run tracks ---------------------------------------------------------------------
+
+
+def _keeper(saver: Checkpoints, position: Position | None = None, seed: int = 1) -> Keeper:
+    return Keeper(saver, position or Position(), CPU, seed, Grid(), only_finite=True)
+
+
+class Count:
+    """State that counts how often it is loaded."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.value = saved["value"]
+
+
+def test_a_run_goes_on_with_its_objects(run: RunFolder, make: Make) -> None:
+    position, count = Position(step=4, epoch=2, samples=7), Count()
+    keeper = _keeper(make(), position)
+    assert not keeper.tracked
+    keeper.track({"count": count}, {"shuffle": True})
+    assert keeper.tracked
+    count.value = 9
+    assert keeper.judge(0.5, higher=True)
+    keeper.save_surely()
+    keeper.save_surely()  # this position is saved already
+    assert len(_events(run, "checkpoint")) == 1
+    assert _events(run, "checkpoint")[0]["stall_s"] < 60
+    manifest = checkpoints.read_manifest(run.checkpoints / "step-4")
+    best = {"value": 0.5, "step": 4, "stale": 0}
+    assert (manifest["epoch"], manifest["samples"], manifest["best"]) == (2, 7, best)
+    there, fresh = Position(), Count()
+    again = _keeper(make(), there)
+    again.track({"count": fresh}, {"shuffle": True})
+    assert (fresh.value, there, vars(again.best)) == (9, position, best)
+    again.save_surely()
+    assert len(_events(run, "checkpoint")) == 1  # it is the one that was restored
+    with pytest.raises(HpcDdpError, match="called twice"):
+        again.track({"count": fresh}, {})
+
+
+@pytest.mark.parametrize(
+    ("seed", "data", "words"),
+    [
+        (2, {"shuffle": True}, "seed is 2, but 1"),
+        (1, {"shuffle": False}, "shuffle is False, but True"),
+    ],
+)
+def test_another_order_of_the_samples_is_refused(
+    make: Make, seed: int, data: dict[str, Any], words: str
+) -> None:
+    keeper = _keeper(make())
+    keeper.track({"count": Count()}, {"shuffle": True})
+    keeper.save_surely()
+    with pytest.raises(HpcDdpError, match=words):
+        _keeper(make(), seed=seed).track({"count": Count()}, data)
+
+
+@pytest.mark.parametrize(
+    ("higher", "values", "best", "stale"),
+    [
+        (True, (1.0, 3.0, 3.0, 2.0), [True, True, False, False], 2),
+        (False, (3.0, 1.0, 1.0), [True, True, False], 1),
+        (True, (float("nan"), 1.0, float("nan")), [False, True, False], 1),
+    ],
+)
+def test_values_are_compared(
+    make: Make, higher: bool, values: tuple[float, ...], best: list[bool], stale: int
+) -> None:
+    keeper = _keeper(make())
+    assert [keeper.judge(value, higher) for value in values] == best
+    assert keeper.best.stale == stale
+
+
+def test_a_best_that_was_not_saved_is_the_next_one(run: RunFolder, make: Make) -> None:
+    saver, position = make(), Position(step=1)
+    keeper = _keeper(saver, position)
+    keeper.track({"count": Count()}, {})
+    keeper.judge(1.0, higher=True)
+    _break(saver, OSError("away"))
+    keeper.save()
+    assert not keeper.settle()
+    assert keeper.best.step is None
+    _break(saver, None)
+    position.step = 2
+    keeper.save_surely()
+    assert _names(run) == ["step-2"]
+    assert vars(keeper.best)["step"] == 2
+    position.step = 3
+    _break(saver, OSError("away"))
+    keeper.save()
+    assert not keeper.settle()
+    assert vars(keeper.best)["step"] == 2  # that one is there
+
+
+def test_a_save_that_fails_is_tried_again(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    saver = make()
+    keeper = _keeper(saver, Position(step=1))
+    keeper.track({"count": Count()}, {})
+    _break(saver, OSError("away"))
+
+    def wait(seconds: float) -> None:
+        slept.append(seconds)
+        _break(saver, None)
+
+    monkeypatch.setattr(keeper_module.time, "sleep", wait)  # type: ignore[attr-defined]
+    keeper.save_surely()
+    assert (slept, _names(run)) == ([1.0], ["step-1"])
+
+
+def test_the_best_weights_come_back(make: Make) -> None:
+    model, position = torch.nn.Linear(2, 2), Position(step=1)
+    keeper = _keeper(make(), position)
+    keeper.track({"model": model}, {})
+    with pytest.raises(HpcDdpError, match="the run has no best checkpoint"):
+        keeper.load_best(model)
+    with pytest.raises(HpcDdpError, match="the model is none"):
+        keeper.load_best(torch.nn.Linear(2, 2))
+    before = model.weight.detach().clone()
+    keeper.judge(1.0, higher=True)
+    keeper.save_surely()
+    position.step = 2
+    with torch.no_grad():
+        model.weight.zero_()
+    assert keeper.load_best(model) == 1
+    assert torch.equal(model.weight, before)
+
+
+def test_random_numbers_go_on(make: Make) -> None:
+    with randomness.untouched():
+        keeper = _keeper(make(), Position(step=1))
+        keeper.track({"count": Count()}, {})
+        keeper.start_random()
+        first = torch.rand(()).item()
+        keeper.start_random()
+        assert torch.rand(()).item() == first  # the seed is of the step
+        keeper.save_surely()
+        expected = torch.rand(()).item()
+        again = _keeper(make())
+        again.track({"count": Count()}, {})
+        torch.rand(9)
+        again.start_random()
+        assert torch.rand(()).item() == expected

@@ -1,0 +1,516 @@
+"""Notices, deadlines and the process group in their details; clocks and peers are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fakes import Clock
+
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.training import control, notice, pace, schedule
+from hpc_ddp.training.control import Control, choose_backend, choose_devices, leave
+from hpc_ddp.training.exchange import Decision, Exchange
+from hpc_ddp.training.facts import DistInfo
+from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
+from hpc_ddp.training.pace import MARGIN_S, Pace
+from hpc_ddp.training.schedule import Schedule, between_failures, young_daly
+
+
+class LeftError(Exception):
+    """The process would have ended here, with a code."""
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (notice, pace, schedule):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+# --- notices -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said to the user; the end of the process is an error."""
+
+    def leave(code: int) -> None:
+        raise LeftError(code)
+
+    lines: list[str] = []
+    monkeypatch.setattr(notice, "say", lines.append)
+    monkeypatch.setattr(os, "_exit", leave)
+    return lines
+
+
+@pytest.mark.parametrize("number", notice.SIGNALS)
+def test_a_signal_without_a_supervisor_is_a_notice(
+    clock: Clock, printed: list[str], number: signal.Signals
+) -> None:
+    notices = Notices(None)
+    notices._signalled(number)
+    assert (notices.reason, notices.source) == (NOTICE, number.name)
+    more = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
+    assert printed == [f"{number.name}: stops and saves after this step{more}"]
+
+
+def test_a_second_ctrl_c_ends_it_but_no_copy_of_the_first(clock: Clock, printed: list[str]) -> None:
+    notices = Notices(None)
+    notices._signalled(signal.SIGINT)
+    clock.now += notice.AGAIN_S
+    notices._signalled(signal.SIGINT)  # torchrun's copy
+    clock.now += 0.1
+    notices._signalled(signal.SIGTERM)
+    with pytest.raises(LeftError, match="130"):
+        notices._signalled(signal.SIGINT)
+    assert len(printed) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "word_after_s", "reason", "code"),
+    [
+        (signal.SIGTERM, 1.0, NOTICE, None),
+        (signal.SIGTERM, 99.0, NONE, "143"),
+        (signal.SIGUSR1, 99.0, NONE, None),
+        (signal.SIGUSR2, 1.0, NOTICE, None),
+    ],
+)
+def test_under_a_supervisor_its_word_counts(
+    tmp_path: Path,
+    clock: Clock,
+    printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    word_after_s: float,
+    reason: int,
+    code: str | None,
+) -> None:
+    path, begin = tmp_path / "notice", clock.now
+    monkeypatch.setattr(
+        notice, "read_word", lambda file: "time limit" if clock.now - begin > word_after_s else ""
+    )
+    notices = Notices(path)
+    if code:
+        with pytest.raises(LeftError, match=code):
+            notices._signalled(number)
+        assert printed == ["SIGTERM without a notice: a peer has failed; ending"]
+    else:
+        notices._signalled(number)
+    assert notices.reason == reason
+    assert clock.now - begin == pytest.approx(min(word_after_s, notice.WORD_S), abs=0.1)
+
+
+def test_what_comes_after_the_end_is_nothing(clock: Clock, printed: list[str]) -> None:
+    before = {number: signal.getsignal(number) for number in notice.SIGNALS}
+    try:
+        for supervised, then_exit, term in (
+            (None, False, signal.SIG_DFL),
+            (None, True, signal.SIG_IGN),
+            (Path("/no"), False, signal.SIG_IGN),
+        ):
+            notices = Notices(supervised)
+            notices.end(then_exit)
+            assert signal.getsignal(signal.SIGTERM) == term
+            assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+            assert (signal.getsignal(signal.SIGINT) == signal.SIG_IGN) is (term == signal.SIG_IGN)
+            assert notices._ended
+        notices._signalled(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert printed == []
+
+
+def test_a_lesser_reason_does_not_replace_a_greater_one(tmp_path: Path) -> None:
+    notices = Notices(None)
+    notices._note(DEADLINE, "a")
+    notices._note(CANCELLED, "b")
+    notices._note(DEADLINE, "c")
+    assert (notices.reason, notices.source) == (DEADLINE, "a")
+    notices.watch_for_cancel(tmp_path)
+    notices._look()
+    assert notices.reason == DEADLINE
+    texts = ("[1]", "{}", '{"source": 5}', "x" * 200)
+    assert [notice._source(text) for text in texts] == ["[1]", "notice", "5", "x" * 100]
+    assert (notice.REASONS[CANCELLED], notice.REASONS[NOTICE]) == ("cancelled", "notice")
+
+
+def test_a_forked_child_is_as_deadly_as_any_process() -> None:
+    before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    woken_by = signal.set_wakeup_fd(writer.fileno())
+    try:
+        signal.signal(signal.SIGUSR1, notice._flag)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        notice._give_back()
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.set_wakeup_fd(woken_by)
+        reader.close()
+        writer.close()
+        signal.signal(signal.SIGUSR1, before[0])
+        signal.signal(signal.SIGUSR2, before[1])
+
+
+# --- the pace ------------------------------------------------------------------------------
+
+
+class Alone:
+    """A control group of one rank: what it sends is the maximum."""
+
+    rank = 0
+
+    def start_max(self, values: torch.Tensor) -> Any:
+        self.sent = values.tolist()
+        return self
+
+    def wait(self) -> None:
+        return
+
+
+class Saves:
+    """What a schedule asks of the checkpoints."""
+
+    in_flight = failed = False
+    slowest_save_s = stall_s = 0.0
+
+
+class Effort:
+    """What a rank measures of itself: each call is noted."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.wanted = True
+
+    def due(self) -> bool:
+        return self.wanted
+
+    def tell(self) -> None:
+        self.calls.append("tell")
+
+    def gather(self) -> None:
+        self.calls.append("gather")
+
+
+def _schedule(saves: Saves | None = None, rank: int = 0, **options: Any) -> Schedule:
+    checkpoints: Any = saves or Saves()
+    return Schedule(checkpoints, rank, **options)
+
+
+def _pace(
+    end_time: float | None = None, saves: Saves | None = None, effort: Any = None, **options: Any
+) -> Pace:
+    alone: Any = Alone()
+    return Pace(alone, Notices(None), end_time, _schedule(saves, **options), effort)
+
+
+def test_the_deadline_is_counted_from_steps_and_saves(clock: Clock) -> None:
+    """A margin, one and a half saves, and the steps of two exchanges and one more."""
+    saves = Saves()
+    saves.slowest_save_s = 4.0
+    need_s = MARGIN_S + 6.0 + 3 * 2.0
+    for left_s, reason in ((need_s + 0.1, NONE), (need_s, DEADLINE)):
+        planner = _pace(saves=saves)
+        clock.now += 2.0
+        planner._end_time = clock.now + left_s
+        planner.step_done(1)
+        assert planner._read().reason == reason, left_s
+    planner = _pace()
+    planner._notices.reason = CANCELLED
+    planner._end_time = clock.now
+    assert planner._reason() == CANCELLED
+
+
+def test_before_the_next_step_the_slowest_one_counts(clock: Clock) -> None:
+    planner = _pace()
+    for seconds in (1.0, 7.0, 2.0):
+        clock.now += seconds
+        planner._steps.append(seconds)
+    planner._turn()
+    assert planner._slowest_before_s == 7.0
+    planner._end_time = clock.now + MARGIN_S + 1.5 * schedule.FIRST_SAVE_S + 3 * 7.0
+    assert planner._reason() == DEADLINE
+    planner._end_time += 0.1
+    assert planner._reason() == NONE
+
+
+def test_what_is_no_part_of_a_step_is_not_counted(clock: Clock) -> None:
+    planner = _pace()
+    clock.now += 50.0
+    planner.restart_step()
+    clock.now += 3.0
+    planner.step_done(1)
+    exchange: Any = planner._exchange
+    assert exchange._control.sent == [NONE, 0, 0, 3_000_000]
+    assert planner.exchanges == 1
+
+
+def test_figures_are_gathered_where_all_have_heard_of_it(clock: Clock) -> None:
+    effort = Effort()
+    planner = _pace(effort=effort)
+    planner._turn()
+    assert effort.calls == ["tell"]
+    effort.wanted = False
+    planner._turn()
+    assert effort.calls == ["tell", "tell", "gather"]
+    planner._turn()
+    assert effort.calls[3:] == ["tell"]
+
+
+def test_an_exchange_takes_two_turns(clock: Clock) -> None:
+    alone: Any = Alone()
+    exchange = Exchange(alone)
+    assert exchange.read() == Decision()
+    exchange.send(NOTICE, True, True, 0.0001)
+    assert alone.sent == [NOTICE, 1, 1, 100]
+    assert exchange.read() == Decision(NOTICE, save=True, gather=True)
+    assert exchange.period == 2
+    assert exchange.read() == Decision()  # what was read is gone
+    assert [exchange.due() for _ in range(4)] == [False, True, True, True]
+
+
+def test_a_save_that_was_just_decided_is_not_due_again(clock: Clock) -> None:
+    planner = _pace(every=5.0)
+    clock.now += 5.0
+    planner._turn()
+    assert planner._turn().save
+    exchange: Any = planner._exchange
+    assert exchange._control.sent[1] == 0
+    decided = _pace(every_steps=2)
+    decided._notices.reason = NOTICE
+    decided.step_done(1)
+    assert decided.step_done(2) == Decision(NOTICE, save=True)
+
+
+# --- the clock of the saves ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "failed", "due_at"),
+    [
+        (100.0, False, 100),
+        (100.0, True, 30),
+        (10.0, True, 10),
+        (None, False, None),
+        (None, True, 30),
+    ],
+)
+def test_when_a_save_is_due(
+    clock: Clock, every: float | None, failed: bool, due_at: int | None
+) -> None:
+    saves = Saves()
+    saves.failed = failed
+    planner, other = _schedule(saves, every=every), _schedule(saves, rank=1, every=every)
+    result = []
+    for _ in range(200):
+        result.append(planner.due())
+        assert not other.due()
+        clock.now += 1
+    assert (result.index(True) if True in result else None) == due_at
+    planner.saved()
+    assert not planner.due()
+
+
+def test_the_interval_is_within_bounds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    assert young_daly(2.0, 100.0) == 20.0
+    for stall_s, slowest_s, every in ((0.0, 5.0, 20.0), (1e9, 5.0, 3600.0)):
+        saves = Saves()
+        planner = _schedule(saves, every="auto")
+        assert planner._every == schedule.FIRST_AUTO_S
+        planner.saved()  # nothing has been measured
+        assert capsys.readouterr().err == ""
+        saves.stall_s, saves.slowest_save_s = stall_s, slowest_s
+        planner.saved()
+        assert planner._every == every
+        assert "hpc-ddp: saving every" in capsys.readouterr().err
+    other = _schedule(saves, rank=1, every="auto")
+    other.saved()
+    assert capsys.readouterr().err == ""
+    assert planner.save_s() == 5.0
+    saves.in_flight = True
+    assert planner.save_s() == 10.0
+
+
+def test_an_attempt_without_steps_is_no_failure() -> None:
+    assert between_failures([]) == schedule.PRIOR_S
+    assert between_failures([{"event": "started", "attempt": 0, "time": 5.0}]) == schedule.PRIOR_S
+
+
+# --- devices and the process group ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_worker", "local", "torchrun", "first"),
+    [
+        (0, 2, 0, False, None),
+        (4, 1, 3, True, 3),
+        (4, 2, 1, True, 2),
+        (2, 2, 1, False, 0),  # srun lets a task see its own
+        (3, 2, 1, True, "start 1 workers per node"),
+        (1, 1, 1, True, "2 workers on this node, but 1 visible"),
+    ],
+)
+def test_each_worker_has_gpus_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    per_worker: int,
+    local: int,
+    torchrun: bool,
+    first: int | str | None,
+) -> None:
+    current: list[int] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.set_device", current.append)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    info = DistInfo(local, local, 2, 2, launched=True)
+    if isinstance(first, str):
+        with pytest.raises(HpcDdpError) as caught:
+            choose_devices(info, per_worker)
+        assert first in f"{caught.value.message} {caught.value.hint}"
+        assert (" of 2 GPUs" in caught.value.message) is (per_worker == 2)
+        return
+    devices = [torch.device("cpu")] * per_worker
+    if first is not None:
+        devices = [torch.device("cuda", first + index) for index in range(per_worker)]
+    assert choose_devices(info, per_worker) == devices
+    assert current == ([] if first is None else [first])
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "backend"),
+    [
+        (None, "cpu", "gloo"),
+        (None, "cuda", "nccl"),
+        ("gloo", "cuda", "gloo"),
+        ("nccl", "cpu", "there is no GPU here"),
+        ("mpi", "cpu", "built without MPI"),
+        ("ucc", "cpu", "ucc"),
+    ],
+)
+def test_the_backend_follows_the_device(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, device: str, backend: str
+) -> None:
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
+    if " " in backend:
+        with pytest.raises(HpcDdpError, match=backend):
+            choose_backend(asked, torch.device(device))
+    else:
+        assert choose_backend(asked, torch.device(device)) == backend
+
+
+@pytest.mark.parametrize(
+    ("launched", "hang_after_s", "timeout_s"),
+    [(True, 10.0, 1800), (True, 5000.0, 5300), (False, None, None)],
+)
+def test_a_process_joins_its_group(
+    monkeypatch: pytest.MonkeyPatch,
+    launched: bool,
+    hang_after_s: float | None,
+    timeout_s: float | None,
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda b, **values: calls.append((b, values)))
+    monkeypatch.setattr(dist, "new_group", lambda **values: values)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    info = DistInfo(1, 1, 2, 2, launched=launched)
+    group_of_all = control.join(info, torch.device("cpu"), hang_after_s)
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    (backend, values) = calls[0]
+    assert backend == "gloo"
+    if launched:
+        assert values == {"timeout": timeout}
+    else:
+        assert (values["rank"], values["world_size"]) == (0, 1)
+    group: Any = {"backend": "gloo", "timeout": timeout}
+    for item in (group_of_all, group_of_all.another()):
+        assert (item.rank, item.world_size, item._group) == (1, 2, group)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    with pytest.raises(HpcDdpError, match="MPI knows of 1 processes, and 2 were started"):
+        control.join(info, torch.device("cpu"), hang_after_s)
+
+
+@pytest.mark.parametrize(("hangs", "then_exit"), [(False, True), (True, True), (True, False)])
+def test_a_teardown_that_hangs_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+    printed: list[str],
+    capsys: pytest.CaptureFixture[str],
+    hangs: bool,
+    then_exit: bool,
+) -> None:
+    calls: list[str] = []
+    release = threading.Event()
+
+    class Group:
+        def barrier(self) -> None:
+            calls.append("barrier")
+            if hangs:
+                release.wait(60)
+
+    group: Any = Group()
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(control, "TEARDOWN_S", 0.01 if hangs else 60.0)
+    if hangs and then_exit:
+        with pytest.raises(LeftError, match="0"):
+            leave(group, then_exit)
+    else:
+        leave(group, then_exit)
+    text = capsys.readouterr().err
+    assert ("the process group did not come down" in text) is hangs
+    assert calls == (["barrier"] if hangs else ["barrier", "destroy"])
+    release.set()
+    for thread in threading.enumerate():
+        if (
+            thread is not threading.current_thread()
+            and thread.daemon
+            and "tear_down" in thread.name
+        ):
+            thread.join(60)
+
+
+def test_small_talk_goes_through_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "new_group", lambda **values: "group")
+
+    def gather(values: Any, box: Any, dst: int, group: str, async_op: bool = False) -> str:
+        calls.append(f"gather {dst} {group} {async_op} {box is None}")
+        if box is not None:
+            box[1] = values
+        return "work"
+
+    def broadcast(values: Any, src: int, group: str) -> None:
+        calls.append(f"broadcast {src} {group}")
+        values[0] = values[0] * 2
+
+    monkeypatch.setattr(dist, "gather_object", gather)
+    monkeypatch.setattr(dist, "gather", gather)
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    first, second = (Control(DistInfo(rank, 0, 2, 1, launched=True), None) for rank in (0, 1))
+    assert first.to_first("x") == [None, "x"]
+    assert second.to_first("x") == []
+    assert first.from_first("x") == "xx"
+    result, work = first.start_gather(torch.ones(3))
+    assert (len(result), work) == (2, "work")
+    assert second.start_gather(torch.ones(3)) == ([], "work")
+    tensor = torch.ones(3)
+    first.first_copy(tensor)
+    assert tensor.tolist() == [2.0, 1.0, 1.0]
+    names = ["gather 0 group False False", "gather 0 group False True", "broadcast 0 group"]
+    names += ["gather 0 group True False", "gather 0 group True True", "broadcast 0 group"]
+    assert calls == names

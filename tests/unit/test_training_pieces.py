@@ -1,0 +1,464 @@
+"""Batches, streams, and the pieces of a state, in their details."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.training import loader as module
+from hpc_ddp.training import randomness, state
+from hpc_ddp.training.grid import Grid
+from hpc_ddp.training.loader import Loader, Shard, UnknownLengthError, to_device
+from hpc_ddp.training.order import Cut, Position
+from hpc_ddp.training.pieces import OWN, Buffer, Piece, Reader, as_plain, rows, whole
+from hpc_ddp.training.stream import Stream
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Endless(IterableDataset[float]):
+    """Numbers and what is drawn for them; knows the epoch, if that is told."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        offset = random.random()
+        for number in range(9):
+            yield number, self.epoch, offset, random.random()
+
+
+def _loader(dataset: Any = None, cut: Cut | None = None, **options: Any) -> Loader:
+    fields: dict[str, Any] = {"position": Position(), "device": CPU, "seed": 1}
+    fields |= {"check": lambda: None, "sync": lambda on: None}
+    return Loader(dataset or Numbers(), cut or Cut(4, 0, 1), **{**fields, **options})
+
+
+# --- batches -------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+def test_a_named_tuple_stays_one() -> None:
+    moved = to_device({"a": Pair(torch.zeros(1), "n")}, torch.device("meta"))
+    assert moved["a"].x.is_meta
+    assert moved["a"].name == "n"
+
+
+def test_what_a_loader_does_with_each_batch() -> None:
+    position, synced, seen = Position(), list[bool](), list[Any]()
+    batches = _loader(
+        cut=Cut(8, 0, 1, accumulate=2), position=position, sync=synced.append, shuffle=False
+    )
+    batches.on_batch = seen.append
+    samples = [position.samples for _ in batches]
+    assert samples == [0, 8, 8, 16, 16, 23]
+    assert synced == [False, True] * 3
+    assert [len(batch) for batch in seen] == [4, 4, 4, 4, 4, 3]
+    assert batches.facts == {"size of the training set": 23, "shuffle": False}
+    assert _loader().facts["shuffle"] is True
+    assert (batches.steps(8), len(batches)) == (2, 3)
+
+
+def test_of_a_stream_little_is_known() -> None:
+    batches = _loader(Endless())
+    assert batches.facts == {"size of the training set": None, "shuffle": False}
+    assert batches.steps(3) is None
+    with pytest.raises(UnknownLengthError, match="not known before its end"):
+        len(batches)
+    assert len(list(batches)) == 3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "words"),
+    [
+        (None, {"sampler": None}, "sampler was given"),
+        (None, {"generator": None}, "generator was given"),
+        (Endless(), {"shuffle": True}, "shuffle is True; accepted with an iterable"),
+        (Endless(), {"persistent_workers": True}, "persistent_workers is True"),
+        (None, {"prefetch_factor": 2}, "torch's DataLoader refuses the options"),
+        (None, {"no_such": 2}, "torch's DataLoader refuses the options"),
+        (None, {"cut": Cut(24, 0, 1, drop_last=True)}, "23 samples; accepted: enough for one step"),
+    ],
+)
+def test_options_that_a_loader_can_not_have(
+    dataset: Any, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        _loader(dataset, **options)
+
+
+def test_an_even_shard_fills_up() -> None:
+    for even, counts in ((False, [2, 1, 1]), (True, [2, 2, 2])):
+        for rank in range(3):
+            data = TensorDataset(torch.arange(10))
+            batches = Shard(data, Cut(9, rank, 3), seed=0, device=CPU, even=even)
+            flags = [batches.counts for _ in batches]
+            assert len(flags) == counts[rank] == len(batches)
+            assert flags.count(True) == [2, 1, 1][rank]
+    with pytest.raises(UsageError, match="no shuffle, no drop_last"):
+        Shard(Numbers(), Cut(9, 0, 3), seed=0, device=CPU, drop_last=True)
+    with pytest.raises(UsageError, match="no shuffle, no drop_last"):
+        Shard(Numbers(), Cut(9, 0, 3), seed=0, device=CPU, shuffle=True)
+
+
+def test_tensors_are_fetched_at_once_unless_they_are_collated() -> None:
+    data = TensorDataset(torch.arange(10), torch.arange(10) * 2)
+    (x, y), *_ = list(_loader(data, shuffle=False))
+    assert (x.tolist(), y.tolist()) == ([0, 1, 2, 3], [0, 2, 4, 6])
+    rows, *_ = list(_loader(data, shuffle=False, collate_fn=list))
+    assert [row[1].item() for row in rows] == [0, 2, 4, 6]
+
+
+class Worker:
+    """A loader worker: it has ended with `exitcode`, or lives where that is None."""
+
+    def __init__(self, exitcode: int | None) -> None:
+        self.sentinel, other = os.pipe()
+        self.exitcode = exitcode
+        self.open = [self.sentinel, other]
+        if exitcode is not None:  # as at a process's end, which makes the sentinel readable
+            os.close(self.open.pop())
+
+    def join(self) -> None:
+        assert self.exitcode is not None
+
+    def close(self) -> None:
+        for descriptor in self.open:
+            os.close(descriptor)
+
+
+class Batches:
+    """An iterator of torch's whose next batch is an error."""
+
+    def __init__(self, error: BaseException, *workers: Worker) -> None:
+        self._error, self._workers = error, workers
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Any:
+        raise self._error
+
+
+def _watch(error: BaseException, *exit_codes: int | None) -> BaseException:
+    """Return what comes of an error of a loader whose workers have these exit codes."""
+    workers = [Worker(code) for code in exit_codes]
+    seen: BaseException | None = None
+    try:
+        list(module._watched(cast(Any, Batches(error, *workers))))
+    except Exception as raised:
+        seen = raised
+    for worker in workers:
+        worker.close()
+    assert seen is not None
+    return seen
+
+
+GONE = "DataLoader worker (pid(s) 41) exited unexpectedly"
+KILLED = "DataLoader worker (pid 41) is killed by signal: Killed. "
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_codes", "message", "hint"),
+    [
+        (RuntimeError(GONE), (None, -9), "is killed by signal: Killed", "out of memory"),
+        (RuntimeError(KILLED), (-9, None), "is killed by signal: Killed", "out of memory"),
+        (ConnectionResetError(), (-7, None), "is killed by signal: Bus error", "/dev/shm"),
+        (EOFError(), (-11,), "is killed by signal: Segmentation fault", "num_workers=0"),
+        (RuntimeError(GONE), (7,), "exited unexpectedly with code 7", "num_workers=0"),
+        (RuntimeError(GONE), (0,), "exited unexpectedly with code 0", "num_workers=0"),
+        (RuntimeError(GONE), (-40,), "is killed by signal: Real-time signal 6", "num_workers=0"),
+    ],
+)
+def test_a_worker_that_has_died_is_named_by_its_exit_code(
+    error: BaseException, exit_codes: tuple[int | None, ...], message: str, hint: str
+) -> None:
+    seen = _watch(error, *exit_codes)
+    assert isinstance(seen, HpcDdpError)
+    assert seen.message == f"DataLoader worker {message}"
+    assert hint in str(seen.hint)
+    assert seen.__cause__ is error
+
+
+def test_the_cause_of_an_error_may_name_the_worker() -> None:
+    error = RuntimeError("unable to open a file")
+    error.__cause__ = RuntimeError(KILLED)
+    assert "signal: Killed" in str(_watch(error, -9))
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_codes"),
+    [
+        (RuntimeError("mine"), (-9,)),
+        (ConnectionResetError("the data set's own, without workers"), ()),
+        (EOFError("x"), (None,)),
+        (ValueError("x"), (-9,)),
+        (RuntimeError(GONE), (None, None)),
+        (ConnectionError("Caught ConnectionError in DataLoader worker process 0."), (-9,)),
+    ],
+)
+def test_another_error_stays_as_it_is(
+    error: BaseException, exit_codes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DEATH_S", 0.0)
+    assert _watch(error, *exit_codes) is error
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("Caught UsageError in DataLoader worker process 0.\nTrace\na.b.Error: no x\n", "no x"),
+        ("two\nlines", "two\nlines"),
+    ],
+)
+def test_a_sentence_that_a_data_set_raises_is_shown_without_torchs_words(
+    message: str, shown: str
+) -> None:
+    error = HpcDdpError(message)
+    assert _watch(error) is error
+    assert error.message == shown
+
+
+# --- streams -------------------------------------------------------------------------------
+
+
+def _stream(position: Position, seed: int = 1) -> list[Any]:
+    with randomness.untouched():
+        random.seed(position.samples)
+        walk = Stream(Endless(), Cut(3, 0, 1), seed, position, list)
+        return [row for _, batch in walk for row in batch]
+
+
+def test_what_a_stream_draws_depends_on_seed_and_epoch_alone() -> None:
+    whole_epoch = _stream(Position(epoch=2))
+    assert [row[:2] for row in whole_epoch] == [(number, 2) for number in range(9)]
+    assert _stream(Position(epoch=2, samples=6)) == whole_epoch[6:]
+    for other in (_stream(Position(epoch=3)), _stream(Position(epoch=2), seed=2)):
+        assert all(row[2:] != there[2:] for row, there in zip(other, whole_epoch, strict=True))
+    assert len({row[3] for row in whole_epoch}) == 9
+
+
+# --- what is collected ---------------------------------------------------------------------
+
+
+class Holds:
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.value = saved["value"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({(1, 2): 3}, r"a key of x\.value is a builtins\.tuple"),
+        ([1, {"a": object()}], r"x\.value\.1\.a is a builtins\.object"),
+        (torch.eye(2).to_sparse(), r"x\.value is a tensor of layout torch\.sparse_coo"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "is the second one of this name"),
+    ],
+)
+def test_state_that_could_not_be_loaded_names_its_place(value: Any, words: str) -> None:
+    with pytest.raises(HpcDdpError, match=words):
+        state.collect({"x": Holds(value)})
+
+
+def test_only_what_has_a_state_is_tracked() -> None:
+    with pytest.raises(UsageError, match=r"x is a builtins.int; accepted by run.track"):
+        state.collect({"x": 5})
+
+
+def test_containers_come_back_as_they_were(tmp_path: Path) -> None:
+    value = {"a": (1, [torch.ones(2)]), "b": {"x", 3}, "c": OrderedDict(z=None), 4: "torch"}
+    there, here = Holds(value), Holds()
+    result = state.collect({"x": there})
+    _put_back(tmp_path, result, {"x": here})
+    assert torch.equal(here.value["a"][1].pop(), value["a"][1].pop())  # type: ignore[index]
+    assert here.value == value
+    assert type(here.value["c"]) is OrderedDict
+
+
+def _put_back(
+    folder: Path, result: state.State, objects: dict[str, Any], stage: bool = False
+) -> None:
+    buffer = Buffer(CPU)
+    buffer.fill(state.my_parts(result, Grid()))
+    (folder / "data").write_bytes(buffer.bytes)
+    reader = Reader([(folder / "data", as_plain(buffer.pieces))])
+    state.put_back(objects, result.tree, reader, 7, stage)
+
+
+def test_trees_of_stages_are_put_together() -> None:
+    def tree(label: str, value: int, *params: str) -> dict[str, Any]:
+        groups = [{"lr": 1, "params": list(params)}]
+        return {"model": {label: value, "n": 5}, "o": {"state": {label: 2}, "groups": groups}}
+
+    both = tree("a", 1, "a", "b", "c")
+    both["model"]["b"], both["o"]["state"]["b"] = 3, 2
+    assert state.joined(tree("a", 1, "a", "b"), tree("b", 3, "b", "c")) == both
+    assert state.joined([1, 2], [3, 4]) == [1, 2]
+
+
+def test_a_stage_takes_its_own_part(tmp_path: Path) -> None:
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.randn(1, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = make()
+    result = state.collect({"m": model, "o": optimizer})
+    stage, _ = make()
+    del stage[1]
+    batches = torch.optim.Adam(stage.parameters())
+    with pytest.raises(HpcDdpError, match=r"1\.bias is not in the model, 1\.weight is not"):
+        _put_back(tmp_path, result, {"m": stage, "o": batches})
+    _put_back(tmp_path, result, {"m": stage, "o": batches}, stage=True)
+    assert torch.equal(stage[0].weight, model[0].weight)
+    assert len(batches.state) == 2
+    wanted = optimizer.state[model[0].weight]["exp_avg"]
+    assert torch.equal(batches.state[stage[0].weight]["exp_avg"], wanted)
+
+
+def test_few_of_many_differences_are_named(tmp_path: Path) -> None:
+    result = state.collect({"m": nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))})
+    there = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
+    with pytest.raises(HpcDdpError) as caught:
+        _put_back(tmp_path, result, {"m": there})
+    assert caught.value.message.count(" here and ") == state._SHOWN
+    assert f", and {12 - state._SHOWN} more" in caught.value.message
+    with pytest.raises(HpcDdpError, match=r"of step 7 is not of this program's .*: m: 0\.bias"):
+        _put_back(tmp_path, result, {"m": there})
+
+
+def test_groups_in_another_order_are_others(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    pair: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
+    result = state.collect({"m": model, "o": torch.optim.SGD(pair)})
+    other = torch.optim.SGD(pair[::-1])
+    with pytest.raises(HpcDdpError, match="they are grouped otherwise"):
+        _put_back(tmp_path, result, {"m": model, "o": other})
+
+
+def test_who_writes_what() -> None:
+    model = nn.BatchNorm1d(4)
+    result = state.collect({"m": model, "x": Holds(torch.ones(3))})
+    first, second = (state.my_parts(result, Grid(rank, 2)) for rank in (0, 1))
+    assert "x.value" in first
+    assert "x.value" not in second
+    assert "m.running_mean" in first
+    assert f"m.running_mean{OWN}1" in second
+    sizes = [
+        {k: p.numbers.numel() for k, p in parts.items() if "@" not in k}
+        for parts in (first, second)
+    ]
+    assert sizes[0]["m.weight"] + sizes[1].get("m.weight", 0) == 4
+    assert sizes[0].get("m.bias", 0) + sizes[1]["m.bias"] == 4
+    assert state.layout_of(result.tensors) != state.layout_of({"m.weight": torch.ones(4)})
+    assert state.layout_of({"a": torch.ones(4)}) == state.layout_of({"a": torch.zeros(4)})
+    assert state.layout_of({"a": torch.ones(4)}) != state.layout_of({"a": torch.ones(2, 2)})
+
+
+# --- pieces --------------------------------------------------------------------------------
+
+
+def test_rows_begin_between_two_bytes() -> None:
+    tensor = torch.arange(12.0).view(6, 2)  # 8 bytes a row
+    result = [
+        rows(tensor, *edges) for edges in ((0, 48), (0, 8), (1, 17), (-5, 9), (48, 60), (8, 8))
+    ]
+    spans = [None if part is None else (part.start[0], part.size[0]) for part in result]
+    assert spans == [(0, 6), (0, 1), (1, 2), (0, 2), None, None]
+    assert rows(torch.tensor(5.0), 1, 9) is None
+    alone = rows(torch.tensor(5.0), -1, 2)
+    assert alone is not None
+    assert alone.size == ()
+
+
+def test_a_tensor_is_put_together_from_boxes(tmp_path: Path) -> None:
+    full = torch.arange(12.0).view(4, 3)
+    parts = {"t": rows(full, 0, 24), "u": whole(torch.ones(0, 3)), "v": whole(torch.tensor(7))}
+    files = []
+    for index, (low, high) in enumerate(((0, 24), (24, 48))):
+        buffer = Buffer(CPU)
+        part = rows(full, low, high)
+        assert part is not None
+        buffer.fill({**{k: p for k, p in parts.items() if index == 0 and p}, "t": part})
+        (tmp_path / str(index)).write_bytes(buffer.bytes)
+        files.append((tmp_path / str(index), as_plain(buffer.pieces)))
+    reader = Reader(files)
+    assert torch.equal(reader.read("t"), full)
+    assert reader.read("u").shape == (0, 3)
+    assert reader.read("v").item() == 7
+    assert (reader.describe("t").shape, reader.describe("t").is_meta) == ((4, 3), True)
+    assert sorted(reader) == ["t", "u", "v"]
+    assert "t" in reader
+    assert "w" not in reader
+    with pytest.raises(HpcDdpError, match="t: only 6 of 12 numbers are stored"):
+        Reader(files[1:]).read("t")
+    with pytest.raises(HpcDdpError, match="t: only 6 of 12"):
+        Reader(files[:1]).read("t")
+
+
+def test_each_ranks_own_is_read_where_there_is_one(tmp_path: Path) -> None:
+    buffer = Buffer(CPU)
+    buffer.fill({"b": whole(torch.tensor(1)), f"b{OWN}2": whole(torch.tensor(2))})
+    (tmp_path / "data").write_bytes(buffer.bytes)
+    files = [(tmp_path / "data", as_plain(buffer.pieces))]
+    assert [Reader(files, rank).read("b").item() for rank in (0, 2, None)] == [1, 2, 1]
+    assert list(Reader(files)) == ["b"]
+    assert buffer.pieces[1].offset == 64
+    assert math.prod(buffer.pieces[1].size) == 1
+    assert isinstance(buffer.pieces[0], Piece)
+
+
+def test_numbers_that_are_not_finite_are_seen() -> None:
+    big = torch.full((4,), 60000.0, dtype=torch.float16)  # their sum is finite, not in halves
+    for bad, names, finite in (
+        (big, ("a",), True),
+        (torch.tensor([1.0, torch.nan]), ("a",), False),
+        (torch.tensor([1.0, torch.inf]), ("a",), False),
+        (torch.tensor([1.0, torch.inf]), (), True),
+        (torch.tensor([1, 2]), ("a",), True),
+    ):
+        buffer = Buffer(CPU)
+        buffer.fill({"n": whole(torch.ones(1)), "a": whole(bad)})
+        assert buffer.is_finite(names) is finite
+
+
+def test_each_batch_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[None] = []
+    monkeypatch.setattr(module, "beat", lambda: beats.append(None))
+    list(_loader())
+    assert len(beats) == 6
+    list(Shard(Numbers(), Cut(4, 0, 1), seed=0, device=CPU))
+    assert len(beats) == 12
