@@ -250,7 +250,7 @@ def _worker_died(code: int) -> HpcDdpError:
             f"DataLoader worker exited unexpectedly with code {code}",
             hint="num_workers=0 shows where: the data set then runs in this process",
         )
-    hints = {
+    hints: dict[int, str] = {
         signal.SIGBUS: "is /dev/shm full? try fewer num_workers, or smaller batches",
         signal.SIGKILL: "was it out of memory? try fewer num_workers, or more memory for the job",
     }
