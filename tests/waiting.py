@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -23,3 +24,10 @@ def wait_until(
         if time.monotonic() > deadline:
             pytest.fail(f"not within {LIMIT_S:g} s: {event}\n{describe()}")
         time.sleep(pause_s)
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Tell whether a process has been sent a signal that it has not taken yet."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
 
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event
-from tests.waiting import LIMIT_S, wait_until
+from tests.waiting import LIMIT_S, is_pending, wait_until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -108,13 +108,6 @@ class Launch:
 
         wait_until(printed_or_over, f"{text!r} in the output", self.output)
         assert text in self.output(), f"no {text!r} in the output of ranks that have ended"
-
-
-def is_pending(pid: int, number: int) -> bool:
-    """Tell whether a process has been sent a signal that it has not taken yet."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
-    return any(mask >> (number - 1) & 1 for mask in masks)
 
 
 @dataclass

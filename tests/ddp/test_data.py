@@ -20,8 +20,7 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import randomness
 from hpc_ddp.training.loader import Loader, Shard
 from hpc_ddp.training.order import Cut, Position
-from tests.ddp.conftest import is_pending
-from tests.waiting import LIMIT_S, wait_until
+from tests.waiting import LIMIT_S, is_pending, wait_until
 
 # More workers than this machine may have cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
