@@ -143,7 +143,7 @@ def test_one_task_of_an_array_is_preempted(hpc: Hpc, cluster: Cluster, tmp_path:
         folder.mkdir()
     words = ("--launcher", "srun", *ONE_BY_TWO, "--exclusive", str(SCRIPTS / "light.py"))
     sweep = hpc.submit(*words, sets=(f"folder={folders[0]},{folders[1]}",))
-    sweep.until(lambda: all(len(list(f.iterdir())) == 2 for f in folders), 120, "both tasks")
+    sweep.until(lambda: all(len(list(f.iterdir())) == 2 for f in folders), "both tasks")
     assert "2 running" in hpc("status", sweep.id).stdout
     tasks = [
         Job(cluster, f"{sweep.id}_{n}", RunFolder(sweep.run.path / f"task-{n}")) for n in range(2)
