@@ -5,17 +5,21 @@
 # of, so that a second clone starts in seconds; .venv only adds this checkout to it.
 PYTHON ?= python3
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-ddp
-KEY := $(shell { grep -E '^(requires|train|    ")' pyproject.toml; $(PYTHON) -VV; } | cksum | tr -c '0-9\n' '-')
+KEY := $(shell { grep -E '^(requires|train|docs|dev|    ")' pyproject.toml; cat constraints.txt; \
+	$(PYTHON) -VV; } | cksum | tr -c '0-9\n' '-')
 DEPS := $(CACHE)/deps-$(KEY)
 BIN := .venv/bin
+# The tests mostly wait, for Slurm above all: twice as many processes as cores take tests from one
+# list, each with a cluster of its own.
+PARALLEL := --numprocesses=4 --maxschedchunk=1
 
-.PHONY: demo test test-slurm lint types cluster bench soak clean
+.PHONY: demo test test-slurm lint types cluster docs bench soak constraints clean
 
-demo: .venv/ready
+demo: .venv/demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/demo.sh
 
 test: .venv/ready lint types
-	$(BIN)/python -m pytest --durations=25
+	$(BIN)/python -m pytest $(PARALLEL) --durations=25
 
 lint: .venv/ready
 	$(BIN)/python -m ruff check
@@ -52,15 +56,26 @@ bench: .venv/ready
 	$(BIN)/python bench/training.py
 	$(BIN)/python bench/strategies.py
 
-# What the environment is made of; pip's own output is long, so it goes to a file.
-$(DEPS)/done:
-	@echo "installing into $(DEPS) (PyTorch takes some minutes; log: $(DEPS).log)"
-	@mkdir -p $(CACHE) && rm -rf $(DEPS) && $(PYTHON) -m venv $(DEPS)
-	@$(DEPS)/bin/python -m pip install --quiet '.[test]' >$(DEPS).log 2>&1 || { tail -20 $(DEPS).log; exit 1; }
+# The demo needs a part of what the tests need; the tests add theirs to it.
+$(DEPS)/demo:
+	@mkdir -p $(CACHE) && rm -rf $(DEPS)
+	@$(PYTHON) tools/install.py $(DEPS) . hatchling numpy torch
 	@$(DEPS)/bin/python -m pip uninstall --quiet --yes hpc-ddp
 	@touch $@
 
-.venv/ready: $(DEPS)/done pyproject.toml Makefile
+$(DEPS)/tests: $(DEPS)/demo
+	@$(PYTHON) tools/install.py $(DEPS) '.[test,docs,dev]'
+	@$(DEPS)/bin/python -m pip uninstall --quiet --yes hpc-ddp
+	@touch $@
+
+# Renew the pinned versions: minutes, and the whole suite to be run afterwards.
+constraints:
+	$(PYTHON) tools/install.py --renew
+
+.venv/ready: .venv/demo $(DEPS)/tests
+	@touch $@
+
+.venv/demo: $(DEPS)/demo pyproject.toml Makefile
 	@rm -rf .venv && $(PYTHON) -m venv --without-pip .venv
 	@$(DEPS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/deps.pth

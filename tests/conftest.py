@@ -31,6 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, help="a table of the rows of docs/bad-days.md")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that wait most, on Slurm, and end with the short ones: several processes
+    take tests from this list, and none of them is to begin a long one as the last."""
+    order = ("slurm", "cli", "ddp", "unit")
+    items.sort(key=lambda item: order.index(item.path.relative_to(REPO / "tests").parts[0]))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--results"):
         config.pluginmanager.register(Results(path))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import time
-from collections.abc import Callable, Iterator
+import multiprocessing.connection
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from hpc_ddp.training.notice import ignore_in_loader
 from hpc_ddp.training.order import Cut, Position, Share
 from hpc_ddp.training.stream import Stream
 from hpc_ddp.training.watchdog import beat
+
+DEATH_S = 10.0  # the connection to a worker may break before the kernel says that it has ended
 
 
 class Loader:
@@ -199,32 +203,62 @@ def batches_of(
 
 def _watched(batches: DataLoader[tuple[Share, Any]]) -> Iterator[tuple[Share, Any]]:
     """Yield the batches; say in a word how a loader worker has died, or what a data set said."""
+    iterator = iter(batches)
     try:
-        yield from batches
+        yield from iterator
     except HpcDdpError as error:
         if "in DataLoader worker process" in error.message:  # and a traceback in front of it
             error.message = error.message.strip().splitlines()[-1].partition("Error: ")[2]
         raise
     except (RuntimeError, ConnectionError, EOFError) as error:
-        how = _death(error)
-        if how is None:
+        code = _exit_code(error, getattr(iterator, "_workers", ()))
+        if code is None:
             raise
-        raise HpcDdpError(
-            how, hint="was it out of memory? try fewer num_workers, or more memory for the job"
-        ) from error
+        raise _worker_died(code) from error
 
 
-def _death(error: BaseException) -> str | None:
-    """Return torch's word for a worker's death, less the process id; None for another error."""
-    if not isinstance(error, RuntimeError):
-        try:
-            time.sleep(1)  # the connection to it broke first; torch's handler of SIGCHLD raises
-        except RuntimeError as later:
-            error = later
-    for text in (str(error.__cause__), str(error)):
-        if text.startswith("DataLoader worker (pid"):
-            return re.sub(r" \(pid\D*[\d, ]+\)", "", text).strip()
+def _exit_code(error: BaseException, workers: Sequence[BaseProcess]) -> int | None:
+    """Return how a loader worker has ended, as its exit code; None where `error` is another one.
+
+    torch's text names the signal only if its handler of SIGCHLD is the first to notice. The handler
+    raises wherever the main thread happens to be, also where Python drops the exception.
+    """
+    texts = (str(error.__cause__), str(error))
+    reported = any(text.startswith("DataLoader worker (pid") for text in texts)
+    if "in DataLoader worker process" in str(error):  # raised by the data set, in a live worker
+        return None
+    if not reported and isinstance(error, RuntimeError):
+        return None
+    ended: list[Any] = []
+    while workers and not ended:
+        with suppress(RuntimeError):  # the handler's, for the worker that is waited for here
+            ended = multiprocessing.connection.wait([w.sentinel for w in workers], DEATH_S)
+            if not ended:
+                return None
+    for worker in workers:
+        if worker.sentinel in ended:
+            with suppress(RuntimeError):
+                worker.join()
+            if worker.exitcode is not None:
+                return worker.exitcode
     return None
+
+
+def _worker_died(code: int) -> HpcDdpError:
+    if code >= 0:
+        return HpcDdpError(
+            f"DataLoader worker exited unexpectedly with code {code}",
+            hint="num_workers=0 shows where: the data set then runs in this process",
+        )
+    hints = {
+        signal.SIGBUS: "is /dev/shm full? try fewer num_workers, or smaller batches",
+        signal.SIGKILL: "was it out of memory? try fewer num_workers, or more memory for the job",
+    }
+    hint = "num_workers=0 shows where: the data set then runs in this process"
+    name = signal.strsignal(-code) or f"signal {-code}"
+    return HpcDdpError(
+        f"DataLoader worker is killed by signal: {name}", hint=hints.get(-code, hint)
+    )
 
 
 class _Keys:

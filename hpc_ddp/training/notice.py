@@ -45,8 +45,8 @@ class Notices:
     def __init__(self, notice: Path | None) -> None:
         self.reason = NONE
         self.source: str | None = None
-        self.stop_file: Path | None = None
         self._notice = notice
+        self._cancelled: Path | None = None
         self._ended = False
         self._first_s = 0.0  # when the first signal came, on the monotonic clock
 
@@ -60,6 +60,11 @@ class Notices:
             signal.signal(number, _flag)
         os.register_at_fork(after_in_child=_give_back)
         threading.Thread(target=self._listen, name="hpc-ddp notices", daemon=True).start()
+
+    def watch_for_cancel(self, path: Path) -> None:
+        """Take the file's existence for a cancel; it may exist already."""
+        self._cancelled = path
+        self._look()
 
     def end(self, then_exit: bool) -> None:
         """Ignore what comes now: the work is safe, and only the exit code could suffer.
@@ -77,11 +82,11 @@ class Notices:
 
     def _listen(self) -> None:
         while not self._ended:
+            self._look()
             ready, _, _ = select.select([self._reader], [], [], POLL_S)
             for number in self._reader.recv(4096) if ready else b"":
                 if number in SIGNALS:  # the socket hears of all handled ones: SIGCHLD, for one
                     self._signalled(signal.Signals(number))
-            self._look()
 
     def _signalled(self, number: signal.Signals) -> None:
         if self._notice is None:
@@ -107,7 +112,7 @@ class Notices:
         if text:
             self._note(NOTICE, _source(text))
         # os.path's: Path.exists raises for a disk that is in trouble.
-        if self.stop_file is not None and self.reason == NONE and os.path.exists(self.stop_file):
+        if self._cancelled is not None and self.reason == NONE and os.path.exists(self._cancelled):
             self._note(CANCELLED, "cancelled")
 
     def _note(self, reason: int, source: str) -> None:

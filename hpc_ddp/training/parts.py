@@ -28,7 +28,7 @@ from hpc_ddp.training.order import Position
 from hpc_ddp.training.pace import Pace
 from hpc_ddp.training.precision import Precision, make_deterministic
 from hpc_ddp.training.profiling import Profiler, use_per_sample
-from hpc_ddp.training.schedule import Schedule
+from hpc_ddp.training.schedule import Schedule, between_failures, slowest_save
 from hpc_ddp.training.shown import Board, Progress
 from hpc_ddp.training.storage import Keep
 from hpc_ddp.training.streams import make_patient
@@ -86,14 +86,19 @@ def assemble(asked: dict[str, Any]) -> Parts:
     hook.journal = journal = folder.journal(f"rank-{info.rank}", attempt)
     if info.rank == 0:
         journal.write("worker", began=process.began_at(), called=called)
-        notices.stop_file = folder.cancelled
+        notices.watch_for_cancel(folder.cancelled)
     hook.position = position = Position()
     keep = Keep(options.keep_last, options.keep_every)
     checkpoints = Checkpoints(folder, attempt, control, control.another(), journal, keep)
     keeper = Keeper(checkpoints, position, device, options.seed, grid, options.stop_on_nan)
     history = folder.events() if info.rank == 0 and attempt else []
     schedule = Schedule(
-        checkpoints, info.rank, options.save_every, options.save_every_steps, history
+        checkpoints,
+        info.rank,
+        options.save_every,
+        options.save_every_steps,
+        slowest_save_s=control.from_first(slowest_save(history)),
+        failure_interval_s=between_failures(history),
     )
     nodes = control.to_first(said.node)
     randomness.seed_all(options.seed, device)

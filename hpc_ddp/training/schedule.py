@@ -41,11 +41,22 @@ def between_failures(events: Sequence[Event]) -> float:
     return spent / failures
 
 
+def slowest_save(events: Sequence[Event]) -> float:
+    """Return how long the slowest save of a run's earlier attempts took, in seconds."""
+    saves = [event["write_s"] for event in events if event["event"] == "checkpoint"]
+    return max(saves, default=FIRST_SAVE_S)
+
+
 class Schedule:
-    """The clock of the saves. Rank 0's counts; `history` is the run's journal so far (rank 0).
+    """The clock of the saves. Rank 0's counts.
 
     Parameters
     ----------
+    slowest_save_s
+        seconds to expect of a save until one has been measured, the same on all ranks: all of them
+        stop as early as the rank that expects the longest
+    failure_interval_s
+        mean time between failures, in seconds; only rank 0 uses it
     every
         seconds between saves, ``"auto"`` for the best interval, None for no clock
     every_steps
@@ -58,16 +69,16 @@ class Schedule:
         rank: int,
         every: float | str | None = None,
         every_steps: int | None = None,
-        history: Sequence[Event] = (),
+        slowest_save_s: float = FIRST_SAVE_S,
+        failure_interval_s: float = PRIOR_S,
     ) -> None:
         self._checkpoints, self._rank = checkpoints, rank
         self._steps = every_steps
         self._auto = isinstance(every, str)
         self._every = FIRST_AUTO_S if isinstance(every, str) else every
-        self._between_failures_s = between_failures(history)
+        self._between_failures_s = failure_interval_s
         self._last = time.monotonic()
-        saves = [event["write_s"] for event in history if event["event"] == "checkpoint"]
-        self._slowest_before_s = max(saves, default=FIRST_SAVE_S)
+        self._slowest_before_s = slowest_save_s
 
     def after_step(self, step: int) -> bool:
         """Tell whether a save belongs to this step; the same on all ranks."""

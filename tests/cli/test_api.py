@@ -9,11 +9,12 @@ import pytest
 
 import hpc_ddp
 from hpc_ddp import api
+from tests.waiting import LIMIT_S
 
 SCRIPT = """
 import sys, time
 print("hello", *sys.argv[1:], flush=True)
-time.sleep(60 if "60" in sys.argv else 0)
+time.sleep(600 if "600" in sys.argv else 0)
 """
 HERE = {"backend": "local", "launcher": "srun"}
 
@@ -38,7 +39,7 @@ def test_the_examples_of_its_documentation() -> None:
 
 
 def test_a_run_is_cancelled(project: Path) -> None:
-    run = hpc_ddp.submit(script=Path("train.py"), args=["60"], job_name="long", **HERE)
+    run = hpc_ddp.submit(script=Path("train.py"), args=["600"], job_name="long", **HERE)
     with pytest.raises(TimeoutError, match=r"is not over after 0\.1 s"):
         run.wait(timeout=0.1)
     log = run.path / "logs" / "attempt-0" / "local-0" / "rank-0.log"
@@ -47,9 +48,9 @@ def test_a_run_is_cancelled(project: Path) -> None:
     other = hpc_ddp.find("long")
     assert (other, other.job_id, other.state) == (run, None, "running")
     assert "long" in str(other.path)
-    assert other.logs(rank=0) == "hello 60\n"
+    assert other.logs(rank=0) == "hello 600\n"
     other.cancel()
-    assert other.wait(60) == run.wait(60) == "cancelled"
+    assert other.wait(LIMIT_S) == run.wait(LIMIT_S) == "cancelled"
     with pytest.raises(hpc_ddp.UsageError, match="no log of rank 7"):
         run.logs(rank=7)
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import hpc_ddp
 from hpc_ddp.node import attach
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.training.watchdog import show_stacks_when_asked
+from tests.waiting import LIMIT_S, wait_until
 
 REPO = Path(__file__).parents[2]
 SCRIPT = """
@@ -48,13 +48,12 @@ def run(folder: Path) -> Iterator[hpc_ddp.Handle]:
             env={"MINE": "a b"},
             runs_dir=str(folder / "runs"),
         )
-    give_up = time.monotonic() + 60
-    while len([*found.path.glob("logs/attempt-0/*/rank-*.log")]) < 2 or "up" not in found.logs(1):
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+    logs = "logs/attempt-0/*/rank-*.log"
+    wait_until(lambda: len([*found.path.glob(logs)]) == 2, "the logs of two ranks")
+    wait_until(lambda: "up" in found.logs(1), "rank 1 at work")
     yield found
     found.cancel()
-    found.wait(60)
+    found.wait(LIMIT_S)
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def beside(run: hpc_ddp.Handle, folder: Path) -> Attach:
     def call(*words: str) -> subprocess.CompletedProcess[str]:
         env = dict(os.environ, PYTHONPATH=str(REPO), HOME=str(folder))
         argv = [sys.executable, "-m", "hpc_ddp", "attach", str(run.path), *words]
-        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=LIMIT_S)
 
     return call
 

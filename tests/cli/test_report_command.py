@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 REPO = Path(__file__).parents[2]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 LOOK = """<iframe src="{page}" style="width:{width}px;height:800px;border:0"></iframe>
@@ -90,7 +92,7 @@ def test_in_a_browser(tmp_path: Path, run: Path, width: int) -> None:
     options += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}"]
     options += ["--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom"]
     argv = [BROWSER, *options, f"file://{tmp_path / 'look.html'}"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S)
     assert "CONSOLE" not in done.stderr, done.stderr
     told = json.loads(done.stdout.split("@")[1])
     assert width - 20 < told["scrollWidth"] == told["clientWidth"]

@@ -20,6 +20,7 @@ from hpc_ddp.report.explain import explain_run
 from hpc_ddp.report.status import status_of
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder, all_runs
+from tests.waiting import LIMIT_S
 
 REPO = Path(__file__).parents[2]
 SCRIPT = "import sys; print('{}', *sys.argv[1:])\n"
@@ -48,7 +49,9 @@ def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = dict(os.environ, HPC_DDP_RUNS=str(folder / "runs"), PYTHONPATH=str(REPO))
     env["HOME"] = str(folder)
     argv = [sys.executable, "-m", "hpc_ddp", *words]
-    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        argv, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S
+    )
 
 
 def printed(run: RunFolder) -> str:

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from tests.waiting import LIMIT_S, wait_until
 
 REPO = Path(__file__).parents[2]
 SCRIPT = """
@@ -17,7 +18,7 @@ def save(number, frame):
     sys.exit(0)
 signal.signal(signal.SIGUSR1, save)
 open("ready", "w").close()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -37,11 +38,8 @@ def test_the_script_gets_the_signal_that_it_knows(tmp_path: Path) -> None:
     )
     argv = [sys.executable, "-m", "hpc_ddp", *words]
     with subprocess.Popen(argv, cwd=tmp_path, env=env, stderr=subprocess.PIPE) as process:
-        give_up = time.monotonic() + 60
-        while not (tmp_path / "work" / "ready").exists():
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
+        wait_until((tmp_path / "work" / "ready").exists, "the script at work")
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75, said
     assert (tmp_path / "work" / "saved").read_text() == "SIGUSR1"

@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.waiting import LIMIT_S, wait_until
 
 REPO = Path(__file__).parents[2]
 SCRIPT = """
@@ -26,7 +27,7 @@ class Sweep:
         self.folder = folder
         (folder / "train.py").write_text(SCRIPT)
         self.process = self.start("sweep", "--backend", "local", *words)
-        self.until(lambda: self.paths() != [])
+        wait_until(self.paths, "the sweep's folder", self.log.read_text)
         (self.path,) = self.paths()
 
     def paths(self) -> list[Path]:
@@ -44,7 +45,7 @@ class Sweep:
 
     def call(self, *words: str) -> str:
         """Run a command; return what it printed."""
-        self.start(*words).wait(60)
+        self.start(*words).wait(LIMIT_S)
         return self.log.read_text()
 
     def status(self) -> tuple[str, list[str]]:
@@ -53,20 +54,14 @@ class Sweep:
         tasks: list[dict[str, Any]] = told["tasks"]
         return told["state"], [task["state"] for task in tasks]
 
-    def until(self, true: Any, timeout_s: float = 60.0) -> None:
-        give_up = time.monotonic() + timeout_s
-        while not true():
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
-
     def until_task(self, index: int, attempt: int = 0) -> None:
         pids = f"task-{index}/logs/attempt-{attempt}/local-0/rank-0.pid"
-        self.until(lambda: (self.path / pids).exists())
+        wait_until((self.path / pids).exists, f"task {index} at work", self.log.read_text)
 
 
 @pytest.fixture
 def slow_second(tmp_path: Path) -> Sweep:
-    sweep = Sweep(tmp_path, "--launcher", "srun", "--set", "seconds=0,60,0.1", "train.py")
+    sweep = Sweep(tmp_path, "--launcher", "srun", "--set", "seconds=0,600,0.1", "train.py")
     sweep.until_task(1)
     return sweep
 
@@ -75,10 +70,10 @@ def test_stopped_it_says_so_and_goes_on(slow_second: Sweep) -> None:
     sweep = slow_second
     assert sweep.status() == ("running", ["finished", "running", "not begun"])
     sweep.process.send_signal(signal.SIGTERM)
-    assert sweep.process.wait(60) == 75
+    assert sweep.process.wait(LIMIT_S) == 75
     assert sweep.status() == ("array", ["finished", "stopped", "not begun"])
     again = sweep.start("submit", "--run", str(sweep.path), "--backend", "local", "--array", "2")
-    assert again.wait(60) == 0
+    assert again.wait(LIMIT_S) == 0
     assert sweep.status()[1] == ["finished", "stopped", "finished"]
     rendered = sweep.call("render", "--run", str(sweep.path))
     assert "#SBATCH --array=1\n" in rendered  # what one submit left out is not forgotten
@@ -87,17 +82,17 @@ def test_stopped_it_says_so_and_goes_on(slow_second: Sweep) -> None:
 def test_cancelled_it_ends(slow_second: Sweep) -> None:
     sweep = slow_second
     sweep.call("cancel", str(sweep.path))
-    assert sweep.process.wait(60) != 0
+    assert sweep.process.wait(LIMIT_S) != 0
     assert sweep.status() == ("cancelled", ["finished", "cancelled", "not begun"])
     again = sweep.start("submit", "--run", str(sweep.path), "--backend", "local", "--array", "1")
     sweep.until_task(1, attempt=1)  # whoever goes on with it wants its tasks to run
     again.send_signal(signal.SIGTERM)
-    assert again.wait(60) == 75
+    assert again.wait(LIMIT_S) == 75
 
 
 def test_a_budget_counts_here_too(tmp_path: Path) -> None:
     words = ("--launcher", "srun", "--set", "seconds=1,0", "--budget-gpu-hours", "0.0001")
     sweep = Sweep(tmp_path, *words, "train.py")
-    assert sweep.process.wait(60) == 1
+    assert sweep.process.wait(LIMIT_S) == 1
     assert "of 0.0001 GPU hours are spent" in sweep.log.read_text()
     assert sweep.status()[1] == ["finished", "failed"]

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event
+from tests.waiting import LIMIT_S, wait_until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -48,12 +49,14 @@ class Zygote:
         """Kill what a failed test has left running."""
         for pid in self.running:
             os.kill(pid, signal.SIGKILL)
-            while self.ask({"wait": pid})["code"] is None:
-                time.sleep(0.02)
+            wait_until(partial(self._has_ended, pid), f"the end of {pid} after SIGKILL")
         self.running.clear()
 
+    def _has_ended(self, pid: int) -> bool:
+        return self.ask({"wait": pid})["code"] is not None
+
     def end(self) -> None:
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=LIMIT_S)
 
 
 @dataclass
@@ -63,23 +66,25 @@ class Launch:
     zygote: Zygote
     pids: list[int]
     logs: list[Path]
+    store: TCPStore  # where the ranks meet; it serves for as long as this object lives
 
     def signal(self, number: int, *ranks: int) -> None:
         for rank in ranks or range(len(self.pids)):
             with suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
 
-    def wait(self, timeout_s: float = 60.0) -> list[int]:
-        """Return the exit codes by rank; what runs on after the time is killed (code -9)."""
-        deadline = time.monotonic() + timeout_s
+    def wait(self) -> list[int]:
+        """Return the exit codes by rank, once all have ended."""
         codes: list[int] = []
-        for pid in self.pids:
-            while (code := self.zygote.ask({"wait": pid})["code"]) is None:
-                if time.monotonic() > deadline:
-                    os.kill(pid, signal.SIGKILL)
-                time.sleep(0.02)
+
+        def next_has_ended() -> bool:
+            code = self.zygote.ask({"wait": self.pids[len(codes)]})["code"]
+            codes.extend([] if code is None else [code])
+            return code is not None
+
+        for rank, pid in enumerate(self.pids):
+            wait_until(next_has_ended, f"the end of rank {rank}", self.output)
             self.zygote.running.discard(pid)
-            codes.append(code)
         return codes
 
     def ended(self) -> bool:
@@ -87,14 +92,29 @@ class Launch:
         stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2] for pid in self.pids)
         return all(stat.split()[0] == "Z" for stat in stats)
 
+    def await_delivery(self, number: int) -> None:
+        """Return once no rank has the signal still before it."""
+        wait_until(lambda: not any(is_pending(pid, number) for pid in self.pids), "the signal")
+
     def output(self) -> str:
         return "".join(log.read_text() for log in self.logs)
 
-    def until(self, text: str, timeout_s: float = 30.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while text not in self.output():
-            assert time.monotonic() < deadline, self.output()
-            time.sleep(0.02)
+    def until(self, text: str) -> None:
+        """Return once a rank has printed `text`; fail if all have ended without it."""
+
+        def printed_or_over() -> bool:
+            over = self.ended()
+            return text in self.output() or over
+
+        wait_until(printed_or_over, f"{text!r} in the output", self.output)
+        assert text in self.output(), f"no {text!r} in the output of ranks that have ended"
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Tell whether a process has been sent a signal that it has not taken yet."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
 
 
 @dataclass
@@ -118,13 +138,15 @@ class Crew:
         """
         self.attempt += 1
         (self.run.logs / f"attempt-{self.attempt}").mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        # Served here, as by torchrun's agent: a port that is free now may be taken by the time
+        # that rank 0 would listen on it.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         logs = [self.base / f"{self.attempt}-{rank}.log" for rank in range(max(world_size, 1))]
         workers = []
         for rank, log in enumerate(logs):
             ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-            ranks |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
+            ranks |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": store.port}
+            ranks |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
             ranks = ranks if world_size else {}
             ours = {"HPC_DDP_RUN": self.run.path, "HPC_DDP_ATTEMPT": self.attempt}
             told = {name: str(value) for name, value in {**ranks, **ours}.items()}
@@ -135,7 +157,7 @@ class Crew:
             workers.append({"env": told, "argv": line, "log": str(log), "cwd": str(self.base)})
         pids = self.zygote.ask({"workers": workers})["pids"]
         self.zygote.running |= set(pids)
-        return Launch(self.zygote, pids, logs)
+        return Launch(self.zygote, pids, logs, store)
 
     def go(self, world_size: int, *argv: str, script: str = "script.py", **env: str) -> str:
         """Start an attempt that ends well; return what it printed."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from hpc_ddp.training import Run, checkpoint, start
+from hpc_ddp.training import Run, checkpoint, notice, start
 from hpc_ddp.training import run as run_module
 
 parser = argparse.ArgumentParser()
@@ -44,12 +44,16 @@ parser.add_argument("--make", help="... make a folder,")
 parser.add_argument("--exit", type=int, help="... leave with a code,")
 parser.add_argument("--fail", action="store_true", help="... raise,")
 parser.add_argument("--ranks", default="0123", help="... on these ranks")
+parser.add_argument("--word-seconds", type=float, help="how long a signal waits for its word")
+parser.add_argument("--print-save-seconds", action="store_true")
 parser.add_argument("--unsettled", action="store_true")
 parser.add_argument("--late", type=float, default=0.0, help="seconds to stay after the end")
 parser.add_argument("--patience", type=float, help="seconds for which saves may fail")
 args = parser.parse_args()
 if args.patience is not None:
     checkpoint.PATIENCE_S = args.patience
+if args.word_seconds is not None:
+    notice.WORD_S = args.word_seconds
 
 if args.unsettled:
     vars(run_module)["settle"] = lambda ddp: None
@@ -88,11 +92,11 @@ def act(run: Run) -> None:
     if args.hold == "group":
         torch.distributed.all_reduce(torch.zeros(1), group=aside)
     if args.hold == "lock":
-        ctypes.PyDLL(None).sleep(60)
+        ctypes.PyDLL(None).sleep(600)
     if args.signal:
         os.kill(os.getpid(), args.signal)
-        if args.signal == signal.SIGTERM:
-            time.sleep(0.1)  # for the listening thread
+        while args.signal == signal.SIGTERM and not run._parts.notices.reason:
+            time.sleep(0.001)  # for the listening thread
     if args.exit:
         sys.exit(args.exit)
     if args.fail:
@@ -105,6 +109,8 @@ run = start(
     save_every_steps=args.save_every_steps,
     keep_every=args.keep_every,
 )
+if args.print_save_seconds:
+    print(f"a save takes {run._parts.schedule.save_s()!r} s", flush=True)
 aside: Any = torch.distributed.new_group() if args.hold == "group" else None
 layers: list[nn.Module] = [nn.Linear(33, args.width)]
 for _ in range(args.layers):

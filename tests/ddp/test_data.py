@@ -20,6 +20,8 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import randomness
 from hpc_ddp.training.loader import Loader, Shard
 from hpc_ddp.training.order import Cut, Position
+from tests.ddp.conftest import is_pending
+from tests.waiting import LIMIT_S, wait_until
 
 # More workers than this machine may have cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -162,10 +164,11 @@ def test_a_worker_obeys_its_parent_alone() -> None:
     (worker,) = multiprocessing.active_children()
     assert worker.pid is not None
     subprocess.run(["kill", str(worker.pid)], check=True)
-    worker.join(0.3)
-    assert worker.is_alive()
+    pid = worker.pid
+    wait_until(lambda: not is_pending(pid, signal.SIGTERM), "the worker takes the signal")
+    assert len(list(batches)) == 11  # all the others, more than it had made before
     worker.terminate()
-    worker.join(5)
+    worker.join(LIMIT_S)
     assert worker.exitcode == 0
 
 
@@ -200,11 +203,23 @@ class Deadly(Noisy):
         return draw(index)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_worker_that_dies_is_named_as_the_cause(how: signal.Signals) -> None:
-    name = {signal.SIGKILL: "Killed", signal.SIGSEGV: "Segmentation fault"}[how]
-    with pytest.raises(HpcDdpError, match=rf"^DataLoader worker is killed by signal: {name}\."):
+# torch's handler of SIGCHLD raises wherever this thread happens to be: also in a finalizer, which
+# Python reports, and in torch's own look for free file descriptors, which leaves a file open.
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed:ResourceWarning"
+)
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        (signal.SIGKILL, "Killed"),
+        (signal.SIGSEGV, "Segmentation fault"),
+        (signal.SIGBUS, "Bus error"),
+    ],
+)
+def test_a_worker_that_dies_is_named_as_the_cause(how: signal.Signals, name: str) -> None:
+    with pytest.raises(HpcDdpError, match=f"^DataLoader worker is killed by signal: {name}$") as e:
         load(Deadly(how), Cut(4, 0, 1), num_workers=2)
+    assert ("/dev/shm" in str(e.value.hint)) == (how is signal.SIGBUS)
 
 
 def test_what_a_data_set_raises_in_a_worker_reaches_the_journal(crew: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from typing import Any
 
 import pytest
@@ -17,10 +16,7 @@ HANG = {"HPC_DDP_HANG_AFTER": "2"}
 )
 def test_every_rank_writes_its_stacks(crew: Any, how: tuple[str, ...], stuck: str) -> None:
     launch = crew.launch(2, "--at", "3", "--ranks", "1", *how, **HANG)
-    launch.until("ACTING")
-    began = time.monotonic()
     assert launch.wait() == [1, 1], launch.output()
-    assert time.monotonic() - began < 10
     node = crew.run.attempt(0).node("here")
     assert stuck in node.stacks(1).read_text()
     assert "in act\n" in node.stacks(1).read_text()
@@ -42,7 +38,7 @@ def test_every_rank_writes_its_stacks(crew: Any, how: tuple[str, ...], stuck: st
 
 def test_a_rank_that_holds_pythons_lock_is_seen_too(crew: Any) -> None:
     launch = crew.launch(2, "--at", "3", "--ranks", "1", "--hold", "lock", **HANG)
-    assert launch.wait(20.0) == [1, 1], launch.output()
+    assert launch.wait() == [1, 1], launch.output()
     node = crew.run.attempt(0).node("here")
     assert "in act\n" in node.stacks(1).read_text()
     (failed,) = crew.events("failed")

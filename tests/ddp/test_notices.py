@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.training.notice import WORD_S
+from tests.waiting import wait_until
+
 SLOW = ("--step-seconds", "0.05")
 
 
@@ -26,22 +29,24 @@ def test_a_signal_without_word_ends_a_worker_at_once(crew: Any) -> None:
         2, *SLOW, "--at", "4", "--wait", never, "--ranks", "1", HPC_DDP_NOTICE=notice
     )
     launch.until("ACTING")
-    time.sleep(0.3)
+    steps = crew.run.path / "seen-0"
+    wait_until(lambda: "\n0 4 " in steps.read_text(), "rank 0's step 4, which it ends alone")
     began = time.monotonic()
     launch.signal(signal.SIGTERM)
     assert launch.wait() == [143, 143]
-    assert 1.5 < time.monotonic() - began < 5
+    assert time.monotonic() - began >= WORD_S  # for that long the word may still come
     assert "without a notice" in launch.output()
     assert not list(crew.run.checkpoints.iterdir())
 
 
 def test_a_signal_before_its_word_is_a_notice(crew: Any) -> None:
     notice = crew.base / "notice"
-    launch = crew.launch(2, *SLOW, "--at", "4", HPC_DDP_NOTICE=str(notice))
+    patience = ("--word-seconds", "600")
+    launch = crew.launch(2, *SLOW, "--at", "4", *patience, HPC_DDP_NOTICE=str(notice))
     launch.until("ACTING")
     for _ in range(3):
         launch.signal(signal.SIGTERM)
-    time.sleep(0.5)
+        launch.await_delivery(signal.SIGTERM)
     give_notice(notice, "preemption")
     launch.signal(signal.SIGTERM)
     assert launch.wait() == [0, 0], launch.output()
@@ -56,16 +61,23 @@ def test_the_other_ways_to_stop(crew: Any) -> None:
     env = {"HPC_DDP_NOTICE": str(notice)}
     crew.go(2, *SLOW, **env)
     notice.unlink()
-    env["HPC_DDP_END_TIME"] = str(time.time() + 14)  # ~ 4 s of steps: the rest is for saving
-    crew.go(2, "--step-seconds", "0.5", **env)
-    assert time.time() < float(env.pop("HPC_DDP_END_TIME")) - 5
+    crew.go(2, "--step-seconds", "0.5", **env, HPC_DDP_END_TIME=str(time.time() + 9))
     crew.run.cancelled.touch()
-    crew.go(2, *SLOW, **env)
+    crew.go(2, "--step-seconds", "0.5", **env)
     assert [event["reason"] for event in crew.events("stopped")] == [
         "notice",
         "deadline",
         "cancelled",
     ]
+
+
+def test_each_rank_expects_what_a_save_took_in_an_earlier_attempt(crew: Any) -> None:
+    crew.go(2, "--epochs", "1", "--at", "2", "--signal", str(int(signal.SIGTERM)))
+    (saved,) = crew.events("checkpoint")
+    launch = crew.launch(2, "--epochs", "1", "--print-save-seconds")
+    assert launch.wait() == [0, 0], launch.output()
+    for log in launch.logs:
+        assert f"a save takes {saved['write_s']!r} s\n" in log.read_text()
 
 
 def test_loader_workers_outlive_a_notice(crew: Any) -> None:
@@ -82,10 +94,8 @@ def test_loader_workers_outlive_a_notice(crew: Any) -> None:
 
 def test_a_failure_is_journaled_and_ends_quickly(crew: Any) -> None:
     launch = crew.launch(2, *SLOW, "--at", "3", "--fail", "--ranks", "1")
-    began = time.monotonic()
     codes = launch.wait()
     assert codes == [1, 1]  # rank 0 loses its connection
-    assert time.monotonic() - began < 10
     failed = {event["rank"]: event for event in crew.events("failed")}
     assert failed[1]["error"] == "ValueError: a bad batch"
     assert "in act" in failed[1]["traceback"]

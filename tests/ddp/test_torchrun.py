@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from hpc_ddp.run import process
 from hpc_ddp.run.folder import RunFolder, read_json
 from hpc_ddp.training import place
 from hpc_ddp.training.facts import DistInfo, Surroundings
+from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -45,17 +45,14 @@ def start(where: Path, job: str, ranks: int, *argv: str) -> subprocess.Popen[str
 def test_digits_stops_and_goes_on_under_torchrun(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "digits" / "local")
     first = start(tmp_path, "digits.py", 2, "--step-seconds", "0.1")
-    deadline = time.monotonic() + 60
-    while not any(event["event"] == "metrics" for event in run.events()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: any(e["event"] == "metrics" for e in run.events()), "a step")
     first.send_signal(signal.SIGTERM)  # to the agent, which passes it on and then fails
-    first.communicate(timeout=60)
+    first.communicate(timeout=LIMIT_S)
     (stopped,) = [event for event in run.events() if event["event"] == "stopped"]
     assert not run.finished()
 
     second = start(tmp_path, "digits.py", 2)
-    output, errors = second.communicate(timeout=120)
+    output, errors = second.communicate(timeout=LIMIT_S)
     assert second.returncode == 0, errors
     assert f"going on from step {stopped['step']} " in errors
     assert run.finished()
@@ -68,7 +65,7 @@ def test_linear_regression_in_one_process(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "linear_regression" / "local")
     for moved in ("", f" (the finished one is now {run.path}-1)"):
         job = start(tmp_path, "linear_regression.py", 0)
-        output, errors = job.communicate(timeout=60)
+        output, errors = job.communicate(timeout=LIMIT_S)
         assert job.returncode == 0, errors
         assert re.search(r"^y = (2\.9|3\.0)\d+ x \+ (0\.9|1\.0)\d+$", output, re.MULTILINE), output
         where, goodput = errors.splitlines()

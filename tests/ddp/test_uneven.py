@@ -26,8 +26,6 @@ def test_a_rank_with_more_work_is_named(crew: Any) -> None:
     for event in events:
         assert event["busy_s"][2] >= 0.06
         assert event["step_s"] >= 0.06  # all of them wait for it
-    # Each of the others' own steps is far shorter, or they would not be told apart.
-    assert min(min(event["busy_s"]) for event in events) < 0.06
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ class Machinery:
     def _build(self) -> None:
         subnet = free_subnet(self.instance)
         self.address = str(subnet[254])
-        for name in ("log", "state", "cgroup", *(f"spool.{n}" for n in self.nodes)):
+        for name in ("log", "state", "cgroup", "db-tmp", *(f"spool.{n}" for n in self.nodes)):
             (self.folder / name).mkdir(parents=True)
         if self.accounting:
             self._start("mariadb-install", *self._mariadb_install())
@@ -318,11 +318,13 @@ class Machinery:
     # --- its processes, and its end ---
 
     def _start(self, name: str, *argv: str, host: str = "", keep: Sequence[int] = ()) -> None:
-        socket_path = {"MYSQL_UNIX_PORT": f"{self.folder}/db/socket"}
+        more = {"MYSQL_UNIX_PORT": f"{self.folder}/db/socket"} if name == "slurmdbd" else {}
+        if name.startswith("mariadb"):  # one that starts removes all temporary tables of its TMPDIR
+            more = {"TMPDIR": f"{self.folder}/db-tmp"}
         with open(self.folder / "log" / f"{name}.out", "ab") as out:
             child = subprocess.Popen(
                 [*(self._inside(host) if host else []), *argv],
-                env={**self.env(), **(socket_path if name == "slurmdbd" else {})},
+                env={**self.env(), **more},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -15,12 +15,12 @@ import pytest
 import torch
 from cluster import Cluster
 from cluster_build import Proctrack
-from cluster_machine import poll
 
 from hpc_ddp.run.checkpoints import candidates
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event
 from hpc_ddp.training.checkpoint import open_checkpoint
+from tests.waiting import wait_until
 
 REPO = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -47,14 +47,14 @@ class Job:
         found = [event for event in self.run.events() if event["event"] == name]
         return [event for event in found if attempt in (None, event["attempt"])]
 
-    def event(self, name: str, attempt: int = 0, timeout: float = 240) -> Event:
+    def event(self, name: str, attempt: int = 0) -> Event:
         """Wait for an attempt's event, and return it."""
-        self.until(lambda: bool(self.events(name, attempt)), timeout, f"{name} of {attempt}")
+        self.until(lambda: bool(self.events(name, attempt)), f"event {name} of attempt {attempt}")
         return self.events(name, attempt)[-1]
 
-    def until(self, true: Callable[[], bool], timeout: float, what: str) -> None:
-        if not poll(true, timeout=timeout, pause=0.2):
-            pytest.fail(f"no {what} within {timeout} s; job {self.show()}\n{self.output()}")
+    def until(self, condition: Callable[[], object], event: str) -> None:
+        """Return once `condition` holds."""
+        wait_until(condition, event, lambda: f"job {self.show()}\n{self.output()}", pause_s=0.3)
 
     def show(self) -> dict[str, str]:
         text = self.cluster.run("scontrol", "show", "job", self.id).stdout
@@ -63,11 +63,23 @@ class Job:
     def state(self) -> str:
         return self.show()["JobState"]
 
-    def end(self, timeout: float = 420) -> str:
-        """Wait until the job is over for good, and return Slurm's state for it."""
+    def end(self) -> str:
+        """Wait until the job is over for good, and return Slurm's state for it.
+
+        Slurm shows none of these states before the batch script has ended on its node: what is
+        over then can't requeue itself any more.
+        """
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-        self.until(lambda: self.state() in over, timeout, "end")
+        self.until(lambda: self.state() in over, "the job's end")
         return self.state()
+
+    def printed(self, text: str) -> None:
+        """Wait until the job has printed `text`."""
+        self.until(lambda: text in self.output(), f"{text!r} in the output")
+
+    def notice(self) -> None:
+        """Wait until a supervisor has had a notice."""
+        self.until(lambda: self.events("notice"), "a notice")
 
     def nodes(self) -> str:
         return self.show()["NodeList"]
@@ -76,8 +88,7 @@ class Job:
         """Wait until an attempt has come to a step."""
         self.until(
             lambda: any(e["step"] >= step for e in self.events("metrics", attempt)),
-            240,
-            f"step {step}",
+            f"step {step} of attempt {attempt}",
         )
 
     def preempt(self) -> None:

@@ -42,7 +42,7 @@ def test_who_looks_after_workers_killed(
     job.at_step(20)
     agent = job.agent()
     os.kill(agent if victim == "agent" else _parent(agent), signal.SIGKILL)
-    job.until(lambda: not job.processes("code/0/", attempt=0), 30, "end of the first attempt")
+    job.until(lambda: not job.processes("code/0/", attempt=0), "end of the first attempt")
     assert job.end() == "COMPLETED", job.output()
     cause = "failed" if victim == "agent" else "node lost"
     assert job.verdicts() == [(cause, "requeue"), ("finished", "none")]

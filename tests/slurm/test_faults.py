@@ -317,7 +317,7 @@ def make_twins(cluster: Cluster, tmp_path: Path) -> dict[tuple[int, int], Job]:
             told = Hpc(cluster, tmp_path / "twins")("dry-run", *words).stdout
             run = RunFolder(Path(json.loads(told.splitlines()[-1])["run"]))
             twins[nodes, seed] = Job(cluster, "", run)
-        assert on_cluster.end(300) == "COMPLETED", on_cluster.output()
+        assert on_cluster.end() == "COMPLETED", on_cluster.output()
         assert same_weights(on_cluster, twins[nodes, 0])
         assert not same_weights(twins[nodes, 0], twins[nodes, 1])
     return twins

@@ -31,7 +31,7 @@ def script(tmp_path: Path) -> str:
 def test_beside_a_worker_and_clean_leaves_it_alone(hpc: Hpc, script: str) -> None:
     words = ("--nodes", "2", "--launcher", "srun", "--env", "MINE=a b", script, "600")
     job = hpc.submit(*words)
-    job.until(lambda: len([*job.run.logs.glob("attempt-0/*/rank-*.pid")]) == 2, 120, "workers")
+    job.until(lambda: len([*job.run.logs.glob("attempt-0/*/rank-*.pid")]) == 2, "workers")
     first, second = (next(job.run.logs.glob(f"attempt-0/*/rank-{rank}.pid")) for rank in (0, 1))
     look = ("--", "sh", "-c", 'echo "$SLURMD_NODENAME $MINE $HPC_DDP_RUN${RANK:+ $RANK}"')
     said = f"a b {job.run.path}\n"

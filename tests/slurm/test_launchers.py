@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -71,7 +70,7 @@ def test_a_task_killed_under_srun(hpc: Hpc, cluster: Cluster, undisturbed: Job) 
     job = hpc.submit(*words, "--step-seconds", "0.2", env={"HPC_DDP_SAVE_EVERY": "1"})
     job.at_step(20)
     os.kill(job.agent(), signal.SIGKILL)
-    job.until(lambda: not job.processes("code/0/", attempt=0), 30, "end of the first attempt")
+    job.until(lambda: not job.processes("code/0/", attempt=0), "end of the first attempt")
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("node lost", "requeue"), ("finished", "none")]
     assert same_weights(job, undisturbed)
@@ -124,7 +123,7 @@ def _begin(hpc: Hpc, script: str, launcher: str, folder: Path, pause_s: float = 
     """Submit a script of 80 steps, and wait until it has done some."""
     words = ("--launcher", launcher, *TWO_BY_TWO, str(SCRIPTS / script), str(folder), str(pause_s))
     job = hpc.submit(*words)
-    job.until(lambda: "step 20 of 80" in job.output(), 240, "step 20")
+    job.printed("step 20 of 80")
     return job
 
 
@@ -175,8 +174,6 @@ def test_a_cancelled_lightning_stays_cancelled(
     use(cluster, "linuxproc")
     job = _begin(hpc, "lightning_script.py", launcher, tmp_path, pause_s=1.0)
     cluster.run("scancel", job.id)
-    assert job.end(60) == "CANCELLED", job.output()
-    time.sleep(8)  # longer than it takes to be requeued
-    assert job.state() == "CANCELLED"
+    assert job.end() == "CANCELLED", job.output()
     assert job.show()["Restarts"] == "0"
     assert len(job.run.attempts()) == 1

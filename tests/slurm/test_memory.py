@@ -37,7 +37,7 @@ def test_a_worker_that_eats_all_memory(hpc: Hpc, group: Path, tmp_path: Path) ->
     entered = ("--container", str(enter), "--python", sys.executable)  # or it would be another one
     words = ("--nodes", "1", "--nproc-per-node", "2", *entered)
     job = hpc.submit(*words, str(SCRIPTS / "trouble.py"), "eat-at-30")
-    assert job.end(600) == "FAILED", job.output()
+    assert job.end() == "FAILED", job.output()
     assert job.verdicts() == [("failed", "requeue"), ("failed", "give up")]
     last = job.events("verdict", 1)[0]
     assert last["error"] == "out of memory: killed by the kernel"

@@ -68,7 +68,7 @@ def test_one_of_an_array_is_preempted(
     tasks[3].at_step(10)
     tasks[3].preempt()
     for task in tasks:
-        assert task.end(600) == "COMPLETED", task.output()
+        assert task.end() == "COMPLETED", task.output()
         assert same_weights(task, walked)
     preempted = [("preempted", "requeue"), ("finished", "none")]
     fates = [task.verdicts() for task in tasks]
@@ -87,7 +87,7 @@ def test_ten_jobs_on_two_nodes(hpc: Hpc, cluster: Cluster, backend: str) -> None
     nodes = f"{cluster.nodes[0]},{cluster.nodes[1]}"
     words = ("--backend", backend, "--nodes", "2", "--gpus-per-node", "1", "--nodelist", nodes)
     jobs = [hpc.submit(*words, str(WALK.with_name("plain.py"))) for _ in range(10)]
-    assert [job.end(900) for job in jobs] == ["COMPLETED"] * 10
+    assert [job.end() for job in jobs] == ["COMPLETED"] * 10
     assert [job.verdicts() for job in jobs] == [[("finished", "none")]] * 10
     assert len({job.run.path for job in jobs}) == 10
     assert len({job.output().count("done") for job in jobs} - {1}) == 0

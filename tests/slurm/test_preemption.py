@@ -25,11 +25,11 @@ def test_three_times_in_a_row(
     job.at_step(5)
     job.preempt()
     started = job.run.attempt(1).path
-    job.until(lambda: bool(list(started.glob("*/rank-1.pid"))), 240, "workers of attempt 1")
+    job.until(lambda: bool(list(started.glob("*/rank-1.pid"))), "workers of attempt 1")
     job.preempt()
     job.event("first_step", attempt=2)
     drafts = job.run.checkpoints
-    job.until(lambda: bool(list(drafts.glob("*.tmp-2"))), 120, "save of attempt 2")
+    job.until(lambda: bool(list(drafts.glob("*.tmp-2"))), "save of attempt 2")
     job.preempt()
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("preempted", "requeue")] * 3 + [("finished", "none")]

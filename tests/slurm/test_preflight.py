@@ -25,7 +25,7 @@ def test_good_nodes_are_measured(hpc: Hpc, cluster: Cluster) -> None:
     argv = ["salloc", "--nodes=2", "--gpus-per-node=2", sys.executable, "-m", "hpc_ddp"]
     done = subprocess.run([*argv, "preflight", "--json"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert job.end(600) == "COMPLETED", job.output()
+    assert job.end() == "COMPLETED", job.output()
     (event,) = job.events("preflight")
     nodes = job.events("started")[0]["nodes"]
     for found in (event, json.loads(done.stdout)):
@@ -123,7 +123,7 @@ def test_a_bad_node_is_named_and_left_out(
 
 def _is_left_out(job: Job, bad: str, reason: str) -> dict[str, Any]:
     """Wait for the end of a job, and see that it ended well without the bad node."""
-    assert job.end(600) == "COMPLETED", job.output()
+    assert job.end() == "COMPLETED", job.output()
     first, second = job.events("preflight")
     assert bad in job.events("started", 0)[0]["nodes"]
     assert first["bad_nodes"] == [bad], first
@@ -141,13 +141,13 @@ def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
     """Slurm itself does not reach the one; the other one's tasks hang before their first word."""
     bad, mark = cluster.nodes[1], tmp_path / "mark"
     job = hpc.submit("--preflight", "--nodes", "2", "--setup", f"touch {mark}; sleep 5", PLAIN)
-    job.until(mark.exists, 60, "set-up")
+    job.until(mark.exists, "set-up")
     cluster.cut(bad)
-    first = job.event("preflight", timeout=120)
+    first = job.event("preflight")
     cluster.heal(bad)
     assert first["bad_nodes"] == [bad]
     assert "Slurm can't start a task" in first["why"]
-    assert job.end(600) == "COMPLETED", job.output()
+    assert job.end() == "COMPLETED", job.output()
     cluster.reset()
     hang = tmp_path / "hang.sh"
     hang.write_text(f'[ "$SLURMD_NODENAME" != {bad} ] || sleep 600\nexec "$@"\n')
@@ -162,7 +162,7 @@ def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
 @pytest.mark.soak
 def test_what_is_wrong_everywhere_is_no_nodes_fault(hpc: Hpc, cluster: Cluster) -> None:
     job = hpc.submit("--preflight", "--nodes", "2", "--interface", "ib7", PLAIN)
-    assert job.end(300) == "FAILED", job.output()
+    assert job.end() == "FAILED", job.output()
     assert job.verdicts() == [("failed", "give up")]
     assert "there is no interface 'ib7'" in job.output().splitlines()[-1]
     assert "the same on all nodes" in job.output().splitlines()[-1]
@@ -173,10 +173,10 @@ def test_what_is_wrong_everywhere_is_no_nodes_fault(hpc: Hpc, cluster: Cluster) 
 def test_in_a_job_of_submitit_and_while_it_is_cancelled(hpc: Hpc, cluster: Cluster) -> None:
     words = ("--backend", "submitit", "--preflight", "--nodes", "2")
     job = hpc.submit(*words, PLAIN)
-    assert job.end(600) == "COMPLETED", job.output()
+    assert job.end() == "COMPLETED", job.output()
     assert job.events("preflight")[0]["ok"]
     job = hpc.submit(*words, PLAIN)
-    job.until(lambda: bool(list(job.run.path.glob(".preflight-*"))), 60, "preflight")
+    job.until(lambda: bool(list(job.run.path.glob(".preflight-*"))), "preflight")
     cluster.run("scancel", job.id)
     assert job.end() == "CANCELLED", job.output()
     assert "requeue" not in {action for _, action in job.verdicts()}

@@ -71,7 +71,7 @@ def test_every_word_arrives_in_the_worker(hpc: Hpc, tmp_path: Path) -> None:
     folder = tmp_path / "my $(touch x) 'co;de' é"
     folder.mkdir()
     script = folder / 'tr"ain $HOME.py'
-    script.write_bytes((SCRIPTS / "plain.py").read_bytes())
+    script.write_bytes((SCRIPTS / "words.py").read_bytes())
     words = [
         "a b",
         "'",
@@ -99,7 +99,7 @@ def test_every_word_arrives_in_the_worker(hpc: Hpc, tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["it's", 'a "b" per%j cent $(touch x);é'])
 def test_runs_may_lie_in_a_folder_of_any_name(hpc: Hpc, folder: str, tmp_path: Path) -> None:
     hpc.runs = tmp_path / folder
-    job = hpc.submit("--nodes", "1", "--job-name", "a b", str(SCRIPTS / "plain.py"))
+    job = hpc.submit("--nodes", "1", "--job-name", "a b", str(SCRIPTS / "words.py"))
     assert job.end() == "COMPLETED", job.output()
     assert "done" in job.output()
     assert not Path("x").exists()
@@ -119,8 +119,9 @@ def test_a_taken_port_is_no_failure(hpc: Hpc, cluster: Cluster, tmp_path: Path) 
     template.write_text(
         "{% extends 'job.sbatch.j2' %}\n{% block attempt %}{{ super() }}\n"
         "python3 -c 'import socket, sys, time; s = socket.socket();"
-        ' s.bind(("", int(sys.argv[1]))); s.listen(); time.sleep(60)\' "$HPC_DDP_PORT" &\n'
-        "sleep 1\n{% endblock %}"
+        ' s.bind(("", int(sys.argv[1]))); s.listen(); time.sleep(600)\' "$HPC_DDP_PORT" &\n'
+        'until (exec 3<>"/dev/tcp/127.0.0.1/$HPC_DDP_PORT") 2>&-; do sleep 0.1; done\n'
+        "{% endblock %}"
     )
     job = hpc.submit(*TWO_BY_TWO, "--template", str(template), str(SCRIPTS / "plain.py"))
     assert job.end() == "COMPLETED", job.output()
@@ -135,14 +136,14 @@ def test_what_an_outer_job_left_does_not_matter(hpc: Hpc) -> None:
         "SLURM_NTASKS": "9",
         "SBATCH_EXPORT": "NONE",
     }
-    job = hpc.submit(*TWO_BY_TWO, str(SCRIPTS / "plain.py"), env=env)
+    job = hpc.submit(*TWO_BY_TWO, str(SCRIPTS / "words.py"), env=env)
     assert job.end() == "COMPLETED", job.output()
 
 
 def test_a_sweep_has_a_run_for_each_point(hpc: Hpc) -> None:
-    script = str(SCRIPTS / "plain.py")
+    script = str(SCRIPTS / "words.py")
     job = hpc.submit("--nodes", "1", script, "a word", sets=("name=x,y z",))
-    job.until(lambda: "2 of 2 tasks" in hpc("status", job.id).stdout, 90, "end of both tasks")
+    job.until(lambda: "2 of 2 tasks" in hpc("status", job.id).stdout, "end of both tasks")
     printed = job.output()
     assert printed.count('"a word"') == 2
     assert '"--name=x"]' in printed

@@ -39,7 +39,7 @@ def test_one_of_four_points_is_preempted(hpc: Hpc, cluster: Cluster, backend: st
     assert [each["state"] for each in _status(hpc, sweep)].count("waiting") == 2
     tasks[1].preempt()
     for task in tasks:
-        assert task.end(600) == "COMPLETED", task.output()
+        assert task.end() == "COMPLETED", task.output()
     assert tasks[1].verdicts() == [("preempted", "requeue"), ("finished", "none")]
     assert in_one_go(tasks[1])
     found = _status(hpc, sweep)
@@ -64,16 +64,16 @@ def test_a_budget_ends_it_and_a_larger_one_goes_on(hpc: Hpc, cluster: Cluster) -
     tasks = _tasks(cluster, sweep, 2)
     tasks[0].at_step(5)
     tasks[0].preempt()
-    assert tasks[0].end(300) == "FAILED"
+    assert tasks[0].end() == "FAILED"
     assert tasks[0].verdicts() == [("preempted", "give up")]
-    assert tasks[1].end(300) == "FAILED"  # it was never begun: nothing was left for it
+    assert tasks[1].end() == "FAILED"  # it was never begun: nothing was left for it
     assert tasks[1].verdicts() == [("budget", "give up")]
     shown = hpc("status", sweep.id).stdout
     assert "of 0.0001 GPU hours are spent" in shown
     assert "2 failed" in shown
     again = hpc.submit("--run", str(sweep.run.path), "--budget-gpu-hours", "10")
     for task in _tasks(cluster, again, 2):
-        assert task.end(600) == "COMPLETED", task.output()
+        assert task.end() == "COMPLETED", task.output()
     assert in_one_go(tasks[0])
 
 

@@ -42,7 +42,7 @@ def limited(
 @pytest.mark.parametrize("way", ["signal alone", "deadline alone"])
 def test_one_warning(limited: dict[str, Job], walked: Job, way: str) -> None:
     job = limited[way]
-    assert job.end(600) == "COMPLETED", job.output()
+    assert job.end() == "COMPLETED", job.output()
     assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
     assert in_one_go(job)
     assert same_weights(job, walked)
@@ -55,7 +55,7 @@ def test_one_warning(limited: dict[str, Job], walked: Job, way: str) -> None:
 )
 def test_the_lead_is_learned(limited: dict[str, Job], walked: Job) -> None:
     job = limited["slow save"]
-    assert job.end(600) == "COMPLETED", job.output()
+    assert job.end() == "COMPLETED", job.output()
     assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
     assert {event["reason"] for event in job.events("stopped")} == {"deadline"}
     assert min(event["write_s"] for event in job.events("checkpoint")) > 18  # the lead

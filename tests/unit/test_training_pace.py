@@ -15,7 +15,7 @@ from hpc_ddp.training.metrics import Metrics
 from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.pace import Pace
-from hpc_ddp.training.schedule import Schedule, between_failures
+from hpc_ddp.training.schedule import Schedule, between_failures, slowest_save
 
 
 class Alone:
@@ -113,7 +113,12 @@ def test_auto_is_young_and_daly_from_what_was_measured(capsys: Any) -> None:
             history.append({"event": event, "attempt": attempt, "time": 1e9 + at, **more})
     assert between_failures(history) == 2 * 86_400 / 3
     saves = Saves()
-    schedule = make_schedule(saves, every="auto", history=history)
+    schedule = make_schedule(
+        saves,
+        every="auto",
+        slowest_save_s=slowest_save(history),
+        failure_interval_s=between_failures(history),
+    )
     assert schedule.save_s() == 3.0
     assert not schedule.due()
     saves.slowest_save_s, saves.stall_s = 1.0, 0.5
@@ -132,12 +137,12 @@ def test_auto_is_young_and_daly_from_what_was_measured(capsys: Any) -> None:
 def test_a_notice_file_names_its_source(tmp_path: Path, content: str, source: str) -> None:
     path = tmp_path / "notice"
     notices = Notices(path)
-    notices.stop_file = tmp_path / "cancelled"
-    notices._look()
+    cancelled = tmp_path / "cancelled"
+    notices.watch_for_cancel(cancelled)
     path.touch()  # empty: no word yet
     notices._look()
     assert notices.reason == NONE
-    notices.stop_file.touch()
+    cancelled.touch()
     notices._look()
     assert (notices.reason, notices.source) == (CANCELLED, "cancelled")
     path.write_text(content)

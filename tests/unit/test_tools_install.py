@@ -1,0 +1,47 @@
+"""The versions of the test environment: pinned, and given up by name where they can't be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import install
+
+REPORT = """
+ERROR: Cannot install torch because these package versions have conflicting dependencies.
+The conflict is caused by:
+    The user requested torch
+    The user requested (constraint) torch==2.15.0
+"""
+
+
+def test_a_pin_that_can_not_be_had_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def run_pip(env: Path, packages: list[str], pins: list[str]) -> tuple[int, str]:
+        calls.append(pins)
+        return (1, REPORT) if "torch==2.15.0" in pins else (0, "done")
+
+    monkeypatch.setattr(install, "run_pip", run_pip)
+    monkeypatch.setattr(install.venv, "create", lambda *_, **__: None)  # type: ignore[attr-defined]
+    assert install.install(tmp_path / "env", ["torch"], ["torch==2.15.0", "click==8.5.1"]) == 0
+    assert calls == [["torch==2.15.0", "click==8.5.1"], ["click==8.5.1"]]
+    assert "torch==2.15.0 can't be had here" in capsys.readouterr().out
+    monkeypatch.setattr(install, "run_pip", lambda *_: (1, "ERROR: no space left"))
+    assert install.install(tmp_path / "env", ["torch"], ["click==8.5.1"]) == 1
+    assert "no space left" in capsys.readouterr().err
+
+
+def test_every_package_that_is_asked_for_is_pinned() -> None:
+    """What `make test` imports by name; what these need is in the list as well."""
+    pinned = install.CONSTRAINTS.read_text()
+    for name in ("torch", "torchvision", "submitit", "click", "pytest", "pytest-xdist", "mypy"):
+        assert f"\n{name}==" in pinned
+
+
+def test_usage_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert install.main(["env"]) == 2
+    assert "python tools/install.py ENV PACKAGE" in capsys.readouterr().err
