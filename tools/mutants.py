@@ -13,7 +13,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,12 +36,14 @@ from tools.store import (
     current_commit,
     require_clean_tree,
 )
-from tools.working_copy import TestRun, WorkingCopy, unwind_on_signals
+from tools.working_copy import Event, TestRun, WorkingCopy, parallel, unwind_on_signals
 
 STORE = RESULTS / "mutants.jsonl"
 EQUIVALENT = RESULTS / "equivalent.toml"
 LIMIT_S = 120.0  # more than the longest pause within a test, on a busy machine
 SLURM_LIMIT_S = 600.0
+KEEP_EVERY_S = 60.0
+MANY = 8  # tests that are run several at once; each process takes seconds to start
 AT_IMPORT = "import"
 # Tests run in this order; those that need a cluster last.
 STAGES = (("tests/unit",), ("tests/ddp", "tests/cli"), ("tests/slurm",))
@@ -77,64 +79,75 @@ class Reach:
 class Map:
     """Finds the tests that reach the places of some draws, and keeps them in the store.
 
-    A line of the store has the tests of one file, so that a kill costs the file that was at work.
+    Each line of the store has the tests that ended within a minute, so that a kill costs no more.
     """
 
     def __init__(self, store: Store, commit: str, draws: Sequence[Draw]) -> None:
         self._store = store
         self._commit = commit
         self._draws = draws
-        self._name = "reach " + ",".join(f"{d.name}x{len(d.mutations)}" for d in draws)
+        self._name = "reach " + ",".join(f"{each.name}x{len(each.mutations)}" for each in draws)
 
     def _lines(self) -> list[Line]:
-        """Return the lines of this commit that have all places of each draw."""
+        """Return the lines of a run with at least these places; of a complete one, if there is."""
         counts = {each.name: len(each.mutations) for each in self._draws}
-        return [
-            line
-            for line in self._store.newest().values()
-            if line["row"].startswith("reach ")
-            and line["commit"] == self._commit
-            and all(line["draws"].get(name, 0) >= count for name, count in counts.items())
-        ]
+        runs: dict[str, list[Line]] = {}
+        for line in self._store.newest().values():
+            if line["row"].startswith("reach ") and line["commit"] == self._commit:
+                runs.setdefault(line["row"].rpartition(" ")[0], []).append(line)
+        for lines in runs.values():
+            draws = lines[0]["draws"]
+            has_all = all(draws.get(name, 0) >= count for name, count in counts.items())
+            if has_all and any(line["is_last"] for line in lines):
+                return lines
+        return runs.get(self._name, [])
 
-    def missing_files(self) -> list[str]:
-        known = {line["file"] for line in self._lines()}
-        return [file for file in test_files() if file not in known]
+    def is_complete(self) -> bool:
+        return any(line["is_last"] for line in self._lines())
+
+    def _ended(self) -> Iterator[tuple[str, float, dict[str, list[int]]]]:
+        """Yield the tests that are known, with the seconds and the places of each."""
+        for line in self._lines():
+            for file, tests in line["tests"].items():
+                for test, (seconds, places) in tests.items():
+                    yield f"{file}::{test}", seconds, places
 
     def failed(self) -> dict[str, str]:
         """Return the tests that fail without a mutation, which say nothing about one."""
-        return {
-            f"{line['file']}::{test}": why
-            for line in self._lines()
-            for test, why in line["failed"].items()
-        }
+        lines = self._lines()
+        return {test: why for line in lines for test, why in line["failed"].items()}
 
     def reach(self, draw: Draw, index: int) -> Reach:
-        result = Reach()
-        for line in self._lines():
-            result.at_import |= index in line["at_import"].get(draw.name, [])
-            for test, (seconds, places) in line["tests"].items():
-                if index in places.get(draw.name, []):
-                    result.tests[f"{line['file']}::{test}"] = seconds
-        return result
+        failed = self.failed()
+        return Reach(
+            tests={
+                test: seconds
+                for test, seconds, places in self._ended()
+                if index in places.get(draw.name, []) and test not in failed
+            },
+            at_import=any(index in line["at_import"].get(draw.name, []) for line in self._lines()),
+        )
 
     def complete(self, copy: WorkingCopy) -> None:
-        """Run the test files that are missing, with a probe at each place."""
-        files = self.missing_files()
-        if not files:
+        """Run the tests that are missing, with a probe at each place."""
+        if self.is_complete():
             return
-        print(f"running {len(files)} test files with {self._count()} probes", flush=True)
-        run = copy.test_run(*files)
+        done = [test for test, _, _ in self._ended()]
+        count = sum(len(each.mutations) for each in self._draws)
+        print(f"running the suite with {count} probes ({len(done)} tests are done)", flush=True)
+        run = copy.test_run(*parallel(), *test_files())
+        (run.folder / "done").write_text("".join(f"{test}\n" for test in done))
+        run.words.append(f"--done={run.folder / 'done'}")
         originals = self._insert_probes(copy, run.folder)
         try:
-            self._record(run, files)
+            self._record(run)
         finally:
             for file, content in originals.items():
                 copy.write(file, content)
+        if run.code not in (0, 1, 5):
+            raise ToolError(f"the run with probes ended with {run.code}: {run.output()[-2000:]}")
+        self._keep(run, {}, is_last=True)
         run.clear()
-
-    def _count(self) -> int:
-        return sum(len(each.mutations) for each in self._draws)
 
     def _insert_probes(self, copy: WorkingCopy, folder: Path) -> dict[str, bytes]:
         """Put a probe at each place; return the files as they were."""
@@ -149,55 +162,42 @@ class Map:
     def _places(self) -> list[tuple[Draw, int, Mutation]]:
         return [(each, i, m) for each in self._draws for i, m in enumerate(each.mutations)]
 
-    def _record(self, run: TestRun, files: Sequence[str]) -> None:
-        left: dict[str, set[str]] = {file: set() for file in files}
-        outcomes: dict[str, tuple[str, float, str]] = {}
-        began = time.monotonic()
+    def _record(self, run: TestRun) -> None:
+        ended: dict[str, Event] = {}
+        total, kept = 0, time.monotonic()
         for event in run.events():
-            for test in event.get("collected", ()):
-                left[_file(test)].add(test)
-            if "collected" in event:
-                for file in [file for file, tests in left.items() if not tests]:
-                    self._keep(run, file, {})  # all of its tests are too long for `make test`
-            elif "test" in event:
-                test = event["test"]
-                file = _file(test)
-                outcomes[test] = (event["outcome"], event["seconds"], event["why"])
-                left[file].discard(test)
-                if not left[file]:
-                    of_file = {t: o for t, o in outcomes.items() if _file(t) == file}
-                    self._keep(run, file, of_file)
-                    print(f"  {time.monotonic() - began:5.0f} s  {file}", flush=True)
-        if missing := self.missing_files():
-            tail = run.output()[-2000:]
-            raise ToolError(f"the run with probes left out {', '.join(missing[:5])}: {tail}")
+            if "test" in event:
+                ended[event["test"]] = event
+                total += 1
+            if ended and time.monotonic() > kept + KEEP_EVERY_S:
+                self._keep(run, ended)
+                ended, kept = {}, time.monotonic()
+                print(f"  {total} tests", flush=True)
+        self._keep(run, ended)
 
-    def _keep(self, run: TestRun, file: str, outcomes: dict[str, tuple[str, float, str]]) -> None:
-        """Append the line of a test file."""
-        tests: dict[str, tuple[float, dict[str, list[int]]]] = {}
+    def _keep(self, run: TestRun, ended: dict[str, Event], *, is_last: bool = False) -> None:
+        """Append a line with the places that these tests have reached."""
         at_import: dict[str, list[int]] = {}
+        reached: dict[str, dict[str, list[int]]] = {test: {} for test in ended}
         for number, (drawn, index, _) in enumerate(self._places()):
-            for test in _reached_by(run.folder / str(number)):
+            for test in _tests_in(run.folder / str(number)):
                 if test == AT_IMPORT:
                     at_import.setdefault(drawn.name, []).append(index)
-                elif test in outcomes and outcomes[test][0] != "failed":
-                    name = test.removeprefix(f"{file}::")
-                    _, places = tests.setdefault(name, (round(outcomes[test][1], 1), {}))
-                    places.setdefault(drawn.name, []).append(index)
-        failed = {
-            test.removeprefix(f"{file}::"): why
-            for test, (outcome, _, why) in outcomes.items()
-            if outcome == "failed"
-        }
+                elif test in reached:
+                    reached[test].setdefault(drawn.name, []).append(index)
+        tests: dict[str, dict[str, tuple[float, dict[str, list[int]]]]] = {}
+        for test, event in ended.items():
+            file, _, name = test.partition("::")
+            tests.setdefault(file, {})[name] = (round(event["seconds"], 1), reached[test])
         self._store.append(
             {
-                "row": f"{self._name} {file}",
+                "row": f"{self._name} {len(self._lines())}",
                 "commit": self._commit,
                 "draws": {each.name: len(each.mutations) for each in self._draws},
-                "file": file,
                 "tests": tests,
                 "at_import": at_import,
-                "failed": failed,
+                "failed": {t: e["why"] for t, e in ended.items() if e["outcome"] == "failed"},
+                "is_last": is_last,
             }
         )
 
@@ -210,7 +210,7 @@ def _file(test: str) -> str:
     return test.partition("::")[0]
 
 
-def _reached_by(path: Path) -> list[str]:
+def _tests_in(path: Path) -> list[str]:
     """Return the tests in a place's file, in the order in which they came there."""
     text = path.read_text(errors="replace") if path.exists() else ""
     tests = (re.sub(r" \((setup|call|teardown)\)$", "", line) for line in text.splitlines())
@@ -236,12 +236,18 @@ class Examination:
     slurm_tests: int
     seconds: float
 
+    def __post_init__(self) -> None:
+        self._known_errors = set(self.copy.type_errors())
+        if self._known_errors:
+            print(f"the types have {len(self._known_errors)} errors without a mutation", flush=True)
+
     def examine(self, mutation: Mutation, reach: Reach) -> Verdict:
         original = (self.copy.path / mutation.file).read_bytes()
         self.copy.write(mutation.file, mutation.apply(original))
         try:
-            if error := self.copy.mypy():
-                return Verdict("killed", f"types: {error}")
+            errors = [e for e in self.copy.type_errors() if e not in self._known_errors]
+            if errors:
+                return Verdict("killed", f"types: {errors[0]}")
             verdict = Verdict("survived", "", reaching=len(reach.tests))
             for tests, limit_s in self._stages(mutation, reach):
                 if failure := self._first_failure(tests, reach, limit_s, verdict):
@@ -289,6 +295,8 @@ class Examination:
         names = run.folder / "tests"
         names.write_text("".join(f"{test}\n" for test in tests))
         run.words = ["-x", f"@{names}"]
+        if len(tests) >= MANY and not tests[0].startswith("tests/unit"):
+            run.words += parallel()
         failure = ""
         for event in run.events():
             verdict.run += "test" in event

@@ -330,19 +330,19 @@ def draw_from(sources: Mapping[str, str], dice: random.Random, count: int) -> li
 # --- probes --------------------------------------------------------------------------------------
 
 # Runs wherever the file does: in a worker, a fork, a Slurm job, an old Python. It appends the test
-# that runs (pytest's variable, which subprocesses inherit; else the file that names the current
-# one) to the place's file, once in each process.
+# that runs (pytest's variable, which subprocesses inherit; else the files that name the current
+# ones) to the place's file, once in each process.
 _PROBE = """\
 def _mutant_probe(place, _seen=set()):
     try:
         import os
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         if not test:
-            try:
-                with open({folder!r} + "/current") as file:
-                    test = file.read()
-            except Exception:
-                test = "import"
+            for name in os.listdir({folder!r}):
+                if name.startswith("current"):
+                    with open({folder!r} + "/" + name) as file:
+                        test += file.read()
+            test = test.strip() or "import"
         if (place, test) in _seen:
             return
         _seen.add((place, test))

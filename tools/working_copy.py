@@ -25,14 +25,20 @@ from typing import IO, Any, NoReturn
 
 from tools.store import REPO, ToolError, git
 
+# How the Makefile runs tests, for a tool that make has not started.
 PYTEST = ".venv/bin/python -m pytest"  # relative to the copy
+PARALLEL = "--numprocesses=4 --maxschedchunk=1"
 POLL_S = 0.2
 END_S = 60.0  # for pytest to end once its last test has
 
 
 def pytest_command() -> list[str]:
-    """Return the command that runs the tests: that of the Makefile, where make has started this."""
     return shlex.split(os.environ.get("PYTEST", PYTEST))
+
+
+def parallel() -> list[str]:
+    """Return the options with which pytest runs several tests at once."""
+    return shlex.split(os.environ.get("PARALLEL", PARALLEL))
 
 
 def cache_folder() -> Path:
@@ -107,15 +113,16 @@ class WorkingCopy:
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink(missing_ok=True)
 
-    def mypy(self) -> str:
-        """Return mypy's first error, or an empty text."""
+    def type_errors(self) -> list[str]:
+        """Return mypy's errors, without line numbers, which a change moves."""
         command = [".venv/bin/python", "-m", "mypy", "--no-error-summary", "--no-pretty"]
-        folders = ["hpc_ddp", "jobs", "tests/unit", "tests/cli"]
+        folders = ["hpc_ddp", "jobs", "tools", "tests/unit", "tests/cli"]
         done = subprocess.run(
             [*command, *folders], cwd=self.path, env=clean_environ(), capture_output=True, text=True
         )
         lines = (done.stdout + done.stderr).strip().splitlines()
-        return (lines or ["mypy failed"])[0] if done.returncode else ""
+        errors = [re.sub(r":\d+:", ":", line, count=1) for line in lines if ": error: " in line]
+        return errors or (["mypy failed"] if done.returncode else [])
 
 
 def clean_environ() -> dict[str, str]:
@@ -150,7 +157,8 @@ class TestRun:
     folder: Path  # of what it writes
     words: list[str]
     mark: str  # NAME=value, for the environment
-    limit_s: float = 0.0  # for the start, until the first test
+    limit_s: float = 0.0  # for a test beyond ten times of what is expected; 0: without a limit
+    environ: dict[str, str] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
     hung: str = ""  # the test that ran for too long, or what else did
     code: int = -1  # of pytest, once it has ended by itself
@@ -162,7 +170,9 @@ class TestRun:
         command += [f"--basetemp={self.folder / 't'}", "-p", "no:cacheprovider"]
         # The variables mark all that the tests start, wherever it goes.
         name, _, value = self.mark.partition("=")
-        environ = clean_environ() | {"TEST_TOOL_FOLDER": str(self.folder), name: value}
+        environ = (
+            clean_environ() | self.environ | {"TEST_TOOL_FOLDER": str(self.folder), name: value}
+        )
         with open(self.folder / "output", "wb") as output:
             process = subprocess.Popen(
                 command,
@@ -181,7 +191,7 @@ class TestRun:
             self._end(process)
 
     def _follow(self, process: subprocess.Popen[bytes], path: Path) -> Iterator[Event]:
-        deadline, doing = time.monotonic() + self.limit_s, "the start"
+        deadlines = {"the start": time.monotonic() + self.limit_s}
         offset = 0
         while True:
             over = process.poll() is not None
@@ -190,16 +200,18 @@ class TestRun:
             offset += len(complete)
             for text in complete.splitlines():
                 event: Event = json.loads(text)
+                deadlines.pop("the start", None)
                 if "start" in event:
-                    doing = event["start"]
-                    deadline = time.monotonic() + self._limit(doing)
+                    deadlines[event["start"]] = time.monotonic() + self._limit(event["start"])
                 elif "test" in event:
-                    deadline, doing = time.monotonic() + max(END_S, self.limit_s), "the end"
+                    deadlines.pop(event["test"], None)
+                    deadlines["the end"] = time.monotonic() + max(END_S, self.limit_s)
                 yield event
             if over:
                 return
-            if self.limit_s and time.monotonic() > deadline:
-                self.hung = doing
+            late = [test for test, deadline in deadlines.items() if time.monotonic() > deadline]
+            if self.limit_s and late and (late != ["the end"] or len(deadlines) == 1):
+                self.hung = late[0]
                 return
             time.sleep(POLL_S)
 

@@ -30,7 +30,7 @@ DIGITS_ARGS = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.05")
 WALK = SCRIPTS / "walk.py"
 BACKENDS = ("slurm", "submitit")
 # Where the back-ends do not differ.
-SUBMITIT_LATER = ("slurm", pytest.param("submitit", marks=pytest.mark.soak))
+SUBMITIT_LATER = ("slurm", pytest.param("submitit", marks=pytest.mark.more))
 ONE_BY_TWO = ("--nodes", "1", "--gpus-per-node", "2")
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
 
