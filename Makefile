@@ -58,6 +58,10 @@ mutants: .venv/ready
 	@$(TOOL) tools.mutants --count $(or $(N),40) --seed $(or $(SEED),7) --room $(or $(ROOM),core) \
 		$(if $(SLURM),--slurm $(SLURM)) $(TOOL_WORDS)
 
+# Which tests fail now and then? Each of tests/unit, cli and ddp N times, half of them under load.
+flakes: .venv/ready
+	@$(TOOL) tools.flakes --count $(or $(N),20) $(if $(TEST),--test "$(TEST)") $(TOOL_WORDS)
+
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --site-dir site
 
