@@ -382,7 +382,11 @@ def report(
                     f"survived  {each.row(index)}  {mutation}\n    {line['by'] or more}"
                 )
         low, high = wilson_interval(killed, killed + survived)
-        share = f"{killed / max(1, killed + survived):.0%} ({low:.0%} to {high:.0%})"
+        share = (
+            f"{killed / (killed + survived):.0%} ({low:.0%} to {high:.0%})"
+            if killed + survived
+            else "–"
+        )
         total = len(each.mutations)
         write(f"| {each.room} | {total} | {killed} | {len(reasons)} | {survived} | {share} |")
     for text in (*survivors, *notes):

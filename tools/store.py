@@ -59,7 +59,7 @@ def require_clean_tree(folder: Path = REPO) -> None:
     if changes := uncommitted_changes(folder):
         raise ToolError(
             f"{len(changes)} files have uncommitted changes ({', '.join(changes[:3])}, …), so a "
-            "result would belong to no commit: commit first, or use --dirty, which keeps nothing"
+            "result would belong to no commit: commit first, or keep none (of make: DIRTY=1)"
         )
 
 
