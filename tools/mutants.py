@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -298,10 +299,12 @@ class Examination:
         if len(tests) >= MANY and not tests[0].startswith("tests/unit"):
             run.words += parallel()
         failure = ""
-        for event in run.events():
-            verdict.run += "test" in event
-            if event.get("outcome") == "failed" and not failure:
-                failure = f"{event['test']}: {event['why']}"
+        with closing(run.events()) as events:
+            for event in events:
+                verdict.run += "test" in event
+                if event.get("outcome") == "failed":
+                    failure = f"{event['test']}: {event['why']}"
+                    break
         if run.hung:
             failure = failure or f"time limit, in {run.hung}"
         elif run.code not in (0, 5) and not failure:

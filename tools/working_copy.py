@@ -16,7 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from tools.store import REPO, ToolError, git
 PYTEST = ".venv/bin/python -m pytest"  # relative to the copy
 PARALLEL = "--numprocesses=4 --maxschedchunk=1"
 POLL_S = 0.2
+TEAR_DOWN_S = 20.0
 END_S = 60.0  # for pytest to end once its last test has
 
 
@@ -163,7 +164,7 @@ class TestRun:
     hung: str = ""  # the test that ran for too long, or what else did
     code: int = -1  # of pytest, once it has ended by itself
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Generator[Event, None, None]:
         """Run pytest, and yield what its plugin writes, as it does."""
         path = self.folder / "events"
         command = [*pytest_command(), "-p", "tools.events", f"--events={path}", *self.words]
@@ -220,7 +221,14 @@ class TestRun:
         return self.limit_s + 10 * self.expected.get(test, 0.0)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill what is left: the session, and whatever the tests have started elsewhere."""
+        """Kill what is left: the session, and whatever the tests have started elsewhere.
+
+        A pytest that runs still is interrupted first, so that it takes down its Slurm cluster.
+        """
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(TEAR_DOWN_S)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

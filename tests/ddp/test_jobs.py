@@ -100,7 +100,7 @@ def go(crew: Any, ranks: int, job: Job, *more: str, at: int | None = None) -> st
     """Run a job to its end, or to a stop in step `at`, and return what it printed."""
     script, signalled = (job.script, ()) if at is None else ("signalled.py", (str(at), job.script))
     launch = crew.launch(ranks, *signalled, *job.argv.split(), *more, script=script)
-    assert not any(launch.wait(timeout_s=300)), launch.output()
+    assert not any(launch.wait()), launch.output()
     output: str = launch.output()
     return output
 
@@ -235,7 +235,7 @@ def test_a_frozen_backbone_stays_as_it_was(crew: Any, houses: Path) -> None:
     torch.save(given, crew.base / "given.pth")
     argv = (*SMALL_HOUSES.split(), "--weights", str(crew.base / "given.pth"), "--freeze")
     launch = crew.launch(0, *argv, "--epochs", "1", script=HOUSES.script)
-    assert launch.wait(timeout_s=300) == [0], launch.output()
+    assert launch.wait() == [0], launch.output()
     trained = final(crew.run)
     for name, tensor in given.items():
         after = trained[name.replace("module.", "model.", 1)] if ".fc." not in name else None
@@ -277,7 +277,7 @@ def test_bad_houses_are_said_plainly(crew: Any, houses: Path, damage: str, words
         if damage == "no weights":
             given.write_text("no weights")
     launch = crew.launch(0, *argv, script=HOUSES.script)
-    assert launch.wait(timeout_s=120) == [2], launch.output()
+    assert launch.wait() == [2], launch.output()
     assert words in launch.output()
     assert "Traceback" not in launch.output()
 

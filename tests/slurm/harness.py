@@ -32,6 +32,8 @@ BACKENDS = ("slurm", "submitit")
 # Where the back-ends do not differ.
 SUBMITIT_LATER = ("slurm", pytest.param("submitit", marks=pytest.mark.more))
 ONE_BY_TWO = ("--nodes", "1", "--gpus-per-node", "2")
+# What most tests take: a rank more is four seconds more of importing torch, at each start.
+TWO_BY_ONE = ("--nodes", "2", "--gpus-per-node", "1")
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
 
 
@@ -90,6 +92,16 @@ class Job:
             lambda: any(e["step"] >= step for e in self.events("metrics", attempt)),
             f"step {step} of attempt {attempt}",
         )
+
+    def held(self, step: int) -> None:
+        """Wait until walk.py holds at a step, and what it saved before is durable."""
+        self.until((self.run.path / f"held-{step}").exists, f"hold at step {step}")
+        saved = step // 10 * 10
+        if saved < step:
+            self.until(
+                lambda: any(e["step"] == saved for e in self.events("checkpoint")),
+                f"checkpoint of step {saved}",
+            )
 
     def preempt(self) -> None:
         """Send a job to the partition that preempts, onto the nodes that this job has."""

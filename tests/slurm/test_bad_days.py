@@ -13,11 +13,10 @@ import pytest
 from cluster import Cluster
 from cluster_build import Proctrack
 from harness import (
-    DIGITS,
-    DIGITS_ARGS,
     SCRIPTS,
     SUBMITIT_LATER,
-    TWO_BY_TWO,
+    TWO_BY_ONE,
+    WALK,
     Hpc,
     Job,
     in_one_go,
@@ -25,6 +24,8 @@ from harness import (
     same_weights,
     use,
 )
+
+QUICK = ("--step-seconds", "0.01")
 
 
 @pytest.mark.row(
@@ -41,19 +42,18 @@ from harness import (
     ],
 )
 def test_preempted_with_and_without_notice(
-    hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str, proctrack: Proctrack
+    hpc: Hpc, cluster: Cluster, walked: Job, backend: str, proctrack: Proctrack
 ) -> None:
     """First with a grace time of 20 s, then with none; the weights in the end are the same."""
     use(cluster, proctrack)
-    words = ("--backend", backend, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
-    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1"})
-    job.at_step(5)
+    job = hpc.submit("--backend", backend, *TWO_BY_ONE, str(WALK), *QUICK, "--hold-at", "5", "55")
+    job.held(5)
     job.preempt()
     stopped = job.event("stopped")["step"]
     assert job.event("first_step", attempt=1)["step"] == stopped + 1
     cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=0")
     try:
-        job.at_step(stopped + 20, attempt=1)
+        job.held(55)
         job.preempt()
         job.event("first_step", attempt=2)
     finally:
@@ -61,7 +61,7 @@ def test_preempted_with_and_without_notice(
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts()[0] == ("preempted", "requeue")
     assert job.verdicts()[-1] == ("finished", "none")
-    assert same_weights(job, undisturbed)
+    assert same_weights(job, walked)
     assert "Traceback" not in job.output()
     assert job.output().count("going on from step") == 2
 
@@ -75,7 +75,7 @@ def test_a_plain_script_that_dies_of_the_notice_is_requeued(
 ) -> None:
     use(cluster, "linuxproc")
     env = {"TICKS": "600", "MARKER": f"{tmp_path}/marker"}
-    job = hpc.submit("--backend", backend, *TWO_BY_TWO, str(SCRIPTS / "plain.py"), env=env)
+    job = hpc.submit("--backend", backend, *TWO_BY_ONE, str(SCRIPTS / "plain.py"), env=env)
     job.until(lambda: os.path.exists(env["MARKER"]), "first attempt at work")
     time.sleep(1)
     job.preempt()
@@ -98,15 +98,14 @@ def test_a_plain_script_that_dies_of_the_notice_is_requeued(
 def test_a_killed_worker_is_recovered_from(
     hpc: Hpc,
     cluster: Cluster,
-    undisturbed: Job,
+    walked: Job,
     how: tuple[str, str],
     record_property: Callable[[str, object], None],
 ) -> None:
     use(cluster, "linuxproc")
-    words = (*how, *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
-    job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1"})
-    job.at_step(25)
-    workers = [job.worker(rank) for rank in range(4)]
+    job = hpc.submit(*how, *TWO_BY_ONE, str(WALK), *QUICK, "--hold-at", "25")
+    job.held(25)
+    workers = [job.worker(rank) for rank in range(2)]
     os.kill(workers[1], signal.SIGKILL)
     began = time.monotonic()
     job.until(lambda: not any(map(runs, workers)), "end of the survivors")
@@ -115,7 +114,7 @@ def test_a_killed_worker_is_recovered_from(
     assert job.verdicts() == [("failed", "requeue"), ("finished", "none")]
     assert "rank 1 on" in job.output()
     assert "SIGKILL" in job.output()
-    assert same_weights(job, undisturbed)
+    assert same_weights(job, walked)
 
 
 @pytest.mark.row(
@@ -126,18 +125,18 @@ def test_errors_of_a_script_end_it_with_its_own_code(hpc: Hpc, cluster: Cluster)
     """Before the first step at once; at the same step again after one retry."""
     use(cluster, "linuxproc")
     script = str(SCRIPTS / "trouble.py")
-    before = hpc.submit(*TWO_BY_TWO, script, "exit-before")
+    before = hpc.submit(*TWO_BY_ONE, script, "exit-before")
     assert before.end() == "FAILED", before.output()
     assert before.show()["ExitCode"] == "3:0"
     assert before.verdicts() == [("failed", "give up")]
-    raises = hpc.submit(*TWO_BY_TWO, script, "raise-before")
+    raises = hpc.submit(*TWO_BY_ONE, script, "raise-before")
     assert raises.end() == "FAILED", raises.output()
     last = raises.output().splitlines()[-1]
     node = raises.nodes().replace("[", "").split("-")[0]
-    assert "rank 3" in last
+    assert "rank 1" in last
     assert node[:4] in last
     assert "ValueError: before the first step" in last
-    again = hpc.submit(*TWO_BY_TWO, script, "raise-at-30")
+    again = hpc.submit(*TWO_BY_ONE, script, "raise-at-30")
     assert again.end() == "FAILED", again.output()
     assert again.verdicts() == [("failed", "requeue"), ("failed", "give up")]
     assert "ValueError: at step 30" in again.output().splitlines()[-1]
@@ -153,11 +152,11 @@ def test_errors_of_a_script_end_it_with_its_own_code(hpc: Hpc, cluster: Cluster)
     "the first node's link cut, and healed while the next attempt runs",
     "the shell of the lost attempt comes back and does nothing",
 )
-def test_first_node_cut_off_and_healed(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
+def test_first_node_cut_off_and_healed(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
     """The shell of the lost attempt comes back to a job that is somebody else's by now."""
     use(cluster, "linuxproc")
-    job = hpc.submit(*TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS, env={"HPC_DDP_SAVE_EVERY": "0.5"})
-    job.at_step(30)
+    job = hpc.submit(*TWO_BY_ONE, str(WALK), *QUICK, "--hold-at", "35")
+    job.held(35)
     first = job.events("started", 0)[0]["nodes"][0]
     cluster.cut(first)
     job.event("first_step", attempt=1)
@@ -168,14 +167,14 @@ def test_first_node_cut_off_and_healed(hpc: Hpc, cluster: Cluster, undisturbed: 
     job.printed("attempt 0: superseded")
     assert job.end() == "COMPLETED", job.output()
     assert len(job.run.attempts()) == 2
-    assert same_weights(job, undisturbed)
+    assert same_weights(job, walked)
 
 
 @pytest.mark.row(
     "time limit",
     "goes on at the next step; a script that uses nothing of hpc-ddp starts over, a few times",
 )
-def test_longer_than_the_time_limit(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
+def test_longer_than_the_time_limit(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
     """Two jobs that need longer than Slurm's shortest time limit, a minute.
 
     Ours goes on at the next step; one that uses nothing of ours starts over, once. The latter
@@ -183,13 +182,12 @@ def test_longer_than_the_time_limit(hpc: Hpc, cluster: Cluster, undisturbed: Job
     """
     use(cluster, "linuxproc")
     words = ("--nodes", "1", "--time", "1")
-    slow = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.5")
-    ours = hpc.submit(*words, "--gpus-per-node", "4", str(DIGITS), *slow)
+    ours = hpc.submit(*words, "--gpus-per-node", "2", str(WALK), "--step-seconds", "0.25")
     deaf = {"TICKS": "600", "DEAF": "1"}
     plain = hpc.submit(*words, "--max-requeues", "1", str(SCRIPTS / "plain.py"), env=deaf)
     assert ours.end() == "COMPLETED", ours.output()
     assert set(ours.verdicts()[:-1]) == {("time limit", "requeue")}
     assert in_one_go(ours)
-    assert same_weights(ours, undisturbed)
+    assert same_weights(ours, walked)
     assert plain.end() == "FAILED", plain.output()
     assert plain.verdicts() == [("time limit", "requeue"), ("time limit", "give up")]

@@ -15,7 +15,9 @@ from harness import (
     DIGITS,
     DIGITS_ARGS,
     SCRIPTS,
+    TWO_BY_ONE,
     TWO_BY_TWO,
+    WALK,
     Hpc,
     Job,
     in_one_go,
@@ -164,10 +166,10 @@ def test_a_requeue_that_is_refused(
     "chain, by --continue-by resubmit", promise="goes on in the next job; stops when finished"
 )
 @pytest.mark.parametrize("backend", [pytest.param("slurm", marks=pytest.mark.more), "submitit"])
-def test_a_chain(hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str) -> None:
-    words = ("--backend", backend, "--continue-by", "resubmit", *TWO_BY_TWO)
-    job = hpc.submit(*words, str(DIGITS), *DIGITS_ARGS)
-    job.at_step(20)
+def test_a_chain(hpc: Hpc, cluster: Cluster, walked: Job, backend: str) -> None:
+    words = ("--backend", backend, "--continue-by", "resubmit", *TWO_BY_ONE)
+    job = hpc.submit(*words, str(WALK), "--step-seconds", "0.01", "--hold-at", "25")
+    job.held(25)
     job.preempt()
     job.event("first_step", attempt=1)
     jobs = job.run.job_ids(job.run.events())
@@ -176,7 +178,7 @@ def test_a_chain(hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str) -> 
     assert second.end() == "COMPLETED", job.output()
     assert third.end() == "CANCELLED"
     assert in_one_go(job)
-    assert same_weights(job, undisturbed)
+    assert same_weights(job, walked)
     assert '"finished"' in hpc("status", "--json", job.id).stdout
 
 

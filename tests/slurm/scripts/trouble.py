@@ -27,9 +27,10 @@ trouble = sys.argv[1]
 if trouble == "slow-start":
     time.sleep(30)
 run = start(save_every=None, save_every_steps=50 if trouble == "slow-save" else 20)
-if trouble == "exit-before" and run.rank == 3:
+last = run.world_size - 1
+if trouble == "exit-before" and run.rank == last:
     sys.exit(3)
-if trouble == "raise-before" and run.rank == 3:
+if trouble == "raise-before" and run.rank == last:
     raise ValueError("before the first step")
 model = run.wrap(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -43,7 +44,7 @@ for _ in run.epochs(1):
         optimizer.step()
         run.step(loss=loss)
         time.sleep(0.02)
-        if trouble == "raise-at-30" and run.position.step == 30 and run.rank == 3:
+        if trouble == "raise-at-30" and run.position.step == 30 and run.rank == last:
             raise ValueError("at step 30")
         if trouble == "eat-at-30" and run.position.step == 30 and run.rank == 1:
             eaten = []

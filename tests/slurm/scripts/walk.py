@@ -17,6 +17,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--step-seconds", type=float, default=0.05)
 parser.add_argument("--save-every-steps", type=int, default=10)
 parser.add_argument("--write-seconds", type=float, default=0.0, help="a slow disk, per file")
+parser.add_argument("--hold-at", type=int, nargs="*", default=[], help="for a notice, once each")
 parser.add_argument("--raise-once-at", type=int, help="rank 1 raises there, the first time")
 parser.add_argument("--die-at", type=int, help="rank 1 kills itself there, each time")
 parser.add_argument("--die-from", type=int, help="all raise there and later, never the same error")
@@ -30,6 +31,16 @@ if args.write_seconds:
         return write_file(*words)
 
     storage.write_file = slowly
+
+
+def hold(step: int) -> None:
+    """Have rank 0, and so all ranks, wait for a notice, so that a test is never too late."""
+    mark = Path(os.environ["HPC_DDP_RUN"], f"held-{step}")
+    if run.rank == 0 and not mark.exists():
+        mark.touch()
+        while not run._parts.notices.reason:
+            time.sleep(0.01)
+
 
 run = start(save_every=None, save_every_steps=args.save_every_steps)
 model = run.wrap(torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 1)))
@@ -46,6 +57,8 @@ for _ in run.epochs(1):
         time.sleep(args.step_seconds)
         run.step(loss=loss)
         step = run.position.step
+        if step in args.hold_at:
+            hold(step)
         if step == args.raise_once_at and run.rank == 1 and not marker.exists():
             marker.touch()
             raise ValueError("this happens once")
