@@ -13,7 +13,8 @@ BIN := .venv/bin
 # list, each with a cluster of its own.
 PARALLEL := --numprocesses=4 --maxschedchunk=1
 
-.PHONY: demo test test-slurm lint types cluster docs bench soak constraints clean
+.PHONY: demo test test-slurm lint types cluster docs bench test-more soak mutants flakes \
+	constraints clean
 
 demo: .venv/demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/demo.sh
@@ -27,7 +28,7 @@ lint: .venv/ready
 # What mypy knows of torch serves all checkouts with these packages.
 types: export MYPY_CACHE_DIR := $(DEPS)/mypy
 types: .venv/ready
-	$(BIN)/python -m mypy hpc_ddp jobs tests/unit tests/cli
+	$(BIN)/python -m mypy hpc_ddp jobs tools tests/unit tests/cli
 	$(BIN)/python -m mypy tests/ddp
 	MYPYPATH=tests/slurm $(BIN)/python -m mypy tests/slurm bench
 
@@ -35,20 +36,33 @@ types: .venv/ready
 # the newest. It is fetched once, into $(CACHE).
 SUITE ?= trixie
 test-slurm: .venv/ready
-	HPC_DDP_TEST_SLURM=$(SUITE) $(BIN)/python -m pytest tests/slurm -m "version or not soak" --durations=25
+	HPC_DDP_TEST_SLURM=$(SUITE) $(BIN)/python -m pytest tests/slurm -m "version or not more" --durations=25
 
 cluster: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell
 
-# Every row of docs/bad-days.md, with the date's results, and the Slurm tests with each other
-# version; two or three hours. 200 kills at random moments, of which `make test` does a dozen.
-# Another HPC_DDP_SOAK_SEED, other moments.
+# The tools below take hours, and go on where they were when they are called again; docs/testing.md.
+# REPORT=1 shows what there is; DIRTY=1 tries uncommitted changes, and keeps nothing.
+TOOL = PYTEST="$(BIN)/python -m pytest" PARALLEL="$(PARALLEL)" $(BIN)/python -m
+TOOL_WORDS = $(if $(REPORT),--report) $(if $(DIRTY),--dirty)
+
+# What is marked `more`: too long for `make test`.
+test-more: .venv/ready
+	@$(TOOL) tools.suites test-more $(TOOL_WORDS)
+
+# Every row of docs/bad-days.md, with 200 kills at random moments, of which `make test` does a dozen
+# (another HPC_DDP_SOAK_SEED, other moments); and the Slurm tests with each other version.
 soak: .venv/ready
-	HPC_DDP_SOAK=200 HPC_DDP_FAULT_REPORT=docs/bad-days/faults-$$(date +%F).md \
-		$(BIN)/python -m pytest -m "soak or row" --results docs/bad-days/$$(date +%F).md; \
-		status=$$?; $(BIN)/python tests/unit/bad_days.py; \
-		for suite in bullseye trixie sid; do $(MAKE) test-slurm SUITE=$$suite || status=1; done; \
-		exit $$status
+	@$(TOOL) tools.suites soak $(TOOL_WORDS)
+
+# Can the suite fail? N changes of a ROOM (node, slurm, run, training, core, or a folder of hpc_ddp).
+mutants: .venv/ready
+	@$(TOOL) tools.mutants --count $(or $(N),40) --seed $(or $(SEED),7) --room $(or $(ROOM),core) \
+		$(if $(SLURM),--slurm $(SLURM)) $(TOOL_WORDS)
+
+# Which tests fail now and then? Each of tests/unit, cli and ddp N times, half of them under load.
+flakes: .venv/ready
+	@$(TOOL) tools.flakes --count $(or $(N),20) $(if $(TEST),--test "$(TEST)") $(TOOL_WORDS)
 
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --site-dir site

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import results
 
 REPO = Path(__file__).parents[1]
 LOGIN_PACKAGES = (
@@ -28,7 +25,7 @@ settings.load_profile("here")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--results", type=Path, help="a table of the rows of docs/bad-days.md")
+    results.add_options(parser)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,52 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if path := config.getoption("--results"):
-        config.pluginmanager.register(Results(path))
-
-
-class Results:
-    """Writes a line for each test that shows a row, as soon as it is through."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.unlink(missing_ok=True)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[Any]
-    ) -> Iterator[None]:
-        report: pytest.TestReport = yield  # type: ignore[misc]
-        row = item.get_closest_marker("row")
-        # Of the phases set-up, call and tear-down: the call, and what else does not pass.
-        if row and (report.when == "call" or not report.passed):
-            why = f": {str(call.excinfo.value).splitlines()[0]}" if report.skipped else ""
-            measured = ", ".join(f"{name} {value}" for name, value in report.user_properties)
-            with open(self.path, "a") as file:
-                if not file.tell():  # only now, since the tests may have installed Slurm
-                    file.write(_head())
-                file.write(
-                    f"| {row.args[0]} | `{item.nodeid}` | {report.outcome}{why} |"
-                    f" {call.duration:.0f} | {measured} |\n"
-                )
-        return report  # type: ignore[return-value]
-
-
-def _head() -> str:
-    commit = _said("git", "-C", str(REPO), "describe", "--always", "--dirty")
-    return (
-        f"# Bad days, seen on {time.strftime('%Y-%m-%d')}\n\n"
-        f"Commit {commit}, {_said('slurmctld', '-V')}, Python {sys.version.split()[0]}.\n\n"
-        "| bad day | test | outcome | seconds | measured |\n|---|---|---|---|---|\n"
-    )
-
-
-def _said(*argv: str) -> str:
-    name = shutil.which(argv[0], path=f"{os.environ['PATH']}:/usr/sbin")
-    if name is None:
-        return f"no {argv[0]}"
-    return subprocess.run([name, *argv[1:]], capture_output=True, text=True).stdout.strip()
+    results.configure(config)
 
 
 def _bare_venv(folder: Path) -> Path:

@@ -54,7 +54,7 @@ def test_names_are_those_of_the_runs(root: Path, monkeypatch: pytest.MonkeyPatch
         pass
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_it_is_served_until_it_is_stopped(root: Path, tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 

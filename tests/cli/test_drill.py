@@ -64,18 +64,18 @@ def test_a_script_without_anything_of_ours(tmp_path: Path) -> None:
                 "wrong",
                 "the optimizer `optimizer` differs first, when the run goes",
             ),
-            marks=pytest.mark.soak,
+            marks=pytest.mark.more,
         ),
         ("no_scheduler", "wrong", "the scheduler `scheduler` differs first, when the run goes on"),
         pytest.param(
             *("late_scheduler", "wrong", "a step of it was lost or made twice"),
-            marks=pytest.mark.soak,
+            marks=pytest.mark.more,
         ),
         ("own_generator", "wrong", "the data differ first"),
         ("own_average", "wrong", "the loss differs first"),
         pytest.param(
             *("unseeded", "unsteady", "first in the inputs of the model at step 1"),
-            marks=pytest.mark.soak,
+            marks=pytest.mark.more,
         ),
     ],
 )
@@ -126,7 +126,7 @@ SMALL = {
 }
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("job", sorted(path.name for path in JOBS.glob("*.py")))
 def test_every_job_resumes_right(job: str, tmp_path: Path) -> None:
     argv = SMALL.get(job, "").split()

@@ -106,7 +106,7 @@ def test_a_script_of_others_is_ended_promptly(tmp_path: Path) -> None:
     assert job.end() == 75, job.printed()
 
 
-@pytest.mark.soak  # a cluster's is in `make test`
+@pytest.mark.more  # a cluster's is in `make test`
 def test_a_killed_worker_is_recovered_from(tmp_path: Path) -> None:
     job = DryRun(tmp_path / "runs", *TWO_BY_TWO, str(SCRIPTS / "trouble.py"), "none")
     job.until("checkpoint")

@@ -80,7 +80,7 @@ def test_what_can_not_be_reported(tmp_path: Path, run: Path) -> None:
     assert call(tmp_path, "report", "nope").returncode == 2
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("width", [390, 1280])
 def test_in_a_browser(tmp_path: Path, run: Path, width: int) -> None:
     """Nothing is wider than the screen, no script fails, and the pointer finds values."""

@@ -11,7 +11,7 @@ from test_dry_run import SCRIPTS, TWO_BY_TWO, DryRun
 
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.more
 
 
 def _pid(job: DryRun, rank: int) -> int:

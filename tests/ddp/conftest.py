@@ -144,6 +144,7 @@ class Crew:
             ours = {"HPC_DDP_RUN": self.run.path, "HPC_DDP_ATTEMPT": self.attempt}
             told = {name: str(value) for name, value in {**ranks, **ours}.items()}
             told |= {"MASTER_ADDR": "127.0.0.1", "HPC_DDP_NODE": "here", **env}
+            told["PYTEST_CURRENT_TEST"] = os.environ["PYTEST_CURRENT_TEST"]  # not the first test's
             line = [str(HERE / script), *argv]
             log.touch()
             workers.append({"env": told, "argv": line, "log": str(log), "cwd": str(self.base)})

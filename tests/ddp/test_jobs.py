@@ -65,11 +65,11 @@ LIST = [
         0.05,
     ),
 ]
-LATER = ("mnist",)  # only in `make soak`
+LATER = ("mnist",)  # only in `make test-more`
 each_job = pytest.mark.parametrize(
     "job",
     [
-        pytest.param(job, id=job.name, marks=[pytest.mark.soak] if job.name in LATER else [])
+        pytest.param(job, id=job.name, marks=[pytest.mark.more] if job.name in LATER else [])
         for job in LIST
     ],
 )
@@ -138,13 +138,13 @@ def test_interrupted_it_equals_undisturbed(job: Job, make_crew: Callable[[str], 
     check(job, make_crew)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_designsafe_interrupted(make_crew: Callable[[str], Any], tmp_path: Path) -> None:
     draw(tmp_path / "houses", 48, 12)
     check(HOUSES, make_crew)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_fp16_interrupted(make_crew: Callable[[str], Any]) -> None:
     argv = LIST[2].argv.replace("bf16", "fp16 --accumulate 3")
     check(Job("convnet_amp", argv, "--batch-size 32", 10, TEST_ACCURACY, 0.05), make_crew)
@@ -176,7 +176,7 @@ def test_mnist_reads_its_own_format(crew: Any, tmp_path: Path) -> None:
     assert "digits" not in output
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("ranks", [0, 4])
 def test_mnist_reads_the_shipped_digits(crew: Any, ranks: int) -> None:
     job = Job("mnist", "--epochs 10", "", 0, TEST_ACCURACY, 0)
@@ -226,7 +226,7 @@ def test_frozen_means_frozen() -> None:
     assert changed == {"fc.0.weight", "fc.0.bias", "fc.2.weight", "fc.2.bias"}
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_a_frozen_backbone_stays_as_it_was(crew: Any, houses: Path) -> None:
     module = runpy.run_path(HOUSES.script)
     torch.manual_seed(3)
@@ -282,7 +282,7 @@ def test_bad_houses_are_said_plainly(crew: Any, houses: Path, damage: str, words
     assert "Traceback" not in launch.output()
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_designsafe_learns(crew: Any, tmp_path: Path) -> None:
     draw(tmp_path / "houses", 80, 20, size=64)
     argv = f"--data {tmp_path / 'houses'} --size 64 --epochs 5"

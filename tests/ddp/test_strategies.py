@@ -100,13 +100,13 @@ def test_each_way_goes_on_as_another(trial: Trial) -> None:
     assert_equal(trial.run("b", "fsdp x tp", "pp", at=2), one)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("way", SPREAD)
 def test_it_trains_like_one_process(trial: Trial, way: str) -> None:
     assert_equal(trial.run("spread", way), trial.run("one", "one"))
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("way", SPREAD)
 def test_interrupted_it_ends_with_the_same_bits(trial: Trial, way: str) -> None:
     noisy = ("--dropout", "0.1")
@@ -115,21 +115,21 @@ def test_interrupted_it_ends_with_the_same_bits(trial: Trial, way: str) -> None:
     assert_equal(whole, stopped, exactly=True)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("way", ["fsdp", "fsdp x tp", "pp"])
 def test_bf16_is_near(trial: Trial, way: str) -> None:
     one, spread = (trial.run(each, each, extra=("--precision", "bf16")) for each in ("one", way))
     torch.testing.assert_close(curve(one)[:, 1], curve(spread)[:, 1], rtol=0, atol=0.02)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_copies_that_nobody_averages_are_refused(trial: Trial) -> None:
     launch = trial.crew("crew").launch(4, *trial.argv, "--parallel", "tp", script="strategy.py")
     assert launch.wait() == [2] * 4, launch.output()
     assert "tp=2 and pp=1 leave 2 copies of the model" in launch.output()
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("way", SPREAD)
 def test_infinite_weights_end_it(trial: Trial, way: str) -> None:
     ranks, spread = WAYS[way]
@@ -140,13 +140,13 @@ def test_infinite_weights_end_it(trial: Trial, way: str) -> None:
     assert not checkpoints.published(crew.run.checkpoints)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("way", SPREAD)
 def test_its_checkpoint_goes_to_ddp(trial: Trial, way: str) -> None:
     assert_equal(trial.run("spread", way, "ddp on 2", at=2), trial.run("one", "one"))
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("way", SPREAD)
 def test_it_takes_up_a_checkpoint_of_ddp(trial: Trial, way: str) -> None:
     assert_equal(trial.run("spread", "ddp on 4", way, at=2), trial.run("one", "one"))

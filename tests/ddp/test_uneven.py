@@ -33,10 +33,10 @@ def test_a_rank_with_more_work_is_named(crew: Any) -> None:
     [
         # The others wait for rank 0's buffers as their forward begins, not for its gradients.
         ("--slow", "0", "--norm"),
-        pytest.param(("--slow", "1", "--norm"), marks=pytest.mark.soak),
-        pytest.param(("--slow", "1", "--accumulate", "2"), marks=pytest.mark.soak),
+        pytest.param(("--slow", "1", "--norm"), marks=pytest.mark.more),
+        pytest.param(("--slow", "1", "--accumulate", "2"), marks=pytest.mark.more),
         # FSDP waits within forward and backward: what a rank's own work is can't be told.
-        pytest.param(("--slow", "1", "--sharded"), marks=pytest.mark.soak),
+        pytest.param(("--slow", "1", "--sharded"), marks=pytest.mark.more),
     ],
 )
 def test_a_rank_that_waits_for_data_is_told_apart(crew: Any, words: tuple[str, ...]) -> None:

@@ -31,7 +31,7 @@ DIGITS_ARGS = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.05")
 WALK = SCRIPTS / "walk.py"
 BACKENDS = ("slurm", "submitit")
 # Where the back-ends do not differ.
-SUBMITIT_LATER = ("slurm", pytest.param("submitit", marks=pytest.mark.soak))
+SUBMITIT_LATER = ("slurm", pytest.param("submitit", marks=pytest.mark.more))
 ONE_BY_TWO = ("--nodes", "1", "--gpus-per-node", "2")
 # What most tests take: a rank more is four seconds more of importing torch, at each start.
 TWO_BY_ONE = ("--nodes", "2", "--gpus-per-node", "1")

@@ -37,8 +37,8 @@ QUICK = ("--step-seconds", "0.01")
     [
         ("slurm", "linuxproc"),
         ("submitit", "cgroup"),
-        pytest.param("slurm", "cgroup", marks=pytest.mark.soak),
-        pytest.param("submitit", "linuxproc", marks=pytest.mark.soak),
+        pytest.param("slurm", "cgroup", marks=pytest.mark.more),
+        pytest.param("submitit", "linuxproc", marks=pytest.mark.more),
     ],
 )
 def test_preempted_with_and_without_notice(
@@ -91,8 +91,8 @@ def test_a_plain_script_that_dies_of_the_notice_is_requeued(
     "how",
     [
         pytest.param(("--backend", "slurm"), id="slurm"),
-        pytest.param(("--backend", "submitit"), id="submitit", marks=pytest.mark.soak),
-        pytest.param(("--launcher", "srun"), id="srun", marks=pytest.mark.soak),
+        pytest.param(("--backend", "submitit"), id="submitit", marks=pytest.mark.more),
+        pytest.param(("--launcher", "srun"), id="srun", marks=pytest.mark.more),
     ],
 )
 def test_a_killed_worker_is_recovered_from(

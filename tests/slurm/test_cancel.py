@@ -6,7 +6,7 @@ import pytest
 from cluster import Cluster
 from harness import BACKENDS, ONE_BY_TWO, SCRIPTS, TWO_BY_TWO, WALK, Hpc, Job, use
 
-WAYS = ["hpc-ddp cancel", pytest.param("scancel", marks=pytest.mark.soak)]
+WAYS = ["hpc-ddp cancel", pytest.param("scancel", marks=pytest.mark.more)]
 
 
 def _cancel(hpc: Hpc, way: str, job: Job) -> None:
@@ -21,7 +21,7 @@ def _cancel(hpc: Hpc, way: str, job: Job) -> None:
     "ends at once and stays cancelled; after `hpc-ddp cancel`, `status` says so",
 )
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("backend", ["slurm", pytest.param("submitit", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("backend", ["slurm", pytest.param("submitit", marks=pytest.mark.more)])
 def test_cancel_in_each_phase(hpc: Hpc, cluster: Cluster, way: str, backend: str) -> None:
     use(cluster)
     script = str(SCRIPTS / "trouble.py")
@@ -51,7 +51,7 @@ def test_cancel_in_each_phase(hpc: Hpc, cluster: Cluster, way: str, backend: str
         assert "requeue" not in {action for _, action in job.verdicts()}
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "cancelled while it waits to be started again", "stays cancelled, and is not started"
 )

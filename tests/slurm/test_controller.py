@@ -35,7 +35,7 @@ def settings(cluster: Cluster) -> Iterator[Cluster]:
     cluster.reconfigure(extra="")
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "preemption, PreemptMode CANCEL", promise="goes on at the next step, or the last save"
 )
@@ -55,7 +55,7 @@ def test_a_partition_that_cancels_what_it_preempts(
     assert same_weights(job, undisturbed)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row("cancelled within the grace time, PreemptMode CANCEL", promise="stays cancelled")
 def test_a_cancel_within_the_grace_time_of_a_partition_that_cancels(
     hpc: Hpc, settings: Cluster
@@ -72,7 +72,7 @@ def test_a_cancel_within_the_grace_time_of_a_partition_that_cancels(
     assert job.end() == "CANCELLED"
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "preemption, the site sends the warning signal for it (send_user_signal)",
     promise="goes on at the next step",
@@ -93,7 +93,7 @@ def test_a_site_that_sends_the_warning_signal_at_a_preemption(
     assert same_weights(job, undisturbed)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "slurmctld does not answer for 14 s", promise="submitted once; the verdict is carried out"
 )
@@ -113,7 +113,7 @@ def test_a_controller_that_does_not_answer(hpc: Hpc, cluster: Cluster, backend: 
     assert job.end() == "COMPLETED", job.output()
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row("slurmctld stopped while the verdict requeues", promise="requeued when it is back")
 def test_the_controller_is_away_when_the_job_is_to_be_requeued(
     hpc: Hpc, cluster: Cluster, undisturbed: Job
@@ -131,7 +131,7 @@ def test_the_controller_is_away_when_the_job_is_to_be_requeued(
     assert same_weights(job, undisturbed)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row("slurmctld restarted in mid-run", promise="nothing happens")
 def test_a_controller_that_is_restarted(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
     job = hpc.submit(*TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
@@ -142,7 +142,7 @@ def test_a_controller_that_is_restarted(hpc: Hpc, cluster: Cluster, undisturbed:
     assert same_weights(job, undisturbed)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row("requeue refused", promise="goes on as a new job; one cancel ends it")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_requeue_that_is_refused(
@@ -165,7 +165,7 @@ def test_a_requeue_that_is_refused(
 @pytest.mark.row(
     "chain, by --continue-by resubmit", promise="goes on in the next job; stops when finished"
 )
-@pytest.mark.parametrize("backend", [pytest.param("slurm", marks=pytest.mark.soak), "submitit"])
+@pytest.mark.parametrize("backend", [pytest.param("slurm", marks=pytest.mark.more), "submitit"])
 def test_a_chain(hpc: Hpc, cluster: Cluster, walked: Job, backend: str) -> None:
     words = ("--backend", backend, "--continue-by", "resubmit", *TWO_BY_ONE)
     job = hpc.submit(*words, str(WALK), "--step-seconds", "0.01", "--hold-at", "25")
@@ -182,7 +182,7 @@ def test_a_chain(hpc: Hpc, cluster: Cluster, walked: Job, backend: str) -> None:
     assert '"finished"' in hpc("status", "--json", job.id).stdout
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row("a chain is cancelled", promise="stays cancelled, all of it")
 @pytest.mark.parametrize("way", ["hpc-ddp cancel", "scancel"])
 def test_a_chain_that_is_cancelled(hpc: Hpc, cluster: Cluster, way: str) -> None:

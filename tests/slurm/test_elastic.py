@@ -60,7 +60,7 @@ def test_a_killed_worker_and_a_name_that_leads_nowhere(
     assert "is finished" in hpc("explain", job.id).stdout
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_numbers_after_a_restart(
     hpc: Hpc, cluster: Cluster, walked: Job, backend: str, tmp_path: Path
@@ -69,7 +69,7 @@ def test_the_same_numbers_after_a_restart(
     assert same_weights(_restarted(hpc, backend, tmp_path), walked)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_as_many_nodes_as_there_are(hpc: Hpc, cluster: Cluster, backend: str) -> None:
     """Four nodes are free at first; when it is preempted, one."""
@@ -107,7 +107,7 @@ def _lose(job: Job, cluster: Cluster, node: str, how: str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "a node of an --elastic job lost",
     promise="the others go on in the same attempt, from the last checkpoint, within some 30 s and"
@@ -132,7 +132,7 @@ def test_the_rest_goes_on(
     assert _whole(job)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row("a node of an --elastic job lost")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_first_node_ends_the_attempt(hpc: Hpc, cluster: Cluster, backend: str) -> None:
@@ -145,7 +145,7 @@ def test_the_first_node_ends_the_attempt(hpc: Hpc, cluster: Cluster, backend: st
     assert _whole(job)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_elastic_script_that_fails_still_ends(hpc: Hpc, cluster: Cluster, backend: str) -> None:
     """Rank 1 kills itself at step 25, whenever it comes there."""

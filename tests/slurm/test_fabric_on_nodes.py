@@ -43,9 +43,9 @@ def infiniband(cluster: Cluster, tmp_path: Path) -> Iterator[str]:
     ("launcher", "backend"),
     [
         ("srun", "slurm"),
-        pytest.param("torchrun", "slurm", marks=pytest.mark.soak),
-        pytest.param("torchrun", "submitit", marks=pytest.mark.soak),
-        pytest.param("srun", "submitit", marks=pytest.mark.soak),
+        pytest.param("torchrun", "slurm", marks=pytest.mark.more),
+        pytest.param("torchrun", "submitit", marks=pytest.mark.more),
+        pytest.param("srun", "submitit", marks=pytest.mark.more),
     ],
 )
 def test_a_node_that_differs_is_named(
@@ -74,7 +74,7 @@ def test_a_node_that_differs_is_named(
     assert seen[second]["env"] == {}
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_the_preflight_names_a_node_without_the_card(
     hpc: Hpc, cluster: Cluster, infiniband: str
 ) -> None:

@@ -26,7 +26,7 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "one torchrun agent, or one supervisor, killed (-9)",
     promise="all of the attempt ends, on every node; goes on from the last checkpoint",
@@ -52,7 +52,7 @@ def test_who_looks_after_workers_killed(
     assert same_weights(job, undisturbed)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "one worker's Python error after progress",
     promise="retried from the last checkpoint, up to --max-failures times",
@@ -69,7 +69,7 @@ def test_an_error_that_comes_once(hpc: Hpc, cluster: Cluster, walked: Job, backe
     assert same_weights(job, walked)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "crash loop without progress",
     promise="ends after two attempts in a row without a newer checkpoint, and says so",

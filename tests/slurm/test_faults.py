@@ -323,7 +323,7 @@ def make_twins(cluster: Cluster, tmp_path: Path) -> dict[tuple[int, int], Job]:
     return twins
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_random_faults(own_cluster: Cluster, lanes: list[Path], tmp_path: Path) -> None:
     print(f"\nseed {SEED}, {MINUTES:g} minutes; again with HPC_DDP_FAULT_SEED={SEED}")
     print(plan(schedule(SEED, MINUTES * 60)), flush=True)

@@ -12,7 +12,7 @@ from cluster import Cluster
 from harness import DIGITS, DIGITS_ARGS, REPO, TWO_BY_TWO, Hpc, use
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_logs_are_followed_over_a_preemption(cluster: Cluster, hpc: Hpc, tmp_path: Path) -> None:
     use(cluster)
     job = hpc.submit("--partition", "low", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)

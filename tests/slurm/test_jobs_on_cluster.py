@@ -25,7 +25,7 @@ JOBS = {
 }
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("name", JOBS)
 def test_preempted_once_it_finishes(hpc: Hpc, tmp_path: Path, name: str) -> None:
     argv, last_words = JOBS[name]

@@ -26,7 +26,7 @@ from harness import (
 LAUNCHERS = ("torchrun", "srun")
 
 
-@pytest.mark.parametrize("backend", ["slurm", pytest.param("submitit", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("backend", ["slurm", pytest.param("submitit", marks=pytest.mark.more)])
 def test_a_task_for_each_worker(hpc: Hpc, cluster: Cluster, undisturbed: Job, backend: str) -> None:
     """Preempted once; the weights in the end are those of an undisturbed run under torchrun."""
     use(cluster)
@@ -44,7 +44,7 @@ def test_a_task_for_each_worker(hpc: Hpc, cluster: Cluster, undisturbed: Job, ba
     assert logs == [f"rank-{rank}.log" for rank in range(4)]
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun (apt: openmpi-bin)")
 def test_started_by_mpirun(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
     """Preempted, then a worker killed."""
@@ -63,7 +63,7 @@ def test_started_by_mpirun(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None
     assert same_weights(job, undisturbed)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_a_task_killed_under_srun(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
     use(cluster)
     words = ("--launcher", "srun", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
@@ -76,7 +76,7 @@ def test_a_task_killed_under_srun(hpc: Hpc, cluster: Cluster, undisturbed: Job) 
     assert same_weights(job, undisturbed)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_errors_under_srun(hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Path) -> None:
     """One that comes once is retried; one before the first step gives its code to the job."""
     use(cluster)
@@ -99,7 +99,7 @@ def test_errors_under_srun(hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Pa
     assert "rank 1 on" in told
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_a_port_that_is_taken_under_srun(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
     use(cluster)
     script = tmp_path / "taken.py"
@@ -127,7 +127,7 @@ def _begin(hpc: Hpc, script: str, launcher: str, folder: Path, pause_s: float = 
     return job
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
     ("script", "resumed"),
@@ -150,7 +150,7 @@ def test_scripts_of_others_go_on_after_a_preemption(
     assert job.output().count("done at step 80 with 4 ranks") == 1
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_lightning_goes_on_where_slurm_signals_every_process(
     hpc: Hpc, cluster: Cluster, tmp_path: Path, launcher: str
@@ -165,7 +165,7 @@ def test_lightning_goes_on_where_slurm_signals_every_process(
     assert "done at step 80 with 4 ranks; TorchElasticEnvironment" in job.output()
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_cancelled_lightning_stays_cancelled(
     hpc: Hpc, cluster: Cluster, tmp_path: Path, launcher: str

@@ -29,7 +29,7 @@ def group(tmp_path: Path) -> Iterator[Path]:
     made.rmdir()
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_a_worker_that_eats_all_memory(hpc: Hpc, group: Path, tmp_path: Path) -> None:
     enter = tmp_path / "enter"
     enter.write_text(f'#!/bin/sh\necho $$ >{group}/cgroup.procs || exit\nexec "$@"\n')

@@ -63,7 +63,7 @@ def _goes_on_elsewhere(
     assert same_weights(job, undisturbed)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "a node's link cut for good",
     promise="requeued by Slurm within SlurmdTimeout × 4/3 and half a minute; goes on on other"
@@ -80,7 +80,7 @@ def test_a_link_cut_for_good(
     _goes_on_elsewhere(job, cluster, undisturbed, lost, record_property)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "a node's slurmd killed",
     promise="the same; the job's processes there go on until then, and end as well",
@@ -95,7 +95,7 @@ def test_a_slurmd_killed(
     _goes_on_elsewhere(job, cluster, undisturbed, lost, record_property)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row("a node's slurmd killed")
 def test_two_attempts_at_once(
     hpc: Hpc, cluster: Cluster, walked: Job, record_property: Any

@@ -28,14 +28,14 @@ preempt() {
         --nodelist="$(squeue --noheader --format=%N --name "$1")" --wrap='sleep 1'
 }
 """
-QUICK = {"docs/first-job.md"}  # the others are for `make soak`
+QUICK = {"docs/first-job.md"}  # the others are for `make test-more`
 
 
 def _with_commands() -> Iterator[object]:
     for page in pages():
         name = str(page.relative_to(REPO))
         if any(not block.not_run for block in blocks(page.read_text())):
-            yield pytest.param(page, id=name, marks=() if name in QUICK else pytest.mark.soak)
+            yield pytest.param(page, id=name, marks=() if name in QUICK else pytest.mark.more)
 
 
 class Session:

@@ -24,7 +24,7 @@ def _preempted(hpc: Hpc, walked: Job, *words: str) -> Job:
     return job
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row("no accounting", "everything works, also a preemption and an end by status")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_accounting(bare: Cluster, walked: Job, backend: str, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def bare() -> Iterator[Cluster]:
     cluster.down()
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row("no scontrol where the workers are", "everything works")
 def test_no_scontrol_in_the_container(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
     """A container without Slurm in it, which `env` stands in for (not with submitit)."""
@@ -50,7 +50,7 @@ def test_no_scontrol_in_the_container(hpc: Hpc, cluster: Cluster, walked: Job) -
     _preempted(hpc, walked, "--container", "env PATH=/nowhere", "--python", sys.executable)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row("a job array, one task preempted", "each has its own run and its own fate")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_of_an_array_is_preempted(
@@ -76,7 +76,7 @@ def test_one_of_an_array_is_preempted(
     assert in_one_go(tasks[3])
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "ten jobs submitted at once, four at a time on two nodes",
     "ports and folders apart: all finish",

@@ -8,7 +8,7 @@ from cluster_build import Proctrack
 from harness import BACKENDS, ONE_BY_TWO, WALK, Hpc, Job, in_one_go, same_weights, use
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "preempted three times in a row, once in start-up and once during a save",
     promise="goes on at the next step each time; preemption is no lack of progress",

@@ -106,7 +106,7 @@ FAULTS: dict[str, tuple[Callable[..., AbstractContextManager[None]], str]] = {
 }
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_node_is_named_and_left_out(
     hpc: Hpc, cluster: Cluster, fault: str, tmp_path: Path
@@ -134,7 +134,7 @@ def _is_left_out(job: Job, bad: str, reason: str) -> dict[str, Any]:
     return first
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
     hpc: Hpc, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -159,7 +159,7 @@ def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
     assert first["seconds"] < 60
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_what_is_wrong_everywhere_is_no_nodes_fault(hpc: Hpc, cluster: Cluster) -> None:
     job = hpc.submit("--preflight", "--nodes", "2", "--interface", "ib7", PLAIN)
     assert job.end() == "FAILED", job.output()
@@ -169,7 +169,7 @@ def test_what_is_wrong_everywhere_is_no_nodes_fault(hpc: Hpc, cluster: Cluster) 
     assert len(job.events("preflight")) == 1
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_in_a_job_of_submitit_and_while_it_is_cancelled(hpc: Hpc, cluster: Cluster) -> None:
     words = ("--backend", "submitit", "--preflight", "--nodes", "2")
     job = hpc.submit(*words, PLAIN)

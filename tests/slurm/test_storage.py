@@ -24,7 +24,7 @@ def hpc(cluster: Cluster) -> Iterator[Hpc]:
     shutil.rmtree(cluster.scratch / "runs")
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "scratch full, read-only, or gone for ten seconds",
     promise="the training goes on, warns, and saves again; not a step is lost",
@@ -47,7 +47,7 @@ def test_ten_seconds_of_trouble(
     assert same_weights(job, undisturbed)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "quota hit in mid-save",
     promise="the half-written checkpoint is dropped, the one before it stays, the next save counts",
@@ -69,7 +69,7 @@ def test_a_quota_in_mid_save(hpc: Hpc, undisturbed: Job) -> None:
     assert same_weights(job, undisturbed)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "no save succeeds any more",
     promise="ends after three failed saves and half a minute, and says why; can go on later",

@@ -33,7 +33,7 @@ def test_submitit(hpc: Hpc, undisturbed: Job) -> None:
     assert "test accuracy" in job.output()
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_a_rendered_script_by_hand(
     hpc: Hpc, cluster: Cluster, undisturbed: Job, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ def _status(hpc: Hpc, sweep: Job) -> list[dict[str, Any]]:
     return tasks
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_of_four_points_is_preempted(hpc: Hpc, cluster: Cluster, backend: str) -> None:
     sets = ("lr=0.005,0.0001", "seed=0,1")
@@ -57,7 +57,7 @@ def test_one_of_four_points_is_preempted(hpc: Hpc, cluster: Cluster, backend: st
     assert "all tasks of" in done.stderr
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_a_budget_ends_it_and_a_larger_one_goes_on(hpc: Hpc, cluster: Cluster) -> None:
     words = ("--max-parallel", "1", "--budget-gpu-hours", "0.0001", *ONE_NODE, str(WALK))
     sweep = hpc.submit(*words, sets=("step-seconds=0.3,0.31",))
@@ -77,7 +77,7 @@ def test_a_budget_ends_it_and_a_larger_one_goes_on(hpc: Hpc, cluster: Cluster) -
     assert in_one_go(tasks[0])
 
 
-@pytest.mark.soak
+@pytest.mark.more
 def test_a_sweep_may_be_tried_here_first(hpc: Hpc, tmp_path: Path) -> None:
     words = ("--backend", "local", "--set", "seed=0,1", str(DIGITS), "--epochs", "1")
     done = hpc("sweep", *words)

@@ -34,7 +34,7 @@ def limited(
     return jobs
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "time limit, with only one of its two warnings",
     promise="goes on at the next step: by the warning signal alone, or by the known end alone",
@@ -48,7 +48,7 @@ def test_one_warning(limited: dict[str, Job], walked: Job, way: str) -> None:
     assert same_weights(job, walked)
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "a save that takes longer than the lead of the warning",
     promise="the stop comes as early as a measured save needs",

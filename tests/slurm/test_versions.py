@@ -65,7 +65,7 @@ def _goes_on(job: Job, why: str) -> None:
     assert job.output().count("done by rank 0") == 1
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.version
 def test_preempted(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
     use(cluster)
@@ -74,7 +74,7 @@ def test_preempted(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
     _goes_on(job, "preempted")
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.version
 @pytest.mark.parametrize("partition", ["low", "low0"])
 def test_preempted_and_killed(hpc: Hpc, cluster: Cluster, tmp_path: Path, partition: str) -> None:
@@ -87,7 +87,7 @@ def test_preempted_and_killed(hpc: Hpc, cluster: Cluster, tmp_path: Path, partit
     assert len(job.run.attempts()) == 2
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.row(
     "preemption, a node takes its time to answer the controller",
     promise="requeued: until all nodes have answered Slurm shows SIGNALING, which is no cancel",
@@ -102,7 +102,7 @@ def test_a_node_is_slow_to_take_the_signal(hpc: Hpc, cluster: Cluster, tmp_path:
     _goes_on(job, "preempted")
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.version
 def test_time_limit_and_refused_requeue(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
     """Beside each other, since both wait. What may not be requeued goes on as a new job."""
@@ -117,7 +117,7 @@ def test_time_limit_and_refused_requeue(hpc: Hpc, cluster: Cluster, tmp_path: Pa
     _goes_on(limited, "time limit")
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.version
 @pytest.mark.parametrize("way", ["scancel", "hpc-ddp"])
 def test_cancelled_in_the_grace_time(hpc: Hpc, cluster: Cluster, tmp_path: Path, way: str) -> None:
@@ -133,7 +133,7 @@ def test_cancelled_in_the_grace_time(hpc: Hpc, cluster: Cluster, tmp_path: Path,
     assert len(job.run.attempts()) == 1
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.version
 def test_one_task_of_an_array_is_preempted(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
     """Only that one is requeued; status and explain know what became of both."""
@@ -158,7 +158,7 @@ def test_one_task_of_an_array_is_preempted(hpc: Hpc, cluster: Cluster, tmp_path:
     assert len(tasks[1].run.attempts()) == 2
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.version
 def test_what_becomes_of_it_is_told(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
     """By status and explain, of jobs that wait, run, failed, and were killed."""

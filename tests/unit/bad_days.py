@@ -1,4 +1,4 @@
-"""The table in docs/bad-days.md, from the tests' markers and the newest results.
+"""The table in docs/bad-days.md, from the tests' markers and the results that are kept.
 
     python tests/unit/bad_days.py        writes it anew
 
@@ -9,14 +9,16 @@ tests with the same name, one has the promise.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.results import OWN
+from tools.store import Line, Store
+
 REPO = Path(__file__).parents[2]
 PAGE = REPO / "docs" / "bad-days.md"
-RESULTS = REPO / "docs" / "bad-days"
+RESULTS = REPO / "docs" / "results" / "tests.jsonl"
 BEGIN, END = "<!-- table: python tests/unit/bad_days.py -->\n", "<!-- end -->\n"
 
 
@@ -48,17 +50,18 @@ def _marked(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def last_seen() -> dict[str, str]:
-    """Return for each test the last results in which all its variants passed, as a link."""
+    """Return for each test the date and commit at which all its variants that were run passed."""
+    outcomes: dict[tuple[str, str], list[Line]] = {}
+    for line in Store(RESULTS).lines():
+        if line.get("suite") == OWN:
+            test = line["test"].partition("[")[0]
+            outcomes.setdefault((test, line["commit"]), []).append(line)
     seen: dict[str, str] = {}
-    for path in sorted(RESULTS.glob("*.md")):
-        outcomes: dict[str, set[str]] = {}
-        for test, outcome in re.findall(
-            r"^\| [^|]* \| `([^`\[]*)[^`]*` \| (\w+) ", path.read_text(), re.M
-        ):
-            outcomes.setdefault(test, set()).add(outcome)
-        for test, all_of_it in outcomes.items():
-            if "passed" in all_of_it and "failed" not in all_of_it:
-                seen[test] = f"[{path.stem}](bad-days/{path.name})"
+    for (test, commit), lines in outcomes.items():
+        newest = {line["row"]: line["outcome"] for line in lines}.values()
+        if "passed" in newest and "failed" not in newest:
+            date = max(line["date"] for line in lines)
+            seen[test] = max(seen.get(test, ""), f"{date} ({commit})")
     return seen
 
 

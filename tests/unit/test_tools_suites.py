@@ -1,0 +1,67 @@
+"""Where the long tests stand, and the page that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools import suites
+from tools.store import Line, Store
+
+ONE, TWO, THREE = (f"tests/slurm/test_a.py::test_{name}" for name in ("one", "two", "three"))
+
+
+def result(test: str, outcome: str = "passed", commit: str = "b2") -> Line:
+    line = {"row": f"own {test}", "suite": "own", "test": test, "outcome": outcome}
+    return {**line, "commit": commit, "date": "2026-11-22", "slurm": "22.05.8", "why": "x\ny"}
+
+
+def store_of(tmp_path: Path, *lines: Line, tests: tuple[str, ...] = (ONE, TWO)) -> Store:
+    listed = {"row": suites.MORE.row, "commit": "b2", "tests": [*tests]}
+    store = Store(tmp_path / "tests.jsonl")
+    store.rewrite([listed, *lines])
+    return store
+
+
+def test_the_page_is_up_to_date() -> None:
+    command = "make test-more REPORT=1"
+    assert suites.PAGE.read_text() == suites.page(Store(suites.STORE)), command
+
+
+def test_nothing_was_run() -> None:
+    assert suites.state_of(suites.MORE, Store(None)).text == "not run yet"
+
+
+def test_all_have_passed_at_one_commit(tmp_path: Path) -> None:
+    state = suites.state_of(suites.MORE, store_of(tmp_path, result(ONE), result(TWO)), "b2")
+    assert state.is_good
+    assert state.text == "2 of 2 rows, all of commit b2; 2 passed"
+
+
+def test_a_failure_a_missing_row_and_another_commit_are_told(tmp_path: Path) -> None:
+    lines = (result(ONE, "failed"), result(TWO, commit="a1"))
+    store = store_of(tmp_path, *lines, tests=(ONE, TWO, THREE))
+    state = suites.state_of(suites.MORE, store, "b2")
+    assert not state.is_good
+    assert state.text == (
+        f"1 of 3 rows at commit b2; 1 of an older commit; missing: own {THREE}; 1 failed, 1 passed"
+    )
+    assert f"- `{ONE}`, commit b2: `x y`" in suites.page(store)
+
+
+def test_tests_that_were_all_skipped_are_no_success(tmp_path: Path) -> None:
+    store = store_of(tmp_path, result(ONE, "skipped"), result(TWO, "skipped"))
+    assert not suites.state_of(suites.MORE, store, "b2").is_good
+
+
+def test_a_list_of_another_commit_is_no_whole(tmp_path: Path) -> None:
+    store = store_of(tmp_path, result(ONE, commit="c3"), result(TWO, commit="c3"))
+    state = suites.state_of(suites.MORE, store, "c3")
+    assert (state.is_good, "listed at commit b2" in state.text) == (False, True)
+
+
+def test_the_newest_pass_is_kept_beside_the_newest_result(tmp_path: Path) -> None:
+    lines = (result(ONE, commit="a1"), result(ONE), result(ONE, "failed"), result(TWO))
+    store = store_of(tmp_path, *lines)
+    suites.thin_out(store)
+    kept = [(line["row"], line.get("outcome")) for line in Store(store.path).lines()[1:]]
+    assert kept == [(f"own {ONE}", "passed"), (f"own {ONE}", "failed"), (f"own {TWO}", "passed")]

@@ -1,0 +1,1 @@
+"""Tools for developers, which take hours and can be resumed; see docs/testing.md."""

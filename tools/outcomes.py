@@ -1,0 +1,45 @@
+"""What became of a test, from pytest's reports of its set-up, call and tear-down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+WHY_CHARACTERS = 200
+
+
+@dataclass
+class Outcome:
+    outcome: str = "passed"  # or skipped, failed
+    seconds: float = 0.0
+    why: str = ""  # the first line of the failure, or the reason of the skip
+
+
+class Outcomes:
+    """Puts the reports of each test together."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Outcome] = {}
+
+    def add(self, report: pytest.TestReport) -> Outcome | None:
+        """Return a test's outcome with the last of its reports."""
+        outcome = self._open.setdefault(report.nodeid, Outcome())
+        outcome.seconds += report.duration
+        if report.failed and outcome.outcome != "failed":
+            outcome.outcome, outcome.why = "failed", _first_line(report)
+        elif report.skipped and outcome.outcome == "passed":
+            outcome.outcome, outcome.why = "skipped", _first_line(report)
+        if report.when in ("setup", "call"):
+            return None  # else it is "teardown", or "???" where pytest-xdist has lost the process
+        return self._open.pop(report.nodeid)
+
+
+def _first_line(report: pytest.TestReport) -> str:
+    text = report.longrepr
+    if isinstance(text, tuple):
+        text = text[2].removeprefix("Skipped: ")
+    elif crash := getattr(text, "reprcrash", None):
+        text = crash.message
+    lines = str(text).strip().splitlines() or [""]
+    return lines[0][:WHY_CHARACTERS]

@@ -1,0 +1,254 @@
+"""The tests that are too long for `make test`: make test-more, and make soak.
+
+    make test-more             what is marked `more`, on the machine's own Slurm
+    make soak                  every row of docs/bad-days.md, and the other versions of Slurm
+    make test-more REPORT=1    what there is, without running anything (also: make soak REPORT=1)
+
+Both keep their results in one file, so that neither runs what has passed at this commit. They run
+in a copy of the checkout, which may be worked in meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tests.results import OWN, SUITE_VARIABLE, newest, row_of
+from tools.store import (
+    REPO,
+    RESULTS,
+    Line,
+    Store,
+    ToolError,
+    completeness,
+    current_commit,
+    replace_text,
+    require_clean_tree,
+)
+from tools.working_copy import WorkingCopy, parallel, unwind_on_signals
+
+STORE = RESULTS / "tests.jsonl"
+PAGE = RESULTS / "README.md"
+FAULTS = RESULTS / "faults.md"
+FAULT_REPORT = {"HPC_DDP_FAULT_REPORT": str(FAULTS)}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some of the tests, with one version of Slurm."""
+
+    name: str
+    title: str
+    words: tuple[str, ...]  # for pytest
+    suite: str = OWN
+    environ: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def row(self) -> str:
+        """The row of the store that lists the tests."""
+        return f"selection {self.name}"
+
+
+MORE = Selection("more", "`make test-more`", ("-m", "more"), environ=FAULT_REPORT)
+ROWS = Selection(
+    "rows",
+    "`make soak`: the rows of bad-days.md",
+    ("-m", "row"),
+    environ={"HPC_DDP_SOAK": "200", **FAULT_REPORT},
+)
+VERSIONS = tuple(
+    Selection(
+        suite,
+        f"`make soak`: the Slurm of {suite}",
+        ("tests/slurm", "-m", "version or not more"),
+        suite=suite,
+        environ={SUITE_VARIABLE: suite},
+    )
+    for suite in ("bullseye", "trixie", "sid")
+)
+COMMANDS = {"test-more": (MORE,), "soak": (ROWS, *VERSIONS)}
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+def run(selection: Selection, copy: WorkingCopy, store_path: str, commit: str) -> None:
+    """Run the tests of a selection that have not passed at this commit."""
+    store = Store(STORE if store_path else None)
+    tests = collect(selection, copy)
+    line: Line = {"row": selection.row, "commit": commit, "tests": tests}
+    if store.newest().get(selection.row) != line:
+        store.append(line)
+    results = newest(store.lines(), commit)
+    rows = [row_of(selection.suite, test) for test in tests]
+    left = [row for row in rows if results.get(row, {}).get("outcome") != "passed"]
+    print(f"{selection.name}: {len(left)} of {len(tests)} tests to run", flush=True)
+    if not left:
+        return
+    words = [*parallel(), *selection.words, "--durations=25"]
+    words += [f"--results={store_path}", "--resume"] if store_path else []
+    process = copy.test_run(*words)
+    process.environ = selection.environ
+    ended = 0
+    for event in process.events():
+        if "test" in event:
+            ended += 1
+            text = f"{event['outcome']} {event['seconds']:6.1f} s  {event['test']}"
+            why = f"  {event['why']}" if event["why"] else ""
+            print(f"{ended:4} of {len(left)}  {text}{why}", flush=True)
+    if process.code:
+        print(process.output(), flush=True)
+    if process.code not in (0, 1):
+        raise ToolError(f"pytest ended with {process.code}")
+    process.clear()
+
+
+def collect(selection: Selection, copy: WorkingCopy) -> list[str]:
+    """Return the tests of a selection."""
+    process = copy.test_run("--collect-only", "--quiet", *selection.words)
+    process.environ = selection.environ
+    tests = [test for event in process.events() for test in event.get("collected", ())]
+    if process.code or not tests:
+        raise ToolError(f"the tests can't be collected: {process.output()[-2000:]}")
+    process.clear()
+    return sorted(tests)
+
+
+def thin_out(store: Store) -> None:
+    """Keep the newest result of each row, and the newest pass: docs/bad-days.md shows that."""
+    lines = store.lines()
+    passes = {line["row"]: i for i, line in enumerate(lines) if line.get("outcome") == "passed"}
+    kept = {*passes.values(), *{line["row"]: i for i, line in enumerate(lines)}.values()}
+    if len(kept) < len(lines):
+        store.rewrite([line for i, line in enumerate(lines) if i in kept])
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+@dataclass
+class State:
+    """Where a selection stands."""
+
+    selection: Selection
+    text: str
+    is_good: bool  # whole, of one commit, and without a failure
+    outcomes: list[Line] = field(default_factory=list)
+
+
+def state_of(selection: Selection, store: Store, commit: str = "") -> State:
+    """Compare the results with what was to be run at a commit; at that of the newest selection,
+    if no other is given."""
+    listed = store.newest().get(selection.row)
+    if listed is None:
+        return State(selection, "not run yet", False)
+    commit = commit or listed["commit"]
+    results = {line["row"]: line for line in store.lines() if "test" in line}
+    rows = [row_of(selection.suite, test) for test in listed["tests"]]
+    whole = completeness(rows, results, commit)
+    outcomes = [results[row] for row in rows if row in results]
+    counts = Counter(line["outcome"] for line in outcomes)
+    text = f"{whole}; {', '.join(f'{counts[name]} {name}' for name in sorted(counts)) or 'none'}"
+    if listed["commit"] != commit:
+        text += f"; the tests were listed at commit {listed['commit']}"
+    is_whole = whole.is_whole and listed["commit"] == commit
+    return State(selection, text, is_whole and counts["passed"] > 0 == counts["failed"], outcomes)
+
+
+def page(store: Store) -> str:
+    """Return docs/results/README.md as it should be, from the kept results alone."""
+    states = [state_of(each, store) for each in (MORE, ROWS, *VERSIONS)]
+    lines = [
+        "# Results of the long tests",
+        "",
+        "Written by `make test-more` and `make soak`, from `tests.jsonl`;"
+        " [testing.md](../testing.md) says what they run.",
+        "",
+        "| tests | where they stand | from | to | Slurm |",
+        "|---|---|---|---|---|",
+    ]
+    for state in states:
+        dates = sorted({line["date"] for line in state.outcomes}) or ["–"]
+        slurm = sorted({line["slurm"] for line in state.outcomes if "slurm" in line})
+        cells = (state.selection.title, state.text, dates[0], dates[-1], ", ".join(slurm) or "–")
+        lines.append(f"| {' | '.join(cells)} |")
+    for outcome, title in (("failed", "Failed"), ("skipped", "Skipped")):
+        rows = list(_with_outcome(states, outcome))
+        if rows:
+            lines += ["", f"## {title}", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _with_outcome(states: Sequence[State], outcome: str) -> Iterator[str]:
+    shown = set()
+    for state in states:
+        for line in state.outcomes:
+            if line["outcome"] == outcome and line["row"] not in shown:
+                shown.add(line["row"])
+                suite = "" if line["suite"] == OWN else f" ({line['suite']})"
+                why = " ".join(line.get("why", "").replace("`", "'").split())
+                yield f"- `{line['test']}`{suite}, commit {line['commit']}: `{why or 'no reason'}`"
+
+
+def report(
+    selections: Sequence[Selection],
+    store: Store,
+    commit: str,
+    write: Callable[[str], None] = print,
+) -> bool:
+    """Print where the selections stand; return whether all is there, of this commit, and passed."""
+    states = [state_of(selection, store, commit) for selection in selections]
+    for state in states:
+        write(f"{state.selection.name}: {state.text}")
+    for outcome in ("failed", "skipped"):
+        for text in _with_outcome(states, outcome):
+            write(f"{outcome} {text}")
+    return all(state.is_good for state in states)
+
+
+def write_pages(store: Store) -> None:
+    replace_text(PAGE, page(store))
+    subprocess.run([sys.executable, str(REPO / "tests" / "unit" / "bad_days.py")], check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--report", action="store_true", help="only show the results")
+    parser.add_argument("--dirty", action="store_true", help="uncommitted changes; keep nothing")
+    args = parser.parse_args()
+    unwind_on_signals()
+    selections = COMMANDS[args.command]
+    try:
+        if not args.dirty:
+            require_clean_tree()
+        commit = current_commit()
+        if not args.report:
+            began = time.monotonic()
+            copy = WorkingCopy("suites", dirty=args.dirty)
+            thin_out(Store(None if args.dirty else STORE))
+            try:
+                for selection in selections:
+                    run(selection, copy, "" if args.dirty else os.fspath(STORE), commit)
+            finally:
+                print(f"after {time.monotonic() - began:.0f} s:", flush=True)
+                if not args.dirty:
+                    write_pages(Store(STORE))
+        if args.dirty:
+            return 0
+        is_good = report(selections, Store(STORE), commit)
+        write_pages(Store(STORE))
+        return 0 if is_good else 1
+    except ToolError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
