@@ -5,8 +5,8 @@
 # of, so that a second clone starts in seconds; .venv only adds this checkout to it.
 PYTHON ?= python3
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-ddp
-KEY := $(shell { grep -E '^(requires|train|docs|dev|    ")' pyproject.toml; cat constraints.txt; \
-	$(PYTHON) -VV; } | cksum | tr -c '0-9\n' '-')
+KEY := $(shell { sed -n '/^dependencies/,/^]/p; /^\[project.opt/,/^\[project.scr/p' pyproject.toml; \
+	cat constraints.txt; $(PYTHON) -VV; } | cksum | tr -c '0-9\n' '-')
 DEPS := $(CACHE)/deps-$(KEY)
 BIN := .venv/bin
 # The tests mostly wait, for Slurm above all: twice as many processes as cores take tests from one
@@ -36,7 +36,8 @@ types: .venv/ready
 # the newest. It is fetched once, into $(CACHE).
 SUITE ?= trixie
 test-slurm: .venv/ready
-	HPC_DDP_TEST_SLURM=$(SUITE) $(BIN)/python -m pytest tests/slurm -m "version or not more" --durations=25
+	HPC_DDP_TEST_SLURM=$(SUITE) $(BIN)/python -m pytest tests/slurm $(PARALLEL) \
+		-m "version or not more" --durations=25
 
 cluster: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell

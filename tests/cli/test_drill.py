@@ -48,6 +48,7 @@ def test_a_script_that_resumes_right(tmp_path: Path) -> None:
     assert not list(runs.glob(".drills/*"))  # nothing to look at
 
 
+@pytest.mark.more
 def test_a_script_without_anything_of_ours(tmp_path: Path) -> None:
     done, _ = drill_case("plain", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -71,8 +72,8 @@ def test_a_script_without_anything_of_ours(tmp_path: Path) -> None:
             *("late_scheduler", "wrong", "a step of it was lost or made twice"),
             marks=pytest.mark.more,
         ),
-        ("own_generator", "wrong", "the data differ first"),
-        ("own_average", "wrong", "the loss differs first"),
+        pytest.param("own_generator", "wrong", "the data differ first", marks=pytest.mark.more),
+        pytest.param("own_average", "wrong", "the loss differs first", marks=pytest.mark.more),
         pytest.param(
             *("unseeded", "unsteady", "first in the inputs of the model at step 1"),
             marks=pytest.mark.more,

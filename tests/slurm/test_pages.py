@@ -28,14 +28,13 @@ preempt() {
         --nodelist="$(squeue --noheader --format=%N --name "$1")" --wrap='sleep 1'
 }
 """
-QUICK = {"docs/first-job.md"}  # the others are for `make test-more`
 
 
 def _with_commands() -> Iterator[object]:
     for page in pages():
         name = str(page.relative_to(REPO))
         if any(not block.not_run for block in blocks(page.read_text())):
-            yield pytest.param(page, id=name, marks=() if name in QUICK else pytest.mark.more)
+            yield pytest.param(page, id=name)
 
 
 class Session:
@@ -98,6 +97,7 @@ class Session:
         self._shell.wait(60)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("page", list(_with_commands()))
 def test_page(page: Path, cluster: Cluster, tmp_path: Path) -> None:
     """To accept what was printed, run with ``HPC_DDP_ACCEPT=1``, and read the diff."""

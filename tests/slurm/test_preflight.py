@@ -15,12 +15,12 @@ import pytest
 from cluster import Cluster
 from harness import REPO, SCRIPTS, Hpc, Job
 
-PLAIN = str(SCRIPTS / "plain.py")
+SCRIPT = str(SCRIPTS / "words.py")
 
 
 def test_good_nodes_are_measured(hpc: Hpc, cluster: Cluster) -> None:
     """In a job on two nodes, and by hand in an allocation on the other two at the same time."""
-    job = hpc.submit("--preflight", "--nodes", "2", "--gpus-per-node", "2", PLAIN)
+    job = hpc.submit("--preflight", "--nodes", "2", "--gpus-per-node", "2", SCRIPT)
     env = cluster.env() | {"HPC_DDP_RUNS": str(hpc.runs), "PYTHONPATH": str(REPO)}
     argv = ["salloc", "--nodes=2", "--gpus-per-node=2", sys.executable, "-m", "hpc_ddp"]
     done = subprocess.run([*argv, "preflight", "--json"], env=env, capture_output=True, text=True)
@@ -114,7 +114,7 @@ def test_a_bad_node_is_named_and_left_out(
     arrange, reason = FAULTS[fault]
     (tmp_path / "t").mkdir()
     words = ("--preflight", "--sbatch=--hold", "--nodes", "3", "--env", f"TMPDIR={tmp_path}/t")
-    job = hpc.submit(*words, PLAIN)
+    job = hpc.submit(*words, SCRIPT)
     bad = cluster.nodes[1]
     with arrange(cluster, bad, job, tmp_path):
         cluster.run("scontrol", "release", job.id)
@@ -140,7 +140,7 @@ def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
 ) -> None:
     """Slurm itself does not reach the one; the other one's tasks hang before their first word."""
     bad, mark = cluster.nodes[1], tmp_path / "mark"
-    job = hpc.submit("--preflight", "--nodes", "2", "--setup", f"touch {mark}; sleep 5", PLAIN)
+    job = hpc.submit("--preflight", "--nodes", "2", "--setup", f"touch {mark}; sleep 5", SCRIPT)
     job.until(mark.exists, "set-up")
     cluster.cut(bad)
     first = job.event("preflight")
@@ -152,7 +152,7 @@ def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
     hang = tmp_path / "hang.sh"
     hang.write_text(f'[ "$SLURMD_NODENAME" != {bad} ] || sleep 600\nexec "$@"\n')
     words = ("--container", f"bash {hang}", "--python", sys.executable)
-    job = hpc.submit("--preflight", "--nodes", "2", *words, PLAIN)
+    job = hpc.submit("--preflight", "--nodes", "2", *words, SCRIPT)
     begin = time.time()
     first = _is_left_out(job, bad, "no word within")
     assert first["time"] - begin < 60 + 30
@@ -161,7 +161,7 @@ def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
 
 @pytest.mark.more
 def test_what_is_wrong_everywhere_is_no_nodes_fault(hpc: Hpc, cluster: Cluster) -> None:
-    job = hpc.submit("--preflight", "--nodes", "2", "--interface", "ib7", PLAIN)
+    job = hpc.submit("--preflight", "--nodes", "2", "--interface", "ib7", SCRIPT)
     assert job.end() == "FAILED", job.output()
     assert job.verdicts() == [("failed", "give up")]
     assert "there is no interface 'ib7'" in job.output().splitlines()[-1]
@@ -172,10 +172,10 @@ def test_what_is_wrong_everywhere_is_no_nodes_fault(hpc: Hpc, cluster: Cluster) 
 @pytest.mark.more
 def test_in_a_job_of_submitit_and_while_it_is_cancelled(hpc: Hpc, cluster: Cluster) -> None:
     words = ("--backend", "submitit", "--preflight", "--nodes", "2")
-    job = hpc.submit(*words, PLAIN)
+    job = hpc.submit(*words, SCRIPT)
     assert job.end() == "COMPLETED", job.output()
     assert job.events("preflight")[0]["ok"]
-    job = hpc.submit(*words, PLAIN)
+    job = hpc.submit(*words, SCRIPT)
     job.until(lambda: bool(list(job.run.path.glob(".preflight-*"))), "preflight")
     cluster.run("scancel", job.id)
     assert job.end() == "CANCELLED", job.output()

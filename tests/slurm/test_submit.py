@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from harness import DIGITS, DIGITS_ARGS, SCRIPTS, TWO_BY_TWO, Hpc, Job, same_weights
+from harness import DIGITS, DIGITS_ARGS, SCRIPTS, TWO_BY_ONE, TWO_BY_TWO, Hpc, Job, same_weights
 
 from hpc_ddp.run.folder import RunFolder
 
@@ -60,7 +60,7 @@ def test_inside_an_allocation(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> Non
         "submit",
         "--backend",
         "allocation",
-        *TWO_BY_TWO,
+        *TWO_BY_ONE,
         str(SCRIPTS / "plain.py"),
     )
     assert "done" in shown.stdout
@@ -108,7 +108,7 @@ def test_runs_may_lie_in_a_folder_of_any_name(hpc: Hpc, folder: str, tmp_path: P
 def test_two_jobs_on_one_node(hpc: Hpc, cluster: Cluster) -> None:
     node = cluster.nodes[0]
     words = ("--nodes", "1", "--nproc-per-node", "2", "--nodelist", node)
-    jobs = [hpc.submit(*words, str(SCRIPTS / "plain.py")) for _ in range(2)]
+    jobs = [hpc.submit(*words, str(SCRIPTS / "words.py")) for _ in range(2)]
     assert [job.end() for job in jobs] == ["COMPLETED"] * 2
     assert [job.nodes() for job in jobs] == [node] * 2
 
@@ -123,7 +123,7 @@ def test_a_taken_port_is_no_failure(hpc: Hpc, cluster: Cluster, tmp_path: Path) 
         'until (exec 3<>"/dev/tcp/127.0.0.1/$HPC_DDP_PORT") 2>&-; do sleep 0.1; done\n'
         "{% endblock %}"
     )
-    job = hpc.submit(*TWO_BY_TWO, "--template", str(template), str(SCRIPTS / "plain.py"))
+    job = hpc.submit(*TWO_BY_ONE, "--template", str(template), str(SCRIPTS / "plain.py"))
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("finished", "none")]
 
@@ -164,7 +164,7 @@ def test_from_the_wheel_with_a_torch_from_elsewhere(
 ) -> None:
     """hpc-ddp without torch on the login node, torch without hpc-ddp on the nodes."""
     python = str(torch_env / "bin" / "python")
-    words = ("--json", "--python", python, *TWO_BY_TWO, str(DIGITS), "--epochs", "1")
+    words = ("--json", "--python", python, *TWO_BY_ONE, str(DIGITS), "--epochs", "1")
     env = cluster.env() | {"HPC_DDP_RUNS": str(tmp_path / "runs")}
     env.pop("PYTHONPATH", None)
     done = cluster.run(str(wheel_env / "bin" / "hpc-ddp"), "submit", *words, env=env, cwd=tmp_path)
