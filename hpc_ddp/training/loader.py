@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing.connection
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -204,16 +203,26 @@ def batches_of(
 def _watched(batches: DataLoader[tuple[Share, Any]]) -> Iterator[tuple[Share, Any]]:
     """Yield the batches; say in a word how a loader worker has died, or what a data set said."""
     iterator = iter(batches)
+    workers: Sequence[BaseProcess] = getattr(iterator, "_workers", ())
     try:
-        yield from iterator
-    except HpcDdpError as error:
-        if "in DataLoader worker process" in error.message:  # and a traceback in front of it
-            error.message = error.message.strip().splitlines()[-1].partition("Error: ")[2]
-        raise
-    except (RuntimeError, ConnectionError, EOFError) as error:
-        code = _exit_code(error, getattr(iterator, "_workers", ()))
-        if code is None:
+        try:
+            yield from iterator
+        except HpcDdpError as error:
+            if "in DataLoader worker process" in error.message:  # and a traceback in front of it
+                error.message = error.message.strip().splitlines()[-1].partition("Error: ")[2]
             raise
+        except (ConnectionError, EOFError) as error:
+            _raise_death(error, workers)
+            raise
+    except RuntimeError as error:  # torch's own; its handler may interrupt what is done above
+        _raise_death(error, workers)
+        raise
+
+
+def _raise_death(error: BaseException, workers: Sequence[BaseProcess]) -> None:
+    """Raise an HpcDdpError that says how a loader worker has ended, if that is what `error` is."""
+    code = _exit_code(error, workers)
+    if code is not None:
         raise _worker_died(code) from error
 
 
@@ -221,26 +230,19 @@ def _exit_code(error: BaseException, workers: Sequence[BaseProcess]) -> int | No
     """Return how a loader worker has ended, as its exit code; None where `error` is another one.
 
     torch's text names the signal only if its handler of SIGCHLD is the first to notice. The handler
-    raises wherever the main thread happens to be, also where Python drops the exception.
+    raises once, wherever the main thread happens to be, also where Python drops the exception.
     """
     texts = (str(error.__cause__), str(error))
     reported = any(text.startswith("DataLoader worker (pid") for text in texts)
     if "in DataLoader worker process" in str(error):  # raised by the data set, in a live worker
         return None
-    if not reported and isinstance(error, RuntimeError):
+    if not workers or (isinstance(error, RuntimeError) and not reported):
         return None
-    ended: list[Any] = []
-    while workers and not ended:
-        with suppress(RuntimeError):  # the handler's, for the worker that is waited for here
-            ended = multiprocessing.connection.wait([w.sentinel for w in workers], DEATH_S)
-            if not ended:
-                return None
+    ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], DEATH_S)
     for worker in workers:
         if worker.sentinel in ended:
-            with suppress(RuntimeError):
-                worker.join()
-            if worker.exitcode is not None:
-                return worker.exitcode
+            worker.join()
+            return worker.exitcode
     return None
 
 

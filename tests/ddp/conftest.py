@@ -56,7 +56,12 @@ class Zygote:
         return self.ask({"wait": pid})["code"] is not None
 
     def end(self) -> None:
-        self._process.communicate(timeout=LIMIT_S)
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write('{"end": true}\n')
+        self._process.stdin.close()
+        self._process.wait(LIMIT_S)
+        self._process.stdout.close()
 
 
 @dataclass

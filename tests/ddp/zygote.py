@@ -3,7 +3,8 @@
 Importing torch takes seconds of each worker's start; a fork has it for nothing. Requests are
 JSON lines on stdin, answers JSON lines on stdout: ``{"workers": [{"env", "argv", "log"}…]}``
 gives ``{"pids": […]}``; ``{"wait": pid}`` gives ``{"code": …}``, null while it runs, negative
-after a signal; ``{"import": […]}`` loads more modules for the workers from then on.
+after a signal; ``{"import": […]}`` loads more modules for the workers from then on;
+``{"end": true}`` ends it.
 """
 
 import importlib
@@ -40,6 +41,8 @@ def serve() -> list[str] | None:
         if "wait" in request:
             pid, status = os.waitpid(request["wait"], os.WNOHANG)
             answer: dict[str, Any] = {"code": os.waitstatus_to_exitcode(status) if pid else None}
+        elif "end" in request:  # an end of file may not come: a fork of our parent has the pipe too
+            return None
         elif "import" in request:
             answer = {"modules": len([importlib.import_module(each) for each in request["import"]])}
         else:

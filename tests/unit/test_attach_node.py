@@ -12,6 +12,7 @@ import pytest
 
 from hpc_ddp.node import attach
 from hpc_ddp.run.errors import HpcDdpError
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -21,6 +22,8 @@ def worker(tmp_path: Path) -> Iterator[int]:
     env = {"HPC_DDP_NODE_FOLDER": str(tmp_path), "RANK": "0", "MINE": "a=b", "HPC_DDP_RUN": "/r"}
     argv = [str(tmp_path / "python"), "600"]
     with subprocess.Popen(argv, executable="/bin/sleep", env=env, cwd=tmp_path / "deep") as process:
+        # The kernel closes Popen's pipe a moment before the new program has its environment.
+        wait_until(Path(f"/proc/{process.pid}/environ").read_bytes, "the worker's environment")
         (tmp_path / "rank-0.pid").write_text(str(process.pid))
         yield process.pid
         process.kill()
