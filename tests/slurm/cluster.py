@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import os
 import shlex
 import signal
@@ -82,6 +83,7 @@ class Cluster(Machinery):
         self.suite = suite
         try:
             self._clear()  # an earlier holder may have been killed
+            _start_guard(number)
             self._build()
         except BaseException:
             self.down()
@@ -239,6 +241,34 @@ class Cluster(Machinery):
         return [p for p in self._residents() if p.pid not in daemons]
 
 
+# --- when its holder is killed -------------------------------------------------------------------
+
+
+def _start_guard(instance: int) -> None:
+    """Start a process that takes the instance down once the holder of its lock is no more.
+
+    A test process that is killed, or that pytest-xdist ends at a Ctrl-C, takes nothing down.
+    """
+    argv = [sys.executable, __file__, "guard", "--instance", str(instance)]
+    quiet = subprocess.DEVNULL
+    guard = subprocess.Popen(argv, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+    guard.returncode = 0  # it may outlive this process, of which Popen would warn
+
+
+def _guard(instance: int | None) -> int:
+    """Wait for the lock; do nothing where its holder has taken the instance down itself."""
+    assert instance is not None
+    path = folder_of(instance).with_suffix(".lock")
+    with contextlib.suppress(FileNotFoundError):
+        lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.stat(path).st_ino == os.fstat(lock).st_ino:
+            cluster = Cluster(instance)
+            cluster._lock = lock
+            cluster.down()
+    return 0
+
+
 # --- the command line ----------------------------------------------------------------------------
 
 
@@ -329,10 +359,10 @@ def _kept(instance: int) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="a real Slurm cluster of four nodes, for tests")
-    parser.add_argument("command", choices=("shell", "up", "down"))
+    parser.add_argument("command", choices=("shell", "up", "down", "guard"))
     parser.add_argument("--instance", type=int, choices=INSTANCES, help="default: the first free")
     args = parser.parse_args()
-    commands = {"shell": _shell, "up": _up, "down": _down}
+    commands = {"shell": _shell, "up": _up, "down": _down, "guard": _guard}
     try:
         return commands[args.command](args.instance)
     except ClusterError as error:
