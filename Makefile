@@ -5,8 +5,9 @@
 # of, so that a second clone starts in seconds; .venv only adds this checkout to it.
 PYTHON ?= python3
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-ddp
-KEY := $(shell { sed -n '/^dependencies/,/^]/p; /^\[project.opt/,/^\[project.scr/p' pyproject.toml; \
-	cat constraints.txt; $(PYTHON) -VV; } | cksum | tr -c '0-9\n' '-')
+KEY := $(shell { sed -n '/^\[build/,/^$$/p; /^requires-/p; /^dependencies/,/^]/p; \
+	/^\[project.opt/,/^\[project.scr/p' pyproject.toml; cat constraints.txt tools/install.py; \
+	$(PYTHON) -VV; } | cksum | tr -c '0-9\n' '-')
 DEPS := $(CACHE)/deps-$(KEY)
 BIN := .venv/bin
 # The tests mostly wait, for Slurm above all: twice as many processes as cores take tests from one
@@ -74,16 +75,17 @@ bench: .venv/ready
 	$(BIN)/python bench/strategies.py
 
 # The demo needs a part of what the tests need; the tests add theirs to it.
+# Another checkout's make may install the same: it is waited for, by the lock.
+INSTALL = $(PYTHON) tools/install.py $(DEPS) $(1) && \
+	$(DEPS)/bin/python -m pip uninstall --quiet --yes hpc-ddp && touch $@
+EXTRAS := '.[test,docs,dev]'
+LOCKED = mkdir -p $(CACHE) && flock $(CACHE)/install.lock sh -ec
+
 $(DEPS)/demo:
-	@mkdir -p $(CACHE) && rm -rf $(DEPS)
-	@$(PYTHON) tools/install.py $(DEPS) . hatchling numpy torch
-	@$(DEPS)/bin/python -m pip uninstall --quiet --yes hpc-ddp
-	@touch $@
+	@$(LOCKED) "[ -e $@ ] || { rm -rf $(DEPS); $(call INSTALL,. hatchling numpy torch); }"
 
 $(DEPS)/tests: $(DEPS)/demo
-	@$(PYTHON) tools/install.py $(DEPS) '.[test,docs,dev]'
-	@$(DEPS)/bin/python -m pip uninstall --quiet --yes hpc-ddp
-	@touch $@
+	@$(LOCKED) "[ -e $@ ] || { $(call INSTALL,$(EXTRAS)); }"
 
 # Renew the pinned versions: minutes, and the whole suite to be run afterwards.
 constraints:

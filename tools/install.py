@@ -22,6 +22,7 @@ CONSTRAINTS = REPO / "constraints.txt"
 EXTRAS = ".[test,docs,dev]"
 # How pip's report of a conflict names a line of a constraints file.
 PIN_IN_REPORT = re.compile(r"\(constraint\) ([A-Za-z0-9._-]+)==")
+NO_ANSWER = re.compile(r"WARNING: Retrying|Could not fetch URL|Connection broken|Max retries")
 
 
 def main(argv: list[str]) -> int:
@@ -37,16 +38,15 @@ def install(env: Path, packages: list[str], pins: list[str]) -> int:
     """Install packages, giving up pins until pip finds versions; return pip's exit code."""
     if not (env / "bin" / "python").exists():
         venv.create(env, with_pip=True)
-    log = Path(f"{env}.log")
-    print(f"installing into {env} (PyTorch takes some minutes; log: {log})", flush=True)
+    print(f"installing into {env} (PyTorch takes some minutes; log: {env}.log)", flush=True)
     while True:
         code, printed = run_pip(env, packages, pins)
-        log.write_text(printed)
         if code == 0:
             return 0
         unavailable = {normalize(name) for name in PIN_IN_REPORT.findall(printed)}
         kept = [pin for pin in pins if normalize(pin.partition("==")[0]) not in unavailable]
-        if len(kept) == len(pins):
+        # An index that does not answer looks like one that has no such version.
+        if len(kept) == len(pins) or NO_ANSWER.search(printed):
             print(*printed.splitlines()[-20:], sep="\n", file=sys.stderr)
             return code
         for pin in pins:
@@ -60,10 +60,10 @@ def run_pip(env: Path, packages: list[str], pins: list[str]) -> tuple[int, str]:
         file.write("\n".join(pins) + "\n")
         file.flush()
         pip = [str(env / "bin" / "python"), "-m", "pip", "install", "--constraint", file.name]
-        done = subprocess.run(
-            [*pip, *packages], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    return done.returncode, done.stdout
+        log = Path(f"{env}.log")
+        with open(log, "w") as out:
+            done = subprocess.run([*pip, *packages], cwd=REPO, stdout=out, stderr=out)
+    return done.returncode, log.read_text()
 
 
 def renew() -> int:

@@ -9,7 +9,7 @@ import pytest
 
 import hpc_ddp
 from hpc_ddp import api
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, wait_until
 
 SCRIPT = """
 import sys, time
@@ -43,8 +43,7 @@ def test_a_run_is_cancelled(project: Path) -> None:
     with pytest.raises(TimeoutError, match=r"is not over after 0\.1 s"):
         run.wait(timeout=0.1)
     log = run.path / "logs" / "attempt-0" / "local-0" / "rank-0.log"
-    while not (log.exists() and log.read_text()):
-        assert run.state in ("running", "rendered", "lost")
+    wait_until(lambda: log.exists() and log.read_text(), "the script at work")
     other = hpc_ddp.find("long")
     assert (other, other.job_id, other.state) == (run, None, "running")
     assert "long" in str(other.path)

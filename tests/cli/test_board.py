@@ -16,7 +16,7 @@ from hpc_ddp.report import board
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder, all_runs
 from hpc_ddp.run.spec import JobSpec
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, wait_until
 
 REPO = Path(__file__).parents[2]
 
@@ -69,11 +69,13 @@ def test_it_is_served_until_it_is_stopped(root: Path, tmp_path: Path) -> None:
         assert served.stderr
         url = served.stdout.readline().strip()
         assert f"ssh -N -L {url.split(':')[2].strip('/')}:127.0.0.1:" in served.stderr.readline()
-        found: list[str] = []
-        while len(found) < 2:  # it reads them behind its first answers
+
+        def names() -> list[str]:
             with urllib.request.urlopen(f"{url}data/runs", timeout=LIMIT_S) as answer:
-                found = json.load(answer)
-        assert sorted(found) == ["digits/1", "sweep/2/task-0 lr=0.1 data=a_b"]
+                return sorted(json.load(answer))
+
+        wait_until(lambda: len(names()) == 2, "both runs", names)  # read behind the first answers
+        assert names() == ["digits/1", "sweep/2/task-0 lr=0.1 data=a_b"]
         served.send_signal(signal.SIGTERM)
         assert served.wait(LIMIT_S) == 0
     assert not [*tmp_path.glob("hpc-ddp-tensorboard-*")]

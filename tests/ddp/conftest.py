@@ -42,7 +42,9 @@ class Zygote:
         assert self._process.stdout
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        assert line, f"the process that forks the workers has ended with {self._process.wait()}"
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def clear(self) -> None:

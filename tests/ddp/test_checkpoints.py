@@ -18,6 +18,7 @@ from safetensors import safe_open
 from hpc_ddp.run.checkpoints import health
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.export import export
+from tests.skips import skip_or_fail
 
 SMALL = ("--samples", "80", "--epochs", "3", "--save-every-steps", "4")  # 30 steps on one rank
 
@@ -107,10 +108,10 @@ def tiny_disk(crew: Any) -> Iterator[Path]:
     """A file system of 1 MB below the run's checkpoints."""
     disk = crew.run.checkpoints
     if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("mounting a tiny tmpfs needs root")
+        skip_or_fail("mounting a tiny tmpfs needs root")
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tiny tmpfs is not allowed here")
+        skip_or_fail("mounting a tiny tmpfs is not allowed here")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
 

@@ -125,7 +125,7 @@ def test_plain_tensors_come_as_torch_collates_them() -> None:
 
 
 def test_transforms_of_torchvision_draw_by_sample() -> None:
-    v2 = pytest.importorskip("torchvision.transforms.v2")
+    from torchvision.transforms import v2  # it takes a second to import
 
     class Flipped(Dataset[torch.Tensor]):
         change = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(4)])

@@ -14,6 +14,7 @@ from cluster_versions import NotToBeHadError
 from harness import DIGITS, DIGITS_ARGS, ONE_BY_TWO, TWO_BY_TWO, WALK, Hpc, Job
 
 from hpc_ddp.run.folder import RunFolder
+from tests.skips import skip_or_fail
 
 
 @pytest.fixture(scope="session")
@@ -23,15 +24,11 @@ def cluster() -> Iterator[Cluster]:
         return
     reason = available()
     if reason:
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"the Slurm tests can't run, and CI must run them: {reason}")
-        pytest.skip(reason)
+        skip_or_fail(reason)
     try:
         up = Cluster.up()
     except NotToBeHadError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(error))
+        skip_or_fail(str(error))
     try:
         yield up
     finally:

@@ -30,9 +30,23 @@ def test_a_pin_that_can_not_be_had_is_named_and_left_out(
     assert install.install(tmp_path / "env", ["torch"], ["torch==2.15.0", "click==8.5.1"]) == 0
     assert calls == [["torch==2.15.0", "click==8.5.1"], ["click==8.5.1"]]
     assert "torch==2.15.0 can't be had here" in capsys.readouterr().out
-    monkeypatch.setattr(install, "run_pip", lambda *_: (1, "ERROR: no space left"))
-    assert install.install(tmp_path / "env", ["torch"], ["click==8.5.1"]) == 1
-    assert "no space left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "report", ["ERROR: no space left", f"WARNING: Retrying (Retry(…\n{REPORT}"]
+)
+def test_no_pin_is_given_up_for_another_failure(
+    report: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(install, "run_pip", lambda *_: (1, report))
+    monkeypatch.setattr(install.venv, "create", lambda *_, **__: None)  # type: ignore[attr-defined]
+    assert install.install(tmp_path / "env", ["torch"], ["torch==2.15.0"]) == 1
+    printed = capsys.readouterr()
+    assert report.splitlines()[-1] in printed.err
+    assert "can't be had" not in printed.out
 
 
 def test_every_package_that_is_asked_for_is_pinned() -> None:

@@ -157,6 +157,7 @@ class Batches:
 
     def __init__(self, error: BaseException, *workers: Worker) -> None:
         self._error, self._workers = error, workers
+        self._iterator: Batches | None = None
 
     def __iter__(self) -> Batches:
         return self
@@ -180,6 +181,7 @@ def _watch(error: BaseException, *exit_codes: int | None) -> BaseException:
 
 
 GONE = "DataLoader worker (pid(s) 41) exited unexpectedly"
+EXITED = "DataLoader worker (pid 41) exited unexpectedly with exit code 7"
 KILLED = "DataLoader worker (pid 41) is killed by signal: Killed. "
 
 
@@ -191,7 +193,13 @@ KILLED = "DataLoader worker (pid 41) is killed by signal: Killed. "
         (ConnectionResetError(), (-7, None), "is killed by signal: Bus error", "/dev/shm"),
         (EOFError(), (-11,), "is killed by signal: Segmentation fault", "num_workers=0"),
         (RuntimeError(GONE), (7,), "exited unexpectedly with code 7", "num_workers=0"),
-        (RuntimeError(GONE), (0,), "exited unexpectedly with code 0", "num_workers=0"),
+        (RuntimeError(GONE), (0,), "exited unexpectedly", "num_workers=0"),
+        (RuntimeError(GONE), (0, -9), "is killed by signal: Killed", "out of memory"),
+        (EOFError(), (0, 0, -9), "is killed by signal: Killed", "out of memory"),
+        # Another loader's worker: torch's handler is the same for all.
+        (RuntimeError(KILLED), (None, None), "is killed by signal: Killed", "out of memory"),
+        (RuntimeError(KILLED), (), "is killed by signal: Killed", "out of memory"),
+        (RuntimeError(f"{EXITED}. Details"), (), "exited unexpectedly with code 7", "num_workers"),
         (RuntimeError(GONE), (-40,), "is killed by signal: Real-time signal 6", "num_workers=0"),
     ],
 )
@@ -203,6 +211,26 @@ def test_a_worker_that_has_died_is_named_by_its_exit_code(
     assert seen.message == f"DataLoader worker {message}"
     assert hint in str(seen.hint)
     assert seen.__cause__ is error
+
+
+def test_no_worker_is_waited_for_where_torch_has_named_the_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_exit_code", pytest.fail)
+    assert "signal: Killed" in str(_watch(RuntimeError(KILLED), None))
+
+
+def test_workers_that_persist_may_fail_before_there_is_an_iterator() -> None:
+    class Persistent(Batches):
+        def __iter__(self) -> Batches:
+            raise self._error
+
+    worker = Worker(-9)
+    batches = Persistent(RuntimeError(GONE))
+    batches._iterator = Batches(KeyError(), worker)
+    with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
+        list(module._watched(cast(Any, batches)))
+    worker.close()
 
 
 def test_the_cause_of_an_error_may_name_the_worker() -> None:
@@ -218,7 +246,6 @@ def test_the_cause_of_an_error_may_name_the_worker() -> None:
         (ConnectionResetError("the data set's own, without workers"), ()),
         (EOFError("x"), (None,)),
         (ValueError("x"), (-9,)),
-        (RuntimeError(GONE), (None, None)),
         (ConnectionError("Caught ConnectionError in DataLoader worker process 0."), (-9,)),
     ],
 )
