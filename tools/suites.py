@@ -120,13 +120,24 @@ def collect(selection: Selection, copy: WorkingCopy) -> list[str]:
     return sorted(tests)
 
 
-def thin_out(store: Store) -> None:
-    """Keep the newest result of each row, and the newest pass: docs/bad-days.md shows that."""
+def thin_out(store: Store, commit: str) -> None:
+    """Keep the newest result of each row, the newest pass, which docs/bad-days.md shows, and the
+    failures: those of this commit, and those of a test at a commit of which other lines stay."""
     lines = store.lines()
     passes = {line["row"]: i for i, line in enumerate(lines) if line.get("outcome") == "passed"}
     kept = {*passes.values(), *{line["row"]: i for i, line in enumerate(lines)}.values()}
+    kept_groups = {_group(lines[i]) for i in kept if "test" in lines[i]}
+    for i, line in enumerate(lines):
+        is_failure = line.get("outcome") == "failed"
+        if is_failure and (line["commit"] == commit or _group(line) in kept_groups):
+            kept.add(i)
     if len(kept) < len(lines):
         store.rewrite([line for i, line in enumerate(lines) if i in kept])
+
+
+def _group(line: Line) -> tuple[str, str, str]:
+    """Return what the results of a test's variants at one commit have in common."""
+    return line["suite"], line["test"].partition("[")[0], line["commit"]
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -138,8 +149,10 @@ class State:
 
     selection: Selection
     text: str
-    is_good: bool  # whole, of one commit, and without a failure
+    is_good: bool  # whole, of one commit, without a failure (also an earlier one) or a skip
     outcomes: list[Line] = field(default_factory=list)
+    # How often a test that has passed failed before, at the same commit; and why, the last time.
+    flakes: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 def state_of(selection: Selection, store: Store, commit: str = "") -> State:
@@ -153,12 +166,25 @@ def state_of(selection: Selection, store: Store, commit: str = "") -> State:
     rows = [row_of(selection.suite, test) for test in listed["tests"]]
     whole = completeness(rows, results, commit)
     outcomes = [results[row] for row in rows if row in results]
-    counts = Counter(line["outcome"] for line in outcomes)
+    flakes = {}
+    for line in outcomes:
+        failures = [
+            failure.get("why", "")
+            for failure in store.lines()
+            if (failure["row"], failure["commit"]) == (line["row"], line["commit"])
+            and failure["outcome"] == "failed"
+        ]
+        if failures and line["outcome"] == "passed":
+            flakes[line["row"]] = len(failures), failures[-1]
+    counts = Counter(
+        "passed after failures" if line["row"] in flakes else line["outcome"] for line in outcomes
+    )
     text = f"{whole}; {', '.join(f'{counts[name]} {name}' for name in sorted(counts)) or 'none'}"
     if listed["commit"] != commit:
         text += f"; the tests were listed at commit {listed['commit']}"
     is_whole = whole.is_whole and listed["commit"] == commit
-    return State(selection, text, is_whole and counts["passed"] > 0 == counts["failed"], outcomes)
+    is_good = is_whole and set(counts) == {"passed"}
+    return State(selection, text, is_good, outcomes, flakes)
 
 
 def page(store: Store) -> str:
@@ -178,10 +204,14 @@ def page(store: Store) -> str:
         slurm = sorted({line["slurm"] for line in state.outcomes if "slurm" in line})
         cells = (state.selection.title, state.text, dates[0], dates[-1], ", ".join(slurm) or "–")
         lines.append(f"| {' | '.join(cells)} |")
-    for outcome, title in (("failed", "Failed"), ("skipped", "Skipped")):
-        rows = list(_with_outcome(states, outcome))
-        if rows:
-            lines += ["", f"## {title}", *rows]
+    sections = {
+        "Failed": _with_outcome(states, "failed"),
+        "Passed after failures": _flakes(states),
+        "Skipped": _with_outcome(states, "skipped"),
+    }
+    for title, rows in sections.items():
+        if items := [f"- {row}" for row in rows]:
+            lines += ["", f"## {title}", *items]
     return "\n".join(lines) + "\n"
 
 
@@ -191,9 +221,24 @@ def _with_outcome(states: Sequence[State], outcome: str) -> Iterator[str]:
         for line in state.outcomes:
             if line["outcome"] == outcome and line["row"] not in shown:
                 shown.add(line["row"])
-                suite = "" if line["suite"] == OWN else f" ({line['suite']})"
-                why = " ".join(line.get("why", "").replace("`", "'").split())
-                yield f"- `{line['test']}`{suite}, commit {line['commit']}: `{why or 'no reason'}`"
+                yield _item(line, line.get("why", ""))
+
+
+def _flakes(states: Sequence[State]) -> Iterator[str]:
+    shown = set()
+    for state in states:
+        for line in state.outcomes:
+            if line["row"] in state.flakes and line["row"] not in shown:
+                shown.add(line["row"])
+                count, why = state.flakes[line["row"]]
+                failures = "1 failure" if count == 1 else f"{count} failures"
+                yield f"passed after {failures}: {_item(line, why)}"
+
+
+def _item(line: Line, why: str) -> str:
+    suite = "" if line["suite"] == OWN else f" ({line['suite']})"
+    reason = " ".join(why.replace("`", "'").split())
+    return f"`{line['test']}`{suite}, commit {line['commit']}: `{reason or 'no reason'}`"
 
 
 def report(
@@ -209,6 +254,8 @@ def report(
     for outcome in ("failed", "skipped"):
         for text in _with_outcome(states, outcome):
             write(f"{outcome} {text}")
+    for text in _flakes(states):
+        write(text)
     return all(state.is_good for state in states)
 
 
@@ -232,7 +279,7 @@ def main() -> int:
         if not args.report:
             began = time.monotonic()
             copy = WorkingCopy("suites", dirty=args.dirty)
-            thin_out(Store(None if args.dirty else STORE))
+            thin_out(Store(None if args.dirty else STORE), commit)
             try:
                 for selection in selections:
                     run(selection, copy, "" if args.dirty else os.fspath(STORE), commit)
