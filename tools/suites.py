@@ -137,7 +137,11 @@ def thin_out(store: Store, commit: str) -> None:
 
 def _group(line: Line) -> tuple[str, str, str]:
     """Return what the results of a test's variants at one commit have in common."""
-    return line["suite"], line["test"].partition("[")[0], line["commit"]
+    return line["suite"], _function(line["test"]), line["commit"]
+
+
+def _function(test: str) -> str:
+    return test.partition("[")[0]
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -204,6 +208,7 @@ def page(store: Store) -> str:
         slurm = sorted({line["slurm"] for line in state.outcomes if "slurm" in line})
         cells = (state.selection.title, state.text, dates[0], dates[-1], ", ".join(slurm) or "–")
         lines.append(f"| {' | '.join(cells)} |")
+    lines += _measurements(states)
     sections = {
         "Failed": _with_outcome(states, "failed"),
         "Passed after failures": _flakes(states),
@@ -213,6 +218,25 @@ def page(store: Store) -> str:
         if items := [f"- {row}" for row in rows]:
             lines += ["", f"## {title}", *items]
     return "\n".join(lines) + "\n"
+
+
+def _measurements(states: Sequence[State]) -> list[str]:
+    """Return a table of what the tests that passed have recorded with record_property."""
+    values: dict[tuple[str, ...], dict[str, str]] = {}  # the value of each row of the store
+    for line in (line for state in states for line in state.outcomes):
+        title = line.get("bad_day") or f"`{_function(line['test'])}`"
+        suite = "" if line["suite"] == OWN else f" ({line['suite']})"
+        measured = line.get("measured", {}) if line["outcome"] == "passed" else {}
+        for name, value in measured.items():
+            key = f"{title}{suite}", name, line["commit"]
+            values.setdefault(key, {})[line["row"]] = str(value)
+    if not values:
+        return []
+    lines = ["", "## Measured", "| bad day or test | what was measured | values | commit |"]
+    lines.append("|---|---|---|---|")
+    for (title, name, commit), by_row in values.items():
+        lines.append(f"| {title} | {name} | {', '.join(by_row.values())} | {commit} |")
+    return lines
 
 
 def _with_outcome(states: Sequence[State], outcome: str) -> Iterator[str]:

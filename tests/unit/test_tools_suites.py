@@ -90,3 +90,17 @@ def test_a_failure_stays_while_other_variants_of_its_commit_do(tmp_path: Path) -
     store = store_of(tmp_path, *lines)
     suites.thin_out(store, "c3")
     assert store.lines()[1:] == [*lines[:2], *lines[3:]]
+
+
+def test_the_page_shows_what_was_measured(tmp_path: Path) -> None:
+    tests = tuple(f"{ONE}[{name}]" for name in "abc")
+    lines = [{**result(test), "measured": {"gone after s": i}} for i, test in enumerate(tests)]
+    lines[2]["outcome"] = "failed"
+    days = [{**result(TWO), "bad_day": "power is cut", "measured": {"noticed after s": 31}}]
+    store = store_of(tmp_path, *lines, *days, tests=(*tests, TWO))
+    assert suites.page(store).partition("## Measured\n")[2].splitlines()[:4] == [
+        "| bad day or test | what was measured | values | commit |",
+        "|---|---|---|---|",
+        f"| `{ONE}` | gone after s | 0, 1 | b2 |",
+        "| power is cut | noticed after s | 31 | b2 |",
+    ]
