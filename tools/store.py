@@ -42,7 +42,9 @@ def git(*words: str, folder: Path = REPO) -> str:
 def current_commit(folder: Path = REPO) -> str:
     """Return the last commit that changed something results depend on."""
     paths = [path for path in RESULTS_DEPEND_ON if (folder / path).exists()]
-    return git("log", "-1", "--format=%h", "--", *paths, folder=folder).strip()
+    # Of a fixed length: git's own choice differs between clones.
+    words = ("log", "-1", "--abbrev=12", "--format=%h", "--", *paths)
+    return git(*words, folder=folder).strip()
 
 
 def uncommitted_changes(folder: Path = REPO) -> list[str]:

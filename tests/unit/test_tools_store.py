@@ -82,6 +82,7 @@ def test_a_commit_of_docs_leaves_results_valid(tmp_path: Path) -> None:
         git(tmp_path, "commit", "-qm", name)
         commits.append(current_commit(tmp_path))
     assert commits[0] == commits[1]
+    assert len(commits[0]) == 12
     (tmp_path / "docs" / "a").write_text("2")
     require_clean_tree(tmp_path)
     (tmp_path / "hpc_ddp" / "b").write_text("2")
