@@ -121,18 +121,26 @@ def collect(selection: Selection, copy: WorkingCopy) -> list[str]:
 
 
 def thin_out(store: Store, commit: str) -> None:
-    """Keep the newest result of each row, the newest pass, which docs/bad-days.md shows, and the
-    failures: those of this commit, and those of a test at a commit of which other lines stay."""
+    """Keep the newest result of each row, the newest pass, which docs/bad-days.md shows, all other
+    results of the same tests at the same commits, and the failures of this commit."""
     lines = store.lines()
-    passes = {line["row"]: i for i, line in enumerate(lines) if line.get("outcome") == "passed"}
-    kept = {*passes.values(), *{line["row"]: i for i, line in enumerate(lines)}.values()}
-    kept_groups = {_group(lines[i]) for i in kept if "test" in lines[i]}
-    for i, line in enumerate(lines):
-        is_failure = line.get("outcome") == "failed"
-        if is_failure and (line["commit"] == commit or _group(line) in kept_groups):
-            kept.add(i)
+    newest_lines = list(store.newest().values())
+    passes = {
+        line["row"]: line
+        for line in lines
+        if line.get("outcome") == "passed" and not line.get("changed")
+    }
+    groups = {_group(line) for line in (*newest_lines, *passes.values()) if "test" in line}
+
+    def is_kept(line: Line) -> bool:
+        if "test" not in line:
+            return any(line is newest_line for newest_line in newest_lines)
+        is_failure = line["outcome"] == "failed" and line["commit"] == commit
+        return is_failure or _group(line) in groups
+
+    kept = [line for line in lines if is_kept(line)]
     if len(kept) < len(lines):
-        store.rewrite([line for i, line in enumerate(lines) if i in kept])
+        store.rewrite(kept)
 
 
 def _group(line: Line) -> tuple[str, str, str]:

@@ -21,7 +21,8 @@ def result(outcome: str, by: str, **values: Any) -> Line:
 
 
 def report(line: Line, slurm_tests: int = 6) -> tuple[bool, list[str]]:
-    store, lines = Store(None), []
+    store = Store(None)
+    lines: list[str] = []
     store.append(line)
     is_whole = mutants.report([DRAW], store, "b2", slurm_tests, lines.append)
     return is_whole, lines[3:]

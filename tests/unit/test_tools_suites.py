@@ -104,3 +104,14 @@ def test_the_page_shows_what_was_measured(tmp_path: Path) -> None:
         f"| `{ONE}` | gone after s | 0, 1 | b2 |",
         "| power is cut | noticed after s | 31 | b2 |",
     ]
+
+
+def test_passes_stay_until_all_variants_have_passed_at_a_newer_commit(tmp_path: Path) -> None:
+    old = [result(f"{ONE}[{name}]", commit="a1") for name in "ab"]
+    new = [result(f"{ONE}[{name}]", commit="c3") for name in "ab"]
+    store = store_of(tmp_path, *old, new[0], {**new[0], "commit": "c3-changed", "changed": True})
+    suites.thin_out(store, "c3")
+    assert store.lines()[1:4] == [*old, new[0]]
+    store.append(new[1])
+    suites.thin_out(store, "c3")
+    assert [line["commit"] for line in store.lines()[1:]] == ["c3", "c3-changed", "c3"]
