@@ -89,6 +89,8 @@ class Results:
         self._commit = commit
         self._suite = os.environ.get(SUITE_VARIABLE) or OWN
         self._outcomes = Outcomes()
+        self._lines: list[Line] = []  # of this session
+        self._change = ""
 
     def passed(self) -> set[str]:
         """Return the tests whose newest result at this commit is a pass."""
@@ -117,6 +119,33 @@ class Results:
         line |= {"measured": properties} if properties else {}
         line |= {"slurm": slurm_version(self._suite)} if "tests/slurm/" in report.nodeid else {}
         self._store.append(line)
+        self._lines.append(line)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Look whether the results are of the commit that the session began with."""
+        try:
+            require_clean_tree()
+            commit = current_commit()
+            self._change = "" if commit == self._commit else f"the commit is {commit} now"
+        except ToolError as error:
+            self._change = str(error)
+        if self._change:
+            self.disown()
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    def disown(self) -> None:
+        """Let this session's results count as of no commit; none is dropped."""
+        for line in self._lines:
+            line |= {"commit": f"{self._commit}-changed", "changed": True}
+        self._store.rewrite(self._store.lines())
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self._change:
+            terminalreporter.section("the tree has changed meanwhile", sep="!", red=True)
+            terminalreporter.line(
+                f"{len(self._lines)} results began at commit {self._commit} and count as of no "
+                f"commit: {self._change}"
+            )
 
 
 def row_of(suite: str, test: str) -> str:

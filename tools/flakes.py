@@ -46,6 +46,8 @@ class Counts:
     failed: int = 0
     passed_under_load: int = 0
     failed_under_load: int = 0
+    skipped: int = 0
+    skipped_under_load: int = 0
     why: str = ""  # the first line of the newest failure
 
     @classmethod
@@ -53,24 +55,27 @@ class Counts:
         """Return the counts of a line of the store; none of another commit."""
         if line is None or line["commit"] != commit:
             return cls()
-        return cls(**{name: line[name] for name in cls.__dataclass_fields__})
+        return cls(**{name: line[name] for name in cls.__dataclass_fields__ if name in line})
 
     def add(self, outcome: str, why: str, *, loaded: bool) -> None:
-        """Count a run. A skipped one passed: it did not fail."""
-        name = "failed" if outcome == "failed" else "passed"
-        name += "_under_load" if loaded else ""
+        """Count a run. A skipped one is a run as well: it is not tried again."""
+        name = f"{outcome}_under_load" if loaded else outcome
         setattr(self, name, getattr(self, name) + 1)
         if outcome == "failed":
             self.why = why
 
     def runs(self, *, loaded: bool) -> int:
         if loaded:
-            return self.passed_under_load + self.failed_under_load
-        return self.passed + self.failed
+            return self.passed_under_load + self.failed_under_load + self.skipped_under_load
+        return self.passed + self.failed + self.skipped
 
     @property
     def failures(self) -> int:
         return self.failed + self.failed_under_load
+
+    @property
+    def skips(self) -> int:
+        return self.skipped + self.skipped_under_load
 
 
 def wanted_runs(test: str, count: int, *, loaded: bool) -> int:
@@ -94,15 +99,25 @@ class Table:
         return f"selection {self.expression}".strip()
 
     def tests(self) -> list[str]:
-        line = self.store.newest().get(self.row)
-        return list(line["tests"]) if line and line["commit"] == self.commit else []
+        return list(self.store.newest().get(self.row, {}).get("tests", ()))
+
+    def listed_at(self) -> str:
+        """Return the commit at which the tests were listed."""
+        return str(self.store.newest().get(self.row, {}).get("commit", ""))
 
     def counts(self, test: str) -> Counts:
         return Counts.of(self.store.newest().get(test), self.commit)
 
     def list_tests(self, tests: Sequence[str]) -> None:
-        if self.tests() != list(tests):
+        if (self.tests(), self.listed_at()) != (list(tests), self.commit):
             self.store.append({"row": self.row, "commit": self.commit, "tests": list(tests)})
+
+    def drop_unlisted(self) -> None:
+        """Drop the results of tests that no selection lists any more; those of an older commit
+        stay until the test has run again, and the report counts them."""
+        newest = self.store.newest().values()
+        listed = {test for line in newest for test in line.get("tests", ())}
+        self.store.retain(lambda line: "tests" in line or line["row"] in listed)
 
     def missing(self, *, loaded: bool) -> list[str]:
         """Return the tests that a round is to run."""
@@ -175,8 +190,8 @@ def run_round(table: Table, copy: WorkingCopy, *, loaded: bool) -> None:
 
 def run(table: Table, copy: WorkingCopy) -> None:
     """Run rounds, without load and under load in turn, until each test has run often enough."""
-    table.store.retain(lambda line: line["commit"] == table.commit)
     table.list_tests(collect(copy, table.expression))
+    table.drop_unlisted()
     while any(table.missing(loaded=loaded) for loaded in (False, True)):
         for loaded in (False, True):
             if table.missing(loaded=loaded):
@@ -187,10 +202,10 @@ def run(table: Table, copy: WorkingCopy) -> None:
 
 
 def report(table: Table, write: Callable[[str], None] = print) -> bool:
-    """Print the failures; return whether each test has run often enough, without one."""
+    """Print failures and skips; return whether each test has run often enough, without them."""
     tests = table.tests()
     newest = table.store.newest()
-    failures = 0
+    failures = skips = 0
     for test in tests:
         counts = Counts.of(newest.get(test), table.commit)
         if counts.failures:
@@ -199,6 +214,10 @@ def report(table: Table, write: Callable[[str], None] = print) -> bool:
                 f"{test}: failed {counts.failed} of {counts.runs(loaded=False)} times, under load"
                 f" {counts.failed_under_load} of {counts.runs(loaded=True)}\n    {counts.why}"
             )
+        if counts.skips:
+            skips += 1
+            runs = counts.runs(loaded=False) + counts.runs(loaded=True)
+            write(f"{test}: skipped {counts.skips} of {runs} times")
 
     def has_run(line: Line) -> bool:
         """Tell whether a test has run often enough at the commit of its line."""
@@ -209,8 +228,13 @@ def report(table: Table, write: Callable[[str], None] = print) -> bool:
         )
 
     state = completeness(tests, newest, table.commit, has_run)
-    write(f"{len(tests)} tests, {table.count} runs each, {failures} of them failed; {state}")
-    return state.is_whole and not failures
+    text = f"{len(tests)} tests, {table.count} runs each, {failures} of them failed"
+    text += f", {skips} were skipped; {state}"
+    is_listed = table.listed_at() == table.commit
+    if tests and not is_listed:
+        text += f"; the tests were listed at commit {table.listed_at()}"
+    write(text)
+    return state.is_whole and is_listed and not failures and not skips
 
 
 def main() -> int:

@@ -17,9 +17,9 @@ from typing import Any
 
 REPO = Path(__file__).parents[1]
 RESULTS = REPO / "docs" / "results"
-# Results depend on these, and on nothing else: a commit of docs or of results leaves them valid.
+# A commit that changes none of these (of docs, of results) leaves results valid.
 RESULTS_DEPEND_ON = (
-    *("hpc_ddp", "templates", "jobs", "tests"),
+    *("hpc_ddp", "templates", "jobs", "tests", "tools"),
     *("pyproject.toml", "Makefile", "constraints.txt"),
 )
 MISSING_SHOWN = 5
@@ -42,7 +42,9 @@ def git(*words: str, folder: Path = REPO) -> str:
 def current_commit(folder: Path = REPO) -> str:
     """Return the last commit that changed something results depend on."""
     paths = [path for path in RESULTS_DEPEND_ON if (folder / path).exists()]
-    return git("log", "-1", "--format=%h", "--", *paths, folder=folder).strip()
+    # Of a fixed length: git's own choice differs between clones.
+    words = ("log", "-1", "--abbrev=12", "--format=%h", "--", *paths)
+    return git(*words, folder=folder).strip()
 
 
 def uncommitted_changes(folder: Path = REPO) -> list[str]:

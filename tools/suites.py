@@ -120,13 +120,36 @@ def collect(selection: Selection, copy: WorkingCopy) -> list[str]:
     return sorted(tests)
 
 
-def thin_out(store: Store) -> None:
-    """Keep the newest result of each row, and the newest pass: docs/bad-days.md shows that."""
+def thin_out(store: Store, commit: str) -> None:
+    """Keep the newest result of each row, the newest pass, which docs/bad-days.md shows, all other
+    results of the same tests at the same commits, and the failures of this commit."""
     lines = store.lines()
-    passes = {line["row"]: i for i, line in enumerate(lines) if line.get("outcome") == "passed"}
-    kept = {*passes.values(), *{line["row"]: i for i, line in enumerate(lines)}.values()}
+    newest_lines = list(store.newest().values())
+    passes = {
+        line["row"]: line
+        for line in lines
+        if line.get("outcome") == "passed" and not line.get("changed")
+    }
+    groups = {_group(line) for line in (*newest_lines, *passes.values()) if "test" in line}
+
+    def is_kept(line: Line) -> bool:
+        if "test" not in line:
+            return any(line is newest_line for newest_line in newest_lines)
+        is_failure = line["outcome"] == "failed" and line["commit"] == commit
+        return is_failure or _group(line) in groups
+
+    kept = [line for line in lines if is_kept(line)]
     if len(kept) < len(lines):
-        store.rewrite([line for i, line in enumerate(lines) if i in kept])
+        store.rewrite(kept)
+
+
+def _group(line: Line) -> tuple[str, str, str]:
+    """Return what the results of a test's variants at one commit have in common."""
+    return line["suite"], _function(line["test"]), line["commit"]
+
+
+def _function(test: str) -> str:
+    return test.partition("[")[0]
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -138,8 +161,10 @@ class State:
 
     selection: Selection
     text: str
-    is_good: bool  # whole, of one commit, and without a failure
+    is_good: bool  # whole, of one commit, without a failure (also an earlier one) or a skip
     outcomes: list[Line] = field(default_factory=list)
+    # How often a test that has passed failed before, at the same commit; and why, the last time.
+    flakes: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 def state_of(selection: Selection, store: Store, commit: str = "") -> State:
@@ -153,12 +178,25 @@ def state_of(selection: Selection, store: Store, commit: str = "") -> State:
     rows = [row_of(selection.suite, test) for test in listed["tests"]]
     whole = completeness(rows, results, commit)
     outcomes = [results[row] for row in rows if row in results]
-    counts = Counter(line["outcome"] for line in outcomes)
+    flakes = {}
+    for line in outcomes:
+        failures = [
+            failure.get("why", "")
+            for failure in store.lines()
+            if (failure["row"], failure["commit"]) == (line["row"], line["commit"])
+            and failure["outcome"] == "failed"
+        ]
+        if failures and line["outcome"] == "passed":
+            flakes[line["row"]] = len(failures), failures[-1]
+    counts = Counter(
+        "passed after failures" if line["row"] in flakes else line["outcome"] for line in outcomes
+    )
     text = f"{whole}; {', '.join(f'{counts[name]} {name}' for name in sorted(counts)) or 'none'}"
     if listed["commit"] != commit:
         text += f"; the tests were listed at commit {listed['commit']}"
     is_whole = whole.is_whole and listed["commit"] == commit
-    return State(selection, text, is_whole and counts["passed"] > 0 == counts["failed"], outcomes)
+    is_good = is_whole and set(counts) == {"passed"}
+    return State(selection, text, is_good, outcomes, flakes)
 
 
 def page(store: Store) -> str:
@@ -178,11 +216,35 @@ def page(store: Store) -> str:
         slurm = sorted({line["slurm"] for line in state.outcomes if "slurm" in line})
         cells = (state.selection.title, state.text, dates[0], dates[-1], ", ".join(slurm) or "–")
         lines.append(f"| {' | '.join(cells)} |")
-    for outcome, title in (("failed", "Failed"), ("skipped", "Skipped")):
-        rows = list(_with_outcome(states, outcome))
-        if rows:
-            lines += ["", f"## {title}", *rows]
+    lines += _measurements(states)
+    sections = {
+        "Failed": _with_outcome(states, "failed"),
+        "Passed after failures": _flakes(states),
+        "Skipped": _with_outcome(states, "skipped"),
+    }
+    for title, rows in sections.items():
+        if items := [f"- {row}" for row in rows]:
+            lines += ["", f"## {title}", *items]
     return "\n".join(lines) + "\n"
+
+
+def _measurements(states: Sequence[State]) -> list[str]:
+    """Return a table of what the tests that passed have recorded with record_property."""
+    values: dict[tuple[str, ...], dict[str, str]] = {}  # the value of each row of the store
+    for line in (line for state in states for line in state.outcomes):
+        title = line.get("bad_day") or f"`{_function(line['test'])}`"
+        suite = "" if line["suite"] == OWN else f" ({line['suite']})"
+        measured = line.get("measured", {}) if line["outcome"] == "passed" else {}
+        for name, value in measured.items():
+            key = f"{title}{suite}", name, line["commit"]
+            values.setdefault(key, {})[line["row"]] = str(value)
+    if not values:
+        return []
+    lines = ["", "## Measured", "| bad day or test | what was measured | values | commit |"]
+    lines.append("|---|---|---|---|")
+    for (title, name, commit), by_row in values.items():
+        lines.append(f"| {title} | {name} | {', '.join(by_row.values())} | {commit} |")
+    return lines
 
 
 def _with_outcome(states: Sequence[State], outcome: str) -> Iterator[str]:
@@ -191,9 +253,24 @@ def _with_outcome(states: Sequence[State], outcome: str) -> Iterator[str]:
         for line in state.outcomes:
             if line["outcome"] == outcome and line["row"] not in shown:
                 shown.add(line["row"])
-                suite = "" if line["suite"] == OWN else f" ({line['suite']})"
-                why = " ".join(line.get("why", "").replace("`", "'").split())
-                yield f"- `{line['test']}`{suite}, commit {line['commit']}: `{why or 'no reason'}`"
+                yield _item(line, line.get("why", ""))
+
+
+def _flakes(states: Sequence[State]) -> Iterator[str]:
+    shown = set()
+    for state in states:
+        for line in state.outcomes:
+            if line["row"] in state.flakes and line["row"] not in shown:
+                shown.add(line["row"])
+                count, why = state.flakes[line["row"]]
+                failures = "1 failure" if count == 1 else f"{count} failures"
+                yield f"passed after {failures}: {_item(line, why)}"
+
+
+def _item(line: Line, why: str) -> str:
+    suite = "" if line["suite"] == OWN else f" ({line['suite']})"
+    reason = " ".join(why.replace("`", "'").split())
+    return f"`{line['test']}`{suite}, commit {line['commit']}: `{reason or 'no reason'}`"
 
 
 def report(
@@ -209,6 +286,8 @@ def report(
     for outcome in ("failed", "skipped"):
         for text in _with_outcome(states, outcome):
             write(f"{outcome} {text}")
+    for text in _flakes(states):
+        write(text)
     return all(state.is_good for state in states)
 
 
@@ -232,7 +311,7 @@ def main() -> int:
         if not args.report:
             began = time.monotonic()
             copy = WorkingCopy("suites", dirty=args.dirty)
-            thin_out(Store(None if args.dirty else STORE))
+            thin_out(Store(None if args.dirty else STORE), commit)
             try:
                 for selection in selections:
                     run(selection, copy, "" if args.dirty else os.fspath(STORE), commit)

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.results import OWN
-from tools.store import Line, Store
+from tools.store import Store
 
 REPO = Path(__file__).parents[2]
 PAGE = REPO / "docs" / "bad-days.md"
 RESULTS = REPO / "docs" / "results" / "tests.jsonl"
+SELECTION = "selection rows"  # the line of `make soak` that lists all variants of these tests
 BEGIN, END = "<!-- table: python tests/unit/bad_days.py -->\n", "<!-- end -->\n"
 
 
@@ -49,24 +50,39 @@ def _marked(path: Path) -> Iterator[tuple[str, str, str]]:
                 yield getattr(node, "name", ""), name, "".join(promise)
 
 
-def last_seen() -> dict[str, str]:
-    """Return for each test the date and commit at which all its variants that were run passed."""
-    outcomes: dict[tuple[str, str], list[Line]] = {}
-    for line in Store(RESULTS).lines():
-        if line.get("suite") == OWN:
-            test = line["test"].partition("[")[0]
-            outcomes.setdefault((test, line["commit"]), []).append(line)
+def last_seen(store: Store) -> dict[str, str]:
+    """Return for each test the date and commit at which all its variants passed, and none failed.
+
+    The newest `make soak` has listed the variants.
+    """
+    variants: dict[str, set[str]] = {}
+    for test in store.newest().get(SELECTION, {}).get("tests", ()):
+        variants.setdefault(_function(test), set()).add(test)
+    passed: dict[tuple[str, str], dict[str, str]] = {}  # the date of each variant
+    failures: set[tuple[str, str]] = set()
+    for line in store.lines():
+        if line.get("suite") != OWN or line.get("changed"):
+            continue
+        key = _function(line["test"]), line["commit"]
+        if line["outcome"] == "passed":
+            passed.setdefault(key, {})[line["test"]] = line["date"]
+        elif line["outcome"] == "failed":
+            failures.add(key)
     seen: dict[str, str] = {}
-    for (test, commit), lines in outcomes.items():
-        newest = {line["row"]: line["outcome"] for line in lines}.values()
-        if "passed" in newest and "failed" not in newest:
-            date = max(line["date"] for line in lines)
-            seen[test] = max(seen.get(test, ""), f"{date} ({commit})")
+    for (function, commit), dates in passed.items():
+        wanted = variants.get(function)
+        if wanted and wanted <= dates.keys() and (function, commit) not in failures:
+            date = max(dates.values())
+            seen[function] = max(seen.get(function, ""), f"{date} ({commit})")
     return seen
 
 
+def _function(test: str) -> str:
+    return test.partition("[")[0]
+
+
 def table() -> str:
-    seen = last_seen()
+    seen = last_seen(Store(RESULTS))
     lines = ["| bad day | what is promised | shown by | last seen |", "|---|---|---|---|"]
     for row in rows():
         tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in row.tests)

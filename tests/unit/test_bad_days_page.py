@@ -3,6 +3,44 @@
 from __future__ import annotations
 
 import bad_days
+import pytest
+
+from tools import suites
+from tools.store import Line, Store
+
+GO = "tests/slurm/test_a.py::test_go"
+
+
+def result(variant: str, outcome: str = "passed", commit: str = "b2", suite: str = "own") -> Line:
+    test = f"{GO}[{variant}]"
+    line = {"row": f"{suite} {test}", "suite": suite, "test": test, "outcome": outcome}
+    return {**line, "commit": commit, "date": "2026-11-22"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "date"),
+    [
+        ([result("a"), result("b")], "2026-11-22 (b2)"),
+        ([result("a")], ""),
+        ([result("a"), result("b", "skipped")], ""),
+        ([result("a"), result("b", commit="c3")], ""),
+        ([result("a"), result("b", suite="sid")], ""),
+        ([result("a"), result("b", "failed"), result("b")], ""),
+        ([result("a"), {**result("b"), "changed": True}], ""),
+        ([result("a"), result("b"), result("a", "failed", "c3")], "2026-11-22 (b2)"),
+    ],
+)
+def test_a_row_is_seen_where_each_variant_passed_and_none_failed(
+    lines: list[Line], date: str
+) -> None:
+    store = Store(None)
+    tests = [f"{GO}[a]", f"{GO}[b]"]
+    store.rewrite([{"row": bad_days.SELECTION, "commit": "c3", "tests": tests}, *lines])
+    assert bad_days.last_seen(store).get(GO, "") == date
+
+
+def test_the_line_that_lists_the_variants_is_that_of_the_soak() -> None:
+    assert suites.ROWS.row == bad_days.SELECTION
 
 
 def test_the_page_is_up_to_date() -> None:

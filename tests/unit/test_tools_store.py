@@ -75,13 +75,14 @@ def git(folder: Path, *words: str) -> None:
 def test_a_commit_of_docs_leaves_results_valid(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     commits = []
-    for name in ("hpc_ddp", "docs"):
+    for name in ("hpc_ddp", "docs", "tools"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a").write_text("1")
         git(tmp_path, "add", ".")
         git(tmp_path, "commit", "-qm", name)
         commits.append(current_commit(tmp_path))
-    assert commits[0] == commits[1]
+    assert commits[0] == commits[1] != commits[2]
+    assert len(commits[0]) == 12
     (tmp_path / "docs" / "a").write_text("2")
     require_clean_tree(tmp_path)
     (tmp_path / "hpc_ddp" / "b").write_text("2")

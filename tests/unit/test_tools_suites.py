@@ -48,9 +48,24 @@ def test_a_failure_a_missing_row_and_another_commit_are_told(tmp_path: Path) -> 
     assert f"- `{ONE}`, commit b2: `x y`" in suites.page(store)
 
 
-def test_tests_that_were_all_skipped_are_no_success(tmp_path: Path) -> None:
-    store = store_of(tmp_path, result(ONE, "skipped"), result(TWO, "skipped"))
-    assert not suites.state_of(suites.MORE, store, "b2").is_good
+def test_a_skipped_test_is_named_and_is_no_success(tmp_path: Path) -> None:
+    store = store_of(tmp_path, result(ONE, "skipped"), result(TWO))
+    lines: list[str] = []
+    assert not suites.report([suites.MORE], store, "b2", lines.append)
+    assert lines[0].endswith("all of commit b2; 1 passed, 1 skipped")
+    assert lines[1] == f"skipped `{ONE}`, commit b2: `x y`"
+
+
+def test_a_failure_counts_though_the_next_call_passes(tmp_path: Path) -> None:
+    failures = (result(ONE, "failed", "a1"), result(ONE, "failed"), result(ONE, "failed"))
+    store = store_of(tmp_path, *failures, result(ONE), result(TWO))
+    suites.thin_out(store, "b2")
+    lines: list[str] = []
+    assert not suites.report([suites.MORE], store, "b2", lines.append)
+    assert lines[0].endswith("all of commit b2; 1 passed, 1 passed after failures")
+    text = f"passed after 2 failures: `{ONE}`, commit b2: `x y`"
+    assert lines[1:] == [text]
+    assert f"- {text}\n" in suites.page(store)
 
 
 def test_a_list_of_another_commit_is_no_whole(tmp_path: Path) -> None:
@@ -62,6 +77,41 @@ def test_a_list_of_another_commit_is_no_whole(tmp_path: Path) -> None:
 def test_the_newest_pass_is_kept_beside_the_newest_result(tmp_path: Path) -> None:
     lines = (result(ONE, commit="a1"), result(ONE), result(ONE, "failed"), result(TWO))
     store = store_of(tmp_path, *lines)
-    suites.thin_out(store)
+    suites.thin_out(store, "c3")
     kept = [(line["row"], line.get("outcome")) for line in Store(store.path).lines()[1:]]
     assert kept == [(f"own {ONE}", "passed"), (f"own {ONE}", "failed"), (f"own {TWO}", "passed")]
+
+
+def test_a_failure_stays_while_other_variants_of_its_commit_do(tmp_path: Path) -> None:
+    lines = [
+        *(result(f"{ONE}[a]", "failed", "a1"), result(f"{ONE}[b]", commit="a1")),
+        *(result(f"{TWO}[a]", "failed", "a1"), result(f"{ONE}[a]"), result(f"{TWO}[a]")),
+    ]
+    store = store_of(tmp_path, *lines)
+    suites.thin_out(store, "c3")
+    assert store.lines()[1:] == [*lines[:2], *lines[3:]]
+
+
+def test_the_page_shows_what_was_measured(tmp_path: Path) -> None:
+    tests = tuple(f"{ONE}[{name}]" for name in "abc")
+    lines = [{**result(test), "measured": {"gone after s": i}} for i, test in enumerate(tests)]
+    lines[2]["outcome"] = "failed"
+    days = [{**result(TWO), "bad_day": "power is cut", "measured": {"noticed after s": 31}}]
+    store = store_of(tmp_path, *lines, *days, tests=(*tests, TWO))
+    assert suites.page(store).partition("## Measured\n")[2].splitlines()[:4] == [
+        "| bad day or test | what was measured | values | commit |",
+        "|---|---|---|---|",
+        f"| `{ONE}` | gone after s | 0, 1 | b2 |",
+        "| power is cut | noticed after s | 31 | b2 |",
+    ]
+
+
+def test_passes_stay_until_all_variants_have_passed_at_a_newer_commit(tmp_path: Path) -> None:
+    old = [result(f"{ONE}[{name}]", commit="a1") for name in "ab"]
+    new = [result(f"{ONE}[{name}]", commit="c3") for name in "ab"]
+    store = store_of(tmp_path, *old, new[0], {**new[0], "commit": "c3-changed", "changed": True})
+    suites.thin_out(store, "c3")
+    assert store.lines()[1:4] == [*old, new[0]]
+    store.append(new[1])
+    suites.thin_out(store, "c3")
+    assert [line["commit"] for line in store.lines()[1:]] == ["c3", "c3-changed", "c3"]
