@@ -29,6 +29,7 @@ DIGITS = REPO / "jobs" / "digits.py"
 # 2 epochs of 45 steps on 4 ranks: some ten seconds of steps, so that there is time to disturb.
 DIGITS_ARGS = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.05")
 WALK = SCRIPTS / "walk.py"
+QUICK_WALK = (str(WALK), "--step-seconds", "0.01")
 BACKENDS = ("slurm", "submitit")
 # Where the back-ends do not differ.
 SUBMITIT_LATER = ("slurm", pytest.param("submitit", marks=pytest.mark.more))

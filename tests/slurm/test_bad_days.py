@@ -13,6 +13,7 @@ import pytest
 from cluster import Cluster
 from cluster_build import Proctrack
 from harness import (
+    QUICK_WALK,
     SCRIPTS,
     SUBMITIT_LATER,
     TWO_BY_ONE,
@@ -24,8 +25,6 @@ from harness import (
     same_weights,
     use,
 )
-
-QUICK = ("--step-seconds", "0.01")
 
 
 @pytest.mark.row(
@@ -46,7 +45,7 @@ def test_preempted_with_and_without_notice(
 ) -> None:
     """First with a grace time of 20 s, then with none; the weights in the end are the same."""
     use(cluster, proctrack)
-    job = hpc.submit("--backend", backend, *TWO_BY_ONE, str(WALK), *QUICK, "--hold-at", "5", "55")
+    job = hpc.submit("--backend", backend, *TWO_BY_ONE, *QUICK_WALK, "--hold-at", "5", "55")
     job.held(5)
     job.preempt()
     stopped = job.event("stopped")["step"]
@@ -103,7 +102,7 @@ def test_a_killed_worker_is_recovered_from(
     record_property: Callable[[str, object], None],
 ) -> None:
     use(cluster, "linuxproc")
-    job = hpc.submit(*how, *TWO_BY_ONE, str(WALK), *QUICK, "--hold-at", "25")
+    job = hpc.submit(*how, *TWO_BY_ONE, *QUICK_WALK, "--hold-at", "25")
     job.held(25)
     workers = [job.worker(rank) for rank in range(2)]
     os.kill(workers[1], signal.SIGKILL)
@@ -125,10 +124,16 @@ def test_errors_of_a_script_end_it_with_its_own_code(hpc: Hpc, cluster: Cluster)
     """Before the first step at once; at the same step again after one retry."""
     use(cluster, "linuxproc")
     script = str(SCRIPTS / "trouble.py")
-    before = hpc.submit(*TWO_BY_ONE, script, "exit-before")
-    assert before.end() == "FAILED", before.output()
-    assert before.show()["ExitCode"] == "3:0"
-    assert before.verdicts() == [("failed", "give up")]
+    exits = hpc.submit(*TWO_BY_ONE, script, "exit-before")
+    raises = hpc.submit(*TWO_BY_ONE, script, "raise-before")
+    assert exits.end() == "FAILED", exits.output()
+    assert exits.show()["ExitCode"] == "3:0"
+    assert exits.verdicts() == [("failed", "give up")]
+    assert raises.end() == "FAILED", raises.output()
+    last = raises.output().splitlines()[-1]
+    assert "rank 1 on" in last
+    assert raises.events("started")[0]["nodes"][1] in last
+    assert "ValueError: before the first step" in last
     again = hpc.submit(*TWO_BY_ONE, script, "raise-at-30")
     assert again.end() == "FAILED", again.output()
     assert again.verdicts() == [("failed", "requeue"), ("failed", "give up")]
@@ -151,7 +156,7 @@ def test_errors_of_a_script_end_it_with_its_own_code(hpc: Hpc, cluster: Cluster)
 def test_first_node_cut_off_and_healed(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
     """The shell of the lost attempt comes back to a job that is somebody else's by now."""
     use(cluster, "linuxproc")
-    job = hpc.submit(*TWO_BY_ONE, str(WALK), *QUICK, "--hold-at", "35")
+    job = hpc.submit(*TWO_BY_ONE, *QUICK_WALK, "--hold-at", "35")
     job.held(35)
     first = job.events("started", 0)[0]["nodes"][0]
     cluster.cut(first)

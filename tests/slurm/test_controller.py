@@ -14,10 +14,10 @@ from harness import (
     BACKENDS,
     DIGITS,
     DIGITS_ARGS,
+    QUICK_WALK,
     SCRIPTS,
     TWO_BY_ONE,
     TWO_BY_TWO,
-    WALK,
     Hpc,
     Job,
     in_one_go,
@@ -168,7 +168,7 @@ def test_a_requeue_that_is_refused(
 @pytest.mark.parametrize("backend", [pytest.param("slurm", marks=pytest.mark.more), "submitit"])
 def test_a_chain(hpc: Hpc, cluster: Cluster, walked: Job, backend: str) -> None:
     words = ("--backend", backend, "--continue-by", "resubmit", *TWO_BY_ONE)
-    job = hpc.submit(*words, str(WALK), "--step-seconds", "0.01", "--hold-at", "25")
+    job = hpc.submit(*words, *QUICK_WALK, "--hold-at", "25")
     job.held(25)
     job.preempt()
     job.event("first_step", attempt=1)

@@ -13,6 +13,7 @@ from harness import (
     DIGITS,
     DIGITS_ARGS,
     ONE_BY_TWO,
+    QUICK_WALK,
     SCRIPTS,
     TWO_BY_TWO,
     WALK,
@@ -30,8 +31,8 @@ LAUNCHERS = ("torchrun", "srun")
 def test_a_task_for_each_worker(hpc: Hpc, cluster: Cluster, walked: Job, backend: str) -> None:
     """Preempted once; the weights in the end are those of an undisturbed run under torchrun."""
     use(cluster)
-    words = ("--launcher", "srun", "--backend", backend, "--nodes", "1", "--gpus-per-node", "2")
-    job = hpc.submit(*words, str(WALK), "--step-seconds", "0.01", "--hold-at", "5")
+    words = ("--launcher", "srun", "--backend", backend, *ONE_BY_TWO)
+    job = hpc.submit(*words, *QUICK_WALK, "--hold-at", "5")
     job.held(5)
     job.preempt()
     assert job.end() == "COMPLETED", job.output()
