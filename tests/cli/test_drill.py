@@ -60,11 +60,9 @@ def test_a_script_without_anything_of_ours(tmp_path: Path) -> None:
     ("name", "verdict", "words"),
     [
         pytest.param(
-            *(
-                "no_optimizer",
-                "wrong",
-                "the optimizer `optimizer` differs first, when the run goes",
-            ),
+            "no_optimizer",
+            "wrong",
+            "the optimizer `optimizer` differs first, when the run goes on",
             marks=pytest.mark.more,
         ),
         ("no_scheduler", "wrong", "the scheduler `scheduler` differs first, when the run goes on"),
