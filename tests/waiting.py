@@ -16,11 +16,20 @@ def wait_until(
     event: str,
     describe: Callable[[], object] = str,
     pause_s: float = 0.02,
+    ended: Callable[[], object] = lambda: False,
 ) -> None:
     """Return once `condition` holds; fail with `event`, and what `describe` returns, if it never
-    does."""
+    does.
+
+    Where `ended` tells that what should bring the event has ended, it fails at once.
+    """
     deadline = time.monotonic() + LIMIT_S
-    while not condition():
+    while True:
+        is_last_look = ended()  # asked first: what came just before the end counts
+        if condition():
+            return
+        if is_last_look:
+            pytest.fail(f"ended without it: {event}\n{describe()}")
         if time.monotonic() > deadline:
             pytest.fail(f"not within {LIMIT_S:g} s: {event}\n{describe()}")
         time.sleep(pause_s)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,13 @@ class DryRun:
         return all_runs(self.root)[0]
 
     def until(self, event: str, attempt: int = 0) -> None:
-        def came_or_over() -> bool:
-            over = self.process.poll() is not None
-            return bool(self.events(event, attempt)) or over
-
-        wait_until(came_or_over, f"event {event} of attempt {attempt}", self.printed)
-        assert self.events(event, attempt), self.printed()
+        self._wait(lambda: self.events(event, attempt), f"event {event} of attempt {attempt}")
 
     def until_printed(self, text: str) -> None:
-        wait_until(lambda: text in self.printed(), f"{text!r} in the output", self.printed)
+        self._wait(lambda: text in self.printed(), f"{text!r} in the output")
+
+    def _wait(self, condition: Callable[[], object], event: str) -> None:
+        wait_until(condition, event, self.printed, ended=lambda: self.process.poll() is not None)
 
     def events(self, name: str, attempt: int | None = None) -> list[dict[str, object]]:
         if not all_runs(self.root):

@@ -108,13 +108,8 @@ class Launch:
 
     def until(self, text: str) -> None:
         """Return once a rank has printed `text`; fail if all have ended without it."""
-
-        def printed_or_over() -> bool:
-            over = self.ended()
-            return text in self.output() or over
-
-        wait_until(printed_or_over, f"{text!r} in the output", self.output)
-        assert text in self.output(), f"no {text!r} in the output of ranks that have ended"
+        printed = f"{text!r} in the output"
+        wait_until(lambda: text in self.output(), printed, self.output, ended=self.ended)
 
 
 @dataclass
