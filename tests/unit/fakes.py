@@ -5,7 +5,10 @@ from __future__ import annotations
 import shlex
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
 
 _COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "sacct", "sacctmgr", "sinfo")
 _HEAD = """\
@@ -76,3 +79,11 @@ class Clock:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
+
+
+def stop_clock(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, now: float = 1000.0) -> Clock:
+    """Give the modules one clock in place of `time`, and return it."""
+    clock = Clock(now)
+    for module in modules:
+        monkeypatch.setattr(module, "time", clock)
+    return clock

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Clock, Slurm
+from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm
 from hpc_ddp.node import batch, continuation
@@ -40,10 +40,7 @@ END = slurm.parse_job(shown()).end_time or 0.0
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock(END - 1000)
-    for module in (batch, continuation, slurm):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
+    return stop_clock(monkeypatch, batch, continuation, slurm, now=END - 1000)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fakes import Clock
+from fakes import Clock, stop_clock
 
 from hpc_ddp.node import bandwidth, checks, fabric, network
 from hpc_ddp.node.bandwidth import Meter, measure, turns
@@ -365,8 +365,7 @@ def test_all_are_looked_for(
 def test_a_file_that_comes_late_is_seen(
     tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(checks, "time", clock)
+    clock = stop_clock(monkeypatch, checks)
     monkeypatch.setattr(checks, "holds", lambda path, text: clock.now > 1000 + checks.VISIBLE_S - 1)
     Way(_place(), tmp_path, "secret")._disk("n2")
     assert lines() == []

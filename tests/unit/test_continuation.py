@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Clock, Slurm
+from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm
 from hpc_ddp.node import continuation
@@ -69,10 +69,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in (continuation, slurm, journal):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
+    return stop_clock(monkeypatch, continuation, slurm, journal)
 
 
 @pytest.fixture

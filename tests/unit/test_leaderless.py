@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import Clock, Slurm
+from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp.node import batch, leaderless
 from hpc_ddp.node.supervisor import Place
@@ -20,9 +20,7 @@ ENVIRON = {"SLURM_JOB_ID": "7", "HPC_DDP_RESTARTS": "1"}
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(leaderless, "time", clock)
-    return clock
+    return stop_clock(monkeypatch, leaderless)
 
 
 @pytest.fixture

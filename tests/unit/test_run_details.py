@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Clock
+from fakes import stop_clock
 
 from hpc_ddp.run import checkpoints, patience, process, progress
 from hpc_ddp.run.checkpoints import Health, all_of, facts_of, health, manifest_crc, verify
@@ -218,8 +218,7 @@ def test_a_line_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_an_event_that_matters_is_written_patiently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(patience, "time", clock)
+    clock = stop_clock(monkeypatch, patience)
     (tmp_path / "file").touch()
     Journal(tmp_path / "file", "a").write_surely("x")
     assert patience.PATIENCE_S < sum(clock.slept) <= patience.PATIENCE_S + 2
@@ -262,8 +261,7 @@ def test_node_seconds() -> None:
 
 
 def test_a_disk_that_comes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, errors = Clock(), [OSError("away"), OSError("away")]
-    monkeypatch.setattr(patience, "time", clock)
+    clock, errors = stop_clock(monkeypatch, patience), [OSError("away"), OSError("away")]
 
     def act() -> str:
         if errors:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import Clock, Slurm
+from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm
 from hpc_ddp.run.errors import HpcDdpError
@@ -18,9 +18,7 @@ TIMED_OUT = "slurm_load_jobs error: Socket timed out on send/recv operation"
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(slurm, "time", clock)
-    return clock
+    return stop_clock(monkeypatch, slurm)
 
 
 # --- one call ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fakes import Clock
+from fakes import Clock, stop_clock
 
 from hpc_ddp.node import fabric, leaderless, supervisor
 from hpc_ddp.node import oom as oom_module
@@ -60,10 +60,8 @@ class Agent:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(supervisor, "time", clock)
     monkeypatch.setattr(oom_module, "kills", lambda: 0)
-    return clock
+    return stop_clock(monkeypatch, supervisor)
 
 
 @pytest.fixture

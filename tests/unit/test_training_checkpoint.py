@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from fakes import Clock
+from fakes import Clock, stop_clock
 
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import HpcDdpError
@@ -166,8 +166,7 @@ def test_a_later_attempt_is_not_written_over(run: RunFolder, make: Make) -> None
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(checkpoint, "time", clock)
+    clock = stop_clock(monkeypatch, checkpoint)
     return clock
 
 

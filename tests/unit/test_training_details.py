@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fakes import Clock
+from fakes import Clock, stop_clock
+from training_fakes import Alone, Saves
 
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.training import control, notice, pace, schedule
@@ -31,10 +32,7 @@ class LeftError(Exception):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in (notice, pace, schedule):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
+    return stop_clock(monkeypatch, notice, pace, schedule)
 
 
 # --- notices -------------------------------------------------------------------------------
@@ -166,26 +164,6 @@ def test_a_forked_child_is_as_deadly_as_any_process() -> None:
 
 
 # --- the pace ------------------------------------------------------------------------------
-
-
-class Alone:
-    """A control group of one rank: what it sends is the maximum."""
-
-    rank = 0
-
-    def start_max(self, values: torch.Tensor) -> Any:
-        self.sent = values.tolist()
-        return self
-
-    def wait(self) -> None:
-        return
-
-
-class Saves:
-    """What a schedule asks of the checkpoints."""
-
-    in_flight = failed = False
-    slowest_save_s = stall_s = 0.0
 
 
 class Effort:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from training_fakes import Alone, Saves
 
 from hpc_ddp.run.journal import Journal, read_events
 from hpc_ddp.training.exchange import Decision, next_period
@@ -16,25 +17,6 @@ from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.pace import Pace
 from hpc_ddp.training.schedule import Schedule, between_failures, slowest_save
-
-
-class Alone:
-    """A control group of one rank: what it sends is the maximum."""
-
-    rank = 0
-
-    def start_max(self, values: torch.Tensor) -> Any:
-        return self
-
-    def wait(self) -> None:
-        pass
-
-
-class Saves:
-    """What a Schedule asks of a Keeper."""
-
-    in_flight = failed = False
-    slowest_save_s = stall_s = 0.0
 
 
 def make_schedule(saves: Saves | None = None, **options: Any) -> Schedule:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from training_fakes import Holds
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import loader as module
@@ -291,17 +292,6 @@ def test_what_a_stream_draws_depends_on_seed_and_epoch_alone() -> None:
 
 
 # --- what is collected ---------------------------------------------------------------------
-
-
-class Holds:
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.value = saved["value"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+from training_fakes import Holds
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import randomness, state
@@ -205,19 +206,6 @@ def test_a_buffer_is_allocated_once() -> None:
         places.append(buffer._memory.data_ptr())
     assert places[0] == places[1]
     assert buffer._memory.numel() < sum(t.nbytes for t in found.tensors.values()) + 64 * 20
-
-
-class Holds:
-    """Anything with state_dict and load_state_dict can be tracked."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.value = saved["value"]
 
 
 class Forgetful(Holds):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Clock
+from fakes import Clock, stop_clock
 
 from hpc_ddp.node import growth, local, network, worker
 from hpc_ddp.node.growth import Growth
@@ -92,8 +92,7 @@ def test_tasks_by_node_as_slurm_writes_them(
 
 
 def test_a_disk_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(worker, "time", clock)
+    clock = stop_clock(monkeypatch, worker)
     with pytest.raises(FileNotFoundError):
         worker.open_log(str(tmp_path / "gone" / "rank-0"))
     assert worker.PATIENCE_S < sum(clock.slept) <= worker.PATIENCE_S + 2
@@ -110,8 +109,7 @@ def test_a_disk_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_logs_that_grow_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(5.0)
-    monkeypatch.setattr(growth, "time", clock)
+    clock = stop_clock(monkeypatch, growth, now=5.0)
     node = NodeFolder(tmp_path)
     notes = Growth(node)
     notes.note()
@@ -258,7 +256,7 @@ def test_each_node_has_a_supervisor(
         started.append((argv, env))
         return Child(3)
 
-    monkeypatch.setattr(local, "time", Clock())
+    stop_clock(monkeypatch, local)
     monkeypatch.setattr(subprocess, "Popen", start)
     nodes = ["local-0", "local-1"]
     job = JobSpec("t.py", nodes=2, **spec)

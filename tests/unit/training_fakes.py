@@ -1,0 +1,40 @@
+"""Stand-ins for what a part of the training module asks of its other parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Holds:
+    """Anything with state_dict and load_state_dict can be tracked: here, one value."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.value = saved["value"]
+
+
+class Alone:
+    """A control group of one rank: what it sends is the maximum."""
+
+    rank = 0
+
+    def start_max(self, values: torch.Tensor) -> Any:
+        self.sent = values.tolist()
+        return self
+
+    def wait(self) -> None:
+        return
+
+
+class Saves:
+    """What a Schedule asks of a Keeper."""
+
+    in_flight = failed = False
+    slowest_save_s = stall_s = 0.0
