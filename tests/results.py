@@ -18,11 +18,10 @@ import pytest
 
 from tools.events import deselect
 from tools.outcomes import Outcomes
-from tools.store import Line, Store, ToolError, current_commit, require_clean_tree
+from tools.store import CACHE, Line, Store, ToolError, current_commit, require_clean_tree
 
 SUITE_VARIABLE = "HPC_DDP_TEST_SLURM"  # names the suite of Debian whose Slurm is used
 OWN = "own"  # the machine's
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpc-ddp"
 PASSED_BEFORE = "passed_before"  # of workerinput
 BAD_DAY = "bad day"  # of a test's properties
 

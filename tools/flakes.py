@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from tools.command import make_parser, run_command
 from tools.store import (
     RESULTS,
     Line,
@@ -26,9 +27,8 @@ from tools.store import (
     ToolError,
     completeness,
     current_commit,
-    require_clean_tree,
 )
-from tools.working_copy import WorkingCopy, unwind_on_signals
+from tools.working_copy import WorkingCopy
 
 STORE = RESULTS / "flakes.jsonl"
 FOLDERS = ("tests/unit", "tests/cli", "tests/ddp")
@@ -238,26 +238,20 @@ def report(table: Table, write: Callable[[str], None] = print) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make flakes", description=(__doc__ or "").split("\n")[0])
+    parser = make_parser("make flakes", __doc__)
     parser.add_argument("--count", type=int, default=20, help="N: runs of each test")
     parser.add_argument("--test", default="", help="TEST: an expression, as for pytest -k")
-    parser.add_argument("--report", action="store_true", help="only show the results")
-    parser.add_argument("--dirty", action="store_true", help="uncommitted changes; keep nothing")
-    args = parser.parse_args()
-    unwind_on_signals()
-    try:
+
+    def act(args: argparse.Namespace) -> bool:
         if args.count < 1:
             raise ToolError(f"N is {args.count}; accepted: 1 and more")
-        if not args.dirty:
-            require_clean_tree()
         store = Store(None if args.dirty else STORE)
         table = Table(store, current_commit(), args.test, args.count)
         if not args.report:
             run(table, WorkingCopy("flakes", dirty=args.dirty))
-        return 0 if report(table) else 1
-    except ToolError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return report(table)
+
+    return run_command(parser, act)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.command import make_parser, run_command
 from tools.mutations import (
     Mutation,
     draw,
@@ -35,9 +36,8 @@ from tools.store import (
     ToolError,
     completeness,
     current_commit,
-    require_clean_tree,
 )
-from tools.working_copy import Event, TestRun, WorkingCopy, parallel, unwind_on_signals
+from tools.working_copy import Event, TestRun, WorkingCopy, parallel
 
 STORE = RESULTS / "mutants.jsonl"
 EQUIVALENT = RESULTS / "equivalent.toml"
@@ -427,9 +427,7 @@ def report(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="make mutants", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = make_parser("make mutants", __doc__)
     parser.add_argument("--count", type=int, default=40, help="N: mutants of each room")
     parser.add_argument("--seed", type=int, default=7, help="SEED: of the drawing")
     parser.add_argument("--room", default="core", help="ROOM: one, or several with commas")
@@ -437,24 +435,18 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=600, help="of tests/ddp and tests/cli for each mutant"
     )
-    parser.add_argument("--report", action="store_true", help="only show the results")
-    parser.add_argument("--dirty", action="store_true", help="uncommitted changes; keep nothing")
-    args = parser.parse_args()
-    unwind_on_signals()
-    try:
+
+    def act(args: argparse.Namespace) -> bool:
         if args.slurm < 0 or args.seconds < 0:
             raise ToolError("--slurm and --seconds accept 0 and more")
-        if not args.dirty:
-            require_clean_tree()
         rooms = dict.fromkeys(args.room.split(","))
         draws = [Draw(room, args.seed, draw(room, args.seed, args.count)) for room in rooms]
         commit, store = current_commit(), Store(None if args.dirty else STORE)
         if not args.report:
             run(draws, store, commit, args)
-        return 0 if report(draws, store, commit, args.slurm) else 1
-    except ToolError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return report(draws, store, commit, args.slurm)
+
+    return run_command(parser, act)
 
 
 if __name__ == "__main__":

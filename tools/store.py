@@ -17,6 +17,8 @@ from typing import Any
 
 REPO = Path(__file__).parents[1]
 RESULTS = REPO / "docs" / "results"
+# What outlives a checkout: installed packages, other versions of Slurm, working copies.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpc-ddp"
 # A commit that changes none of these (of docs, of results) leaves results valid.
 RESULTS_DEPEND_ON = (
     *("hpc_ddp", "templates", "jobs", "tests", "tools"),

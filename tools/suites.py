@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tests.results import OWN, SUITE_VARIABLE, newest, row_of
+from tools.command import make_parser, run_command
 from tools.store import (
     REPO,
     RESULTS,
@@ -29,9 +30,8 @@ from tools.store import (
     completeness,
     current_commit,
     replace_text,
-    require_clean_tree,
 )
-from tools.working_copy import WorkingCopy, parallel, unwind_on_signals
+from tools.working_copy import WorkingCopy, parallel
 
 STORE = RESULTS / "tests.jsonl"
 PAGE = RESULTS / "README.md"
@@ -291,42 +291,40 @@ def report(
     return all(state.is_good for state in states)
 
 
+def run_all(selections: Sequence[Selection], commit: str, *, dirty: bool) -> None:
+    """Run what is missing of the selections; the pages are written also when it is ended."""
+    began = time.monotonic()
+    copy = WorkingCopy("suites", dirty=dirty)
+    thin_out(Store(None if dirty else STORE), commit)
+    try:
+        for selection in selections:
+            run(selection, copy, "" if dirty else os.fspath(STORE), commit)
+    finally:
+        print(f"after {time.monotonic() - began:.0f} s:", flush=True)
+        if not dirty:
+            write_pages(Store(STORE))
+
+
 def write_pages(store: Store) -> None:
     replace_text(PAGE, page(store))
     subprocess.run([sys.executable, str(REPO / "tests" / "unit" / "bad_days.py")], check=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make", description=(__doc__ or "").split("\n")[0])
+    parser = make_parser("make", __doc__)
     parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("--report", action="store_true", help="only show the results")
-    parser.add_argument("--dirty", action="store_true", help="uncommitted changes; keep nothing")
-    args = parser.parse_args()
-    unwind_on_signals()
-    selections = COMMANDS[args.command]
-    try:
-        if not args.dirty:
-            require_clean_tree()
-        commit = current_commit()
+
+    def act(args: argparse.Namespace) -> bool:
+        selections, commit = COMMANDS[args.command], current_commit()
         if not args.report:
-            began = time.monotonic()
-            copy = WorkingCopy("suites", dirty=args.dirty)
-            thin_out(Store(None if args.dirty else STORE), commit)
-            try:
-                for selection in selections:
-                    run(selection, copy, "" if args.dirty else os.fspath(STORE), commit)
-            finally:
-                print(f"after {time.monotonic() - began:.0f} s:", flush=True)
-                if not args.dirty:
-                    write_pages(Store(STORE))
+            run_all(selections, commit, dirty=args.dirty)
         if args.dirty:
-            return 0
+            return True
         is_good = report(selections, Store(STORE), commit)
         write_pages(Store(STORE))
-        return 0 if is_good else 1
-    except ToolError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return is_good
+
+    return run_command(parser, act)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
-from tools.store import REPO, ToolError, git
+from tools.store import CACHE, REPO, ToolError, git
 
 # How the Makefile runs tests, for a tool that make has not started.
 PYTEST = ".venv/bin/python -m pytest"  # relative to the copy
@@ -42,15 +41,11 @@ def parallel() -> list[str]:
     return shlex.split(os.environ.get("PARALLEL", PARALLEL))
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpc-ddp"
-
-
 class WorkingCopy:
     """A clone at the commit of the checkout; a file at a time is changed in it."""
 
     def __init__(self, name: str, *, dirty: bool = False) -> None:
-        self.path = cache_folder() / "copies" / f"{REPO.name}-{name}"
+        self.path = CACHE / "copies" / f"{REPO.name}-{name}"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path.with_suffix(".lock"))
         self._writes = 0
@@ -251,16 +246,6 @@ def kill_all_with(word: str) -> None:
         if not pids:
             return
         time.sleep(0.1)
-
-
-def unwind_on_signals() -> None:
-    """Let signals that would kill this process raise SystemExit, so that its children end."""
-
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, leave)
 
 
 def _processes_with(word: str) -> list[int]:
