@@ -52,15 +52,15 @@ class Schedule:
 
     Parameters
     ----------
+    every
+        seconds between saves, ``"auto"`` for the best interval, None for no clock
+    every_steps
+        a save after every so many optimizer steps as well
     slowest_save_s
         seconds to expect of a save until one has been measured, the same on all ranks: all of them
         stop as early as the rank that expects the longest
     failure_interval_s
         mean time between failures, in seconds; only rank 0 uses it
-    every
-        seconds between saves, ``"auto"`` for the best interval, None for no clock
-    every_steps
-        a save after every so many optimizer steps as well
     """
 
     def __init__(
