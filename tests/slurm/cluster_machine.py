@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,9 @@ PACKAGES = {
     "ip": "iproute2",
 }
 LINKS = "ip link add x type bridge && ip link add type veth"
+# What outlives a checkout: other versions of Slurm.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpc-ddp"
+APT_LOCK_S = 600.0  # a machine that has just been booted may be installing its updates
 PATH = os.environ.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"
 
 
@@ -65,18 +68,40 @@ def cgroup_reason() -> str | None:
 
 def ensure_packages(needed: dict[str, str] = PACKAGES) -> None:
     """Install what is missing of Slurm, munge and MariaDB, or of other packages by program."""
-    missing = missing_packages(needed)
-    if not missing:
+    if not missing_packages(needed):
         return
-    env = {**os.environ, "PATH": PATH, "DEBIAN_FRONTEND": "noninteractive"}
-    for argv in (["update"], ["install", "-y", "--no-install-recommends", *missing]):
+    with exclusive(CACHE / "packages.lock"):
+        missing = missing_packages(needed)  # another process may have installed them meanwhile
+        if not missing:
+            return
+        for argv in (["update"], ["install", "-y", "--no-install-recommends", *missing]):
+            _apt_get(*argv)
+    if missing_packages(needed):
+        raise ClusterError(f"apt-get installed {' '.join(missing)}, yet their programs are missing")
+
+
+def _apt_get(*argv: str) -> None:
+    """Run apt-get, after another program that holds one of its locks."""
+    env = {**os.environ, "PATH": PATH, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
+    deadline = time.monotonic() + APT_LOCK_S
+    while True:
         done = subprocess.run(
             ["apt-get", "-q", *argv], env=env, capture_output=True, text=True, check=False
         )
-        if done.returncode:
+        if done.returncode == 0:
+            return
+        if "Could not get lock" not in done.stderr or time.monotonic() > deadline:
             raise ClusterError(f"`apt-get {argv[0]}` failed: {tail(done.stdout + done.stderr)}")
-    if missing_packages(needed):
-        raise ClusterError(f"apt-get installed {' '.join(missing)}, yet their programs are missing")
+        time.sleep(1)
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold a lock file, once no other process does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def missing_packages(needed: dict[str, str] = PACKAGES) -> list[str]:

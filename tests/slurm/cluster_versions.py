@@ -13,11 +13,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from cluster_machine import ClusterError, ensure_packages, sh
+from cluster_machine import CACHE, ClusterError, ensure_packages, exclusive, sh
 
 VARIABLE = "HPC_DDP_TEST_SLURM"  # names a suite; without it, the Slurm that apt installs here
 SUITES = ("bullseye", "trixie", "sid")  # 20.11, 24.11 and, in November 2026, 26.05
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpc-ddp"
 PROGRAMS = (
     *("slurmctld", "slurmd", "slurmstepd", "slurmdbd", "sacctmgr", "scontrol", "sinfo"),
     *("srun", "sbatch", "salloc", "scancel", "squeue", "sacct", "sattach", "sprio", "sstat"),
@@ -49,9 +48,12 @@ def ensure(suite: str) -> None:
         apt can't fetch it
     """
     home = home_of(suite)
-    if home.exists():
-        return
-    CACHE.mkdir(parents=True, exist_ok=True)
+    with exclusive(home.with_suffix(".lock")):
+        if not home.exists():
+            _make(suite, home)
+
+
+def _make(suite: str, home: Path) -> None:
     with tempfile.TemporaryDirectory(dir=CACHE, prefix="slurm-") as name:
         folder = Path(name)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import ATTACH, Cluster, available
+from cluster_machine import exclusive
 from cluster_versions import NotToBeHadError
 from harness import DIGITS, DIGITS_ARGS, ONE_BY_TWO, TWO_BY_TWO, WALK, Hpc, Job
 
@@ -47,8 +47,7 @@ def _reference(cluster: Cluster, factory: pytest.TempPathFactory, name: str, *wo
     common = factory.getbasetemp()
     common = common.parent if "PYTEST_XDIST_WORKER" in os.environ else common
     record = common / f"{name}.json"
-    with open(common / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(common / f"{name}.lock"):
         if not record.exists():
             job = Hpc(cluster, common / name).submit(*words)
             assert job.end() == "COMPLETED", job.output()
