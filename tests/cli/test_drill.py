@@ -14,6 +14,8 @@ import pytest
 REPO = Path(__file__).parents[2]
 BROKEN = REPO / "tests" / "cli" / "broken"
 JOBS = REPO / "jobs"
+# Without torchrun, whose import of torch would be a third of each start.
+LEAN = ("--launcher", "srun")
 Done = subprocess.CompletedProcess[str]
 
 
@@ -26,10 +28,9 @@ def drill(root: Path, *words: str) -> Done:
 
 
 CASES = {
-    "right": (str(JOBS / "linear_regression.py"), "--epochs", "2"),
+    "right": (*LEAN, str(JOBS / "linear_regression.py"), "--epochs", "2"),
     "plain": (str(REPO / "tests" / "slurm" / "scripts" / "plain.py"),),
-    # Without torchrun, whose import of torch would be a third of each start.
-    **{p.stem: ("--json", "--launcher", "srun", str(p)) for p in sorted(BROKEN.glob("*.py"))},
+    **{p.stem: ("--json", *LEAN, str(p)) for p in sorted(BROKEN.glob("*.py"))},
 }
 
 

@@ -100,7 +100,8 @@ def test_stopped_politely_it_goes_on_at_the_next_step(tmp_path: Path) -> None:
 
 
 def test_a_script_of_others_is_ended_promptly(tmp_path: Path) -> None:
-    job = DryRun(tmp_path / "runs", *TWO_BY_ONE, str(SCRIPTS / "plain.py"), TICKS="600")
+    words = ("--nproc-per-node", "2", str(SCRIPTS / "plain.py"))
+    job = DryRun(tmp_path / "runs", *words, TICKS="600")
     job.until_printed('"argv"')
     job.process.send_signal(signal.SIGINT)
     assert job.end() == 75, job.printed()
@@ -117,13 +118,8 @@ def test_a_killed_worker_is_recovered_from(tmp_path: Path) -> None:
     assert "rank 2 on local-" in job.printed()
 
 
-@pytest.mark.parametrize(
-    ("trouble", "code"),
-    [
-        pytest.param("exit-before", 3, marks=pytest.mark.more),  # a cluster's is in `make test`
-        ("raise-before", 1),
-    ],
-)
+@pytest.mark.more  # a cluster's is in `make test`
+@pytest.mark.parametrize(("trouble", "code"), [("exit-before", 3), ("raise-before", 1)])
 def test_an_error_before_the_first_step_ends_it(tmp_path: Path, trouble: str, code: int) -> None:
     job = DryRun(tmp_path / "runs", *TWO_BY_ONE, str(SCRIPTS / "trouble.py"), trouble)
     assert job.end() == code, job.printed()
@@ -169,7 +165,8 @@ def test_each_worker_is_a_task_of_its_own(tmp_path: Path) -> None:
 
 
 def test_nobody_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
-    job = DryRun(tmp_path / "runs", *TWO_BY_ONE, str(SCRIPTS / "trouble.py"), "none")
+    words = ("--launcher", "srun", *TWO_BY_ONE, str(SCRIPTS / "trouble.py"), "none")
+    job = DryRun(tmp_path / "runs", *words)
     job.until("first_step")
     pids = [int(path.read_text()) for path in job.run.logs.glob("attempt-0/*/rank-*.pid")]
     assert len(pids) == 2

@@ -13,6 +13,7 @@ import pytest
 from cluster import Cluster
 from cluster_build import Proctrack
 from harness import (
+    ONE_BY_TWO,
     QUICK_WALK,
     SCRIPTS,
     SUBMITIT_LATER,
@@ -74,9 +75,8 @@ def test_a_plain_script_that_dies_of_the_notice_is_requeued(
 ) -> None:
     use(cluster, "linuxproc")
     env = {"TICKS": "600", "MARKER": f"{tmp_path}/marker"}
-    job = hpc.submit("--backend", backend, *TWO_BY_ONE, str(SCRIPTS / "plain.py"), env=env)
+    job = hpc.submit("--backend", backend, *ONE_BY_TWO, str(SCRIPTS / "plain.py"), env=env)
     job.until(lambda: os.path.exists(env["MARKER"]), "first attempt at work")
-    time.sleep(1)
     job.preempt()
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
@@ -124,7 +124,7 @@ def test_errors_of_a_script_end_it_with_its_own_code(hpc: Hpc, cluster: Cluster)
     """Before the first step at once; at the same step again after one retry."""
     use(cluster, "linuxproc")
     script = str(SCRIPTS / "trouble.py")
-    exits = hpc.submit(*TWO_BY_ONE, script, "exit-before")
+    exits = hpc.submit(*ONE_BY_TWO, script, "exit-before")
     raises = hpc.submit(*TWO_BY_ONE, script, "raise-before")
     assert exits.end() == "FAILED", exits.output()
     assert exits.show()["ExitCode"] == "3:0"
@@ -134,12 +134,12 @@ def test_errors_of_a_script_end_it_with_its_own_code(hpc: Hpc, cluster: Cluster)
     assert "rank 1 on" in last
     assert raises.events("started")[0]["nodes"][1] in last
     assert "ValueError: before the first step" in last
-    again = hpc.submit(*TWO_BY_ONE, script, "raise-at-30")
+    again = hpc.submit(*ONE_BY_TWO, script, "raise-at-30")
     assert again.end() == "FAILED", again.output()
     assert again.verdicts() == [("failed", "requeue"), ("failed", "give up")]
     last = again.output().splitlines()[-1]
     assert "rank 1 on" in last
-    assert again.events("started", 1)[0]["nodes"][1] in last
+    assert again.events("started", 1)[0]["nodes"][0] in last
     assert "ValueError: at step 30" in last
     told = json.loads(hpc("explain", "--json", again.id).stdout)
     assert (told["kind"], told["rank"], told["step"]) == ("python error", 1, 30)
@@ -182,10 +182,10 @@ def test_longer_than_the_time_limit(hpc: Hpc, cluster: Cluster, walked: Job) -> 
     ignores SIGTERM as well, and must not take the verdict with it.
     """
     use(cluster, "linuxproc")
-    words = ("--nodes", "1", "--time", "1")
-    ours = hpc.submit(*words, "--gpus-per-node", "2", str(WALK), "--step-seconds", "0.25")
+    limit = ("--time", "1")
+    ours = hpc.submit(*limit, *ONE_BY_TWO, str(WALK), "--step-seconds", "0.16")  # 64 s in all
     deaf = {"TICKS": "600", "DEAF": "1"}
-    plain = hpc.submit(*words, "--max-requeues", "1", str(SCRIPTS / "plain.py"), env=deaf)
+    plain = hpc.submit(*limit, "--max-requeues", "1", str(SCRIPTS / "plain.py"), env=deaf)
     assert ours.end() == "COMPLETED", ours.output()
     assert set(ours.verdicts()[:-1]) == {("time limit", "requeue")}
     assert in_one_go(ours)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cluster import Cluster
-from harness import BACKENDS, ONE_BY_TWO, SCRIPTS, TWO_BY_ONE, WALK, Hpc, Job, use
+from harness import BACKENDS, ONE_BY_TWO, SCRIPTS, WALK, Hpc, Job, use
 
 WAYS = ["hpc-ddp cancel", pytest.param("scancel", marks=pytest.mark.more)]
 
@@ -38,7 +38,7 @@ def test_cancel_in_each_phase(hpc: Hpc, cluster: Cluster, way: str, backend: str
     training.event("first_step")
     _cancel(hpc, way, training)
     deaf = {"TICKS": "600", "DEAF": "1"}
-    plain = (*TWO_BY_ONE, str(SCRIPTS / "plain.py"))
+    plain = (*ONE_BY_TWO, str(SCRIPTS / "plain.py"))
     graced = hpc.submit("--backend", backend, *plain, env=deaf)
     graced.printed('"argv"')
     graced.preempt()

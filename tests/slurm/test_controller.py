@@ -14,9 +14,9 @@ from harness import (
     BACKENDS,
     DIGITS,
     DIGITS_ARGS,
+    ONE_BY_TWO,
     QUICK_WALK,
     SCRIPTS,
-    TWO_BY_ONE,
     TWO_BY_TWO,
     Hpc,
     Job,
@@ -167,7 +167,7 @@ def test_a_requeue_that_is_refused(
 )
 @pytest.mark.parametrize("backend", [pytest.param("slurm", marks=pytest.mark.more), "submitit"])
 def test_a_chain(hpc: Hpc, cluster: Cluster, walked: Job, backend: str) -> None:
-    words = ("--backend", backend, "--continue-by", "resubmit", *TWO_BY_ONE)
+    words = ("--backend", backend, "--continue-by", "resubmit", *ONE_BY_TWO)
     job = hpc.submit(*words, *QUICK_WALK, "--hold-at", "25")
     job.held(25)
     job.preempt()
