@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from hpc_ddp.node.local import LocalRun
 from hpc_ddp.node.verdict import Verdict
 from hpc_ddp.run.folder import NodeFolder, RunFolder
 from hpc_ddp.run.spec import JobSpec
+from tests.waiting import wait_until
 
 # --- its start -----------------------------------------------------------------------------
 
@@ -72,6 +74,31 @@ def test_a_worker_whose_agent_has_died_does_not_begin(
     assert done.returncode == 1
     assert b"what has started this worker has died" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def _is_over(pid: int) -> bool:
+    """Tell whether a process has ended, also where nobody has asked for its code."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def test_a_worker_prints_into_its_log_and_ends_with_its_agent(tmp_path: Path) -> None:
+    code = "import sys, time; print('out'); print('error', file=sys.stderr); time.sleep(900)"
+    words = " ".join(shlex.quote(word) for word in worker.started_by(sys.executable, ["-c", code]))
+    names = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+    names |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    names |= {"HPC_DDP_RUN": "/r", "HPC_DDP_NODE_FOLDER": str(tmp_path)}
+    script = f"export HPC_DDP_AGENT_PID=$$; {words} & wait"
+    log, number = tmp_path / "rank-0.log", tmp_path / "rank-0.pid"
+    with subprocess.Popen(["bash", "-c", script], env={**os.environ, **names}) as agent:
+        try:
+            wait_until(lambda: log.exists() and log.read_text() == "out\nerror\n", "both lines")
+            assert not _is_over(int(number.read_text()))
+        finally:
+            agent.kill()
+    wait_until(lambda: _is_over(int(number.read_text())), "the worker's end")
 
 
 @pytest.mark.parametrize(("world", "by_node"), [("2", "2"), ("6", "2(x3)")])
