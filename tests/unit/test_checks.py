@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -11,9 +12,11 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +28,7 @@ from hpc_ddp.node.bandwidth import Meter, measure, turns
 from hpc_ddp.node.checks import UnfitError, Way
 from hpc_ddp.node.supervisor import NOTICE_SIGNALS, Place
 from hpc_ddp.run.folder import RunFolder
+from tests.waiting import wait_until
 
 
 def _place(*nodes: str, index: int = 0) -> Place:
@@ -199,6 +203,19 @@ def test_space_is_compared_with_what_is_needed(
         checks.tmpdir(tmp_path)
 
 
+def test_a_tmpdir_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk tells only when the bytes go there."""
+
+    class Full(io.BytesIO):
+        def flush(self) -> None:
+            if self.getbuffer().nbytes >= 1 << 20:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checks.tempfile, "TemporaryFile", lambda dir: Full())  # type: ignore[attr-defined]
+    with pytest.raises(UnfitError, match="can't be written: No space left on device"):
+        checks.tmpdir(tmp_path)
+
+
 def test_a_run_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UnfitError, match="the run folder is not there: No such file"):
         checks.space(tmp_path / "gone", 1)
@@ -250,6 +267,50 @@ def test_a_clock_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(checks, "time", clock)
     assert checks.reach("b", "127.0.0.1", listener.port, "secret") == 7.5
+    listener.close()
+
+
+def _connect(listener: checks.Listener) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", listener.port), timeout=60)
+
+
+def test_a_listener_that_is_closed_answers_nobody() -> None:
+    before = set(threading.enumerate())
+    listener = checks.Listener("b", "secret")
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.daemon  # it keeps no process alive
+    listener.close()
+    thread.join()
+    with pytest.raises(ConnectionRefusedError):
+        _connect(listener)
+    assert listener._socket.fileno() == -1
+
+
+def test_each_listener_has_a_port_of_its_own() -> None:
+    listeners = [checks.Listener("b", "secret") for _ in range(2)]
+    assert listeners[0].port != listeners[1].port
+    for listener in listeners:
+        listener.close()
+
+
+def test_who_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "LINK_S", 0.1)
+    listener = checks.Listener("b", "secret")
+    with _connect(listener) as peer:
+        assert peer.recv(1) == b""
+    listener.close()
+
+
+def test_the_time_is_that_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(5000.0)
+    monkeypatch.setattr(checks, "time", clock)
+    listener = checks.Listener("b", "secret")
+    with _connect(listener) as peer, peer.makefile("rb") as lines:
+        peer.sendall(b"secret\n")
+        assert lines.readline() == b"b\n"
+        clock.now = 6000.0
+        peer.sendall(b"\n")
+        assert float(lines.readline()) == 6000.0
     listener.close()
 
 
@@ -398,13 +459,47 @@ def test_a_name_server_that_is_slow_is_noted(lines: Lines, monkeypatch: pytest.M
     assert lines() == [{"note": "reverse look-ups of names take longer than 0 s"}]
     hold.set()
     for thread in threading.enumerate()[before:]:
+        assert thread.daemon  # it keeps no process alive
         thread.join()
+
+    class Waiting(Clock):
+        """A clock that is looked at once to begin, and then when the look-ups are waited for."""
+
+        looks = 0
+
+        def monotonic(self) -> float:
+            self.looks += 1
+            if self.looks == 2:
+                hold.set()
+            return super().monotonic()
+
+    hold.clear()
     monkeypatch.setattr(checks, "REVERSE_S", 60.0)
+    monkeypatch.setattr(checks, "time", Waiting())
     way._reverse()
     assert lines() == [{"note": "no reverse name: 10.0.0.2 is nobody, not n2"}]
     monkeypatch.setattr(checks.socket, "gethostbyaddr", lambda a: ("x", ["n2.org"], []))  # type: ignore[attr-defined]
     way._reverse()
     assert lines() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("n2", None),
+        ("n2.elsewhere", None),  # domains differ by who asks
+        ("n3.org", "no reverse name: 10.0.0.2 is n3.org, not n2.org"),
+    ],
+)
+def test_a_reverse_name_is_compared_without_its_domain(
+    name: str, note: str | None, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "REVERSE_S", 60.0)
+    monkeypatch.setattr(checks.socket, "gethostbyaddr", lambda address: (name, [], []))  # type: ignore[attr-defined]
+    way = Way(_place(), Path("/no"), "secret")
+    way._resolved["n2.org"] = "10.0.0.2"
+    way._reverse()
+    assert lines() == ([] if note is None else [{"note": note}])
 
 
 def test_a_file_holds_a_text(tmp_path: Path) -> None:
@@ -618,6 +713,7 @@ def test_torchs_process_has_the_settings_of_the_network(
         ("cat >/dev/null", []),
         ("echo first >&2; echo last >&2; echo >&2; exit 3", ["exit code 3: last"]),
         ("exit 3", ["exit code 3: -"]),
+        ("seq 20000 >&2; exit 3", ["exit code 3: 20000"]),
         ("kill -SEGV $$", ["SIGSEGV: -"]),
     ],
 )
@@ -630,6 +726,22 @@ def test_the_end_of_torchs_process_is_told(
     _ask(child)
     whys = [f"torch's process ended with {why}" for why in bad]
     assert lines() == [{"x": 1}, *({"bad": "torch", "why": why} for why in whys)]
+
+
+def test_each_question_is_passed_on_at_once(
+    tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The preflight asks again when it has heard the answer."""
+
+    def questions() -> Iterator[str]:
+        for word in ("go", "again"):
+            yield f"{word}\n"
+            wait_until((tmp_path / word).exists, "the answer")
+
+    child = _torch(f"while read -r word; do touch {tmp_path}/$word; done")
+    monkeypatch.setattr(sys, "stdin", questions())
+    _ask(child)
+    assert lines() == []
 
 
 # --- how fast nodes exchange ---------------------------------------------------------------
@@ -650,14 +762,20 @@ class FakeDist:
         self.sizes: list[int] = []
 
     def batch_isend_irecv(self, operations: list[P2POp]) -> list[Any]:
-        for operation, tensor, peer in operations:
-            assert peer == 1
-            if operation == "send":
-                self._theirs.append(tensor.clone())
-                self.sizes.append(tensor.numel())
-            elif self._mine:
-                tensor.copy_(self._mine.popleft())
-        return []
+        """Return what does its work once it is waited for."""
+
+        class Work(NamedTuple):
+            wait: Callable[[], None]
+
+        return [Work(partial(self._do, *operation)) for operation in operations]
+
+    def _do(self, operation: str, tensor: torch.Tensor, peer: int) -> None:
+        assert peer == 1
+        if operation == "send":
+            self._theirs.append(tensor.clone())
+            self.sizes.append(tensor.numel())
+        elif self._mine:
+            tensor.copy_(self._mine.popleft())
 
     def get_world_size(self) -> int:
         return 3
@@ -694,8 +812,9 @@ class Ticking(Clock):
     ("step", "sizes"),
     [
         (0.011, [1, 2, *[4] * 17]),  # MiB: for as long as a burst, more and more
-        (0.04, [1] * 6),
+        (0.05, [1] * 6),
         (1.0, [1] * 3),
+        (2.0, [1] * 2),  # less than 1 MB/s
     ],
 )
 def test_a_burst_is_measured(
@@ -712,6 +831,21 @@ def test_a_burst_is_measured(
     assert best == pytest.approx(max(sizes) * (1 << 20) / step / 1e6)
     assert fake.theirs[-1].item() == 0  # the end of it
     assert fake.theirs[0].item() == 1 << 20
+
+
+def test_a_gpu_is_waited_for() -> None:
+    waits: list[int] = []
+
+    class Cuda:
+        def synchronize(self) -> None:
+            waits.append(len(fake.theirs))
+
+    fake: Any = FakeTorch()
+    fake.cuda = Cuda()
+    fake.zeros = lambda count, dtype, device: torch.zeros(count)
+    fake.mine += [torch.tensor([4.0]), torch.ones(1), torch.tensor([0.0])]
+    Meter(fake, "cuda").receive(1)
+    assert waits == [0, 0, 1, 1]  # after each of the four moves
 
 
 def test_the_other_end_takes_what_comes() -> None:
@@ -792,28 +926,46 @@ def test_how_many_turns_there_are() -> None:
 def asked(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> Callable[..., int | None]:
     """Call `bandwidth` with lines on its stdin; None where it has left the process."""
 
-    class LeftError(Exception):
-        pass
-
     def leave(code: int) -> None:
         assert code == 0
         raise LeftError
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(bandwidth, "die_with_parent", lambda: None)
+    ties: list[str] = []
+    monkeypatch.setattr(bandwidth, "die_with_parent", lambda: ties.append("parent"))
 
     def call(*questions: dict[str, Any]) -> int | None:
+        ties.clear()
         text = "".join(json.dumps(question) + "\n" for question in questions)
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         try:
             return bandwidth.main([])
         except LeftError:
             return None
+        finally:
+            assert ties == ["parent"]
 
     return call
 
 
 GO = {"members": ["n2", "n1"], "host": "h", "port": 5, "backend": "gloo"}
+
+
+@pytest.mark.parametrize(("nccl", "gpus"), [(True, 3), (False, 0)])
+def test_what_torch_is_there_is_told(
+    asked: Callable[..., int | None],
+    lines: Lines,
+    monkeypatch: pytest.MonkeyPatch,
+    nccl: bool,
+    gpus: int,
+) -> None:
+    moments = iter([1000.0, 1002.34])
+    monkeypatch.setattr(bandwidth, "time", SimpleNamespace(time=lambda: next(moments)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    assert asked() == 0
+    values = {"torch": torch.__version__, "cuda": gpus, "import_s": 2.3}
+    assert lines() == [{"stage": "imported", "values": values}]
 
 
 @pytest.mark.parametrize("questions", [(), ({"members": ["n2"]},)])
@@ -823,8 +975,6 @@ def test_a_node_that_is_not_asked_to_measure_ends_well(
     assert asked(*questions) == 0
     (messages,) = lines()
     assert (messages["stage"], messages["values"]["torch"]) == ("imported", torch.__version__)
-    assert messages["values"]["cuda"] == 0
-    assert 0 <= messages["values"]["import_s"] < 60
 
 
 def test_it_measures_as_often_as_it_is_asked(
@@ -845,12 +995,15 @@ def test_it_measures_as_often_as_it_is_asked(
 def test_a_process_group_that_does_not_come_about_is_told(
     asked: Callable[..., int | None], lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    errors = [RuntimeError("Timed out\nafter 20 s"), RuntimeError()]
+
     def refuse(torch: Any, go: Any, rank: int) -> None:
-        raise RuntimeError("Timed out\nafter 20 s")
+        raise errors.pop(0)
 
     monkeypatch.setattr(bandwidth, "join", refuse)
-    assert asked(GO) is None
-    assert lines()[1] == {"stage": "done", "broken": "Timed out"}
+    for text in ("Timed out", "RuntimeError"):
+        assert asked(GO) is None
+        assert lines()[1] == {"stage": "done", "broken": text}
 
 
 def test_a_torch_that_can_not_be_imported_is_told(
@@ -872,6 +1025,9 @@ def test_the_members_join(backend: str, rank: int) -> None:
             calls.append((*words, timeout.total_seconds()))
             return "store"
 
+        def all_reduce(self, values: torch.Tensor) -> None:
+            calls.append(("all-reduce",))
+
         def init_process_group(self, backend: str, **values: Any) -> None:
             assert values.pop("timeout").total_seconds() == bandwidth.TIMEOUT_S
             calls.append((backend, values))
@@ -887,4 +1043,5 @@ def test_the_members_join(backend: str, rank: int) -> None:
     assert meter._device == ("cuda" if backend == "nccl" else "cpu")
     group = (backend, {"store": "store", "rank": rank, "world_size": 2})
     device = [("device", 0)] if backend == "nccl" else []
-    assert calls == [("h", 5, 2, rank == 0, bandwidth.TIMEOUT_S), group, *device]
+    connect = ("all-reduce",)
+    assert calls == [("h", 5, 2, rank == 0, bandwidth.TIMEOUT_S), group, *device, connect]

@@ -422,7 +422,7 @@ def test_an_attempt_is_judged_after_it_was_looked_at_and_played(
         assert [command.env["HPC_DDP_NODE_INDEX"] for command in commands] == ["0", "1"]
         assert list(commands[0].argv) == ["python", str(run.lib / "node.py"), "checks"]
         assert notice() == ""
-        local_run.notified = True
+        handlers[signal.SIGINT](signal.SIGINT, None)
         assert notice() == "SIGTERM"
         calls.append("preflight")
         return {"ok": fit}
