@@ -445,6 +445,27 @@ def test_an_attempt_is_judged_after_it_was_looked_at_and_played(
     assert calls[-1] == "1"
 
 
+def test_supervisors_go_on_while_somebody_watches(
+    tmp_path: Path, handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "time", Clock())
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, env: Child(3))
+    local_run = LocalRun(_run(tmp_path, launcher="srun"), ["python", "t.py"])
+    local_run._supervise({"HPC_DDP_END_TIME": ""})
+    children: Any = local_run.supervisors
+    assert [child.calls for child in children] == [[]]
+
+
+def test_an_attempt_beyond_the_budget_does_not_begin(
+    tmp_path: Path, handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunFolder, "gpu_hours", lambda run, gpus, now=None: 5.0)
+    run = _run(tmp_path, budget_gpu_hours=4.0)
+    with pytest.raises(HpcDdpError, match="GPU"):
+        LocalRun(run, ["python", "t.py"]).attempt()
+    assert not run.attempts()
+
+
 def test_a_run_that_another_process_plays_is_refused(
     tmp_path: Path, handlers: dict[int, Any]
 ) -> None:
