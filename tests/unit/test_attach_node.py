@@ -138,7 +138,14 @@ def test_a_worker_that_does_not_answer_is_not_waited_for(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = Clock()
+    class Ticking(Clock):
+        """A clock that goes on while it is looked at."""
+
+        def monotonic(self) -> float:
+            self.now += 0.001
+            return self.now
+
+    clock = Ticking()
     monkeypatch.setattr(attach, "time", clock)
     pid = script("signal.signal(number, lambda *_: None)")
     assert attach.main([str(tmp_path / "rank-0.pid"), "stacks"]) == 1
