@@ -89,7 +89,6 @@ def stacks(pid: int) -> None:
             raise HpcDdpError(f"process {pid} gave no answer within {ANSWER_S:.0f} s")
         size = kept.stat().st_size
         time.sleep(0.1)
-    sys.stdout.flush()
     sys.stdout.buffer.write(kept.read_bytes()[before:])
 
 

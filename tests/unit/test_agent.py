@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from hpc_ddp.node import agent
+from hpc_ddp.node.worker import started_by
 from hpc_ddp.run.folder import NodeFolder
 
 
@@ -79,6 +82,57 @@ def test_torchruns_options_are_read_by_torchrun() -> None:
         agent.read_options(["--no-such-option=1"])
 
 
+TORCHRUN = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=7"]
+
+
+@pytest.mark.parametrize(
+    ("options", "counts", "shares"),
+    [
+        (["--nnodes=1:2", "--max-restarts=3"], True, "1"),
+        (["--nnodes=2", "--max-restarts=0"], False, ""),
+    ],
+)
+def test_torchrun_is_started_as_changed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    counts: bool,
+    shares: str,
+) -> None:
+    changes: list[str] = []
+    starts: list[list[str]] = []
+    failures: dict[int, Any] = {}
+
+    def elastic_launch(config: Any, entrypoint: str) -> Callable[..., None]:
+        assert config.max_nodes == 2
+
+        def start(*words: str) -> None:
+            starts.append([entrypoint, *words])
+            assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == shares
+            if failures:
+                raise ChildFailedError("t.py", failures)
+
+        return start
+
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "")
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
+    monkeypatch.setattr(agent, "ignore_sigterm", lambda: changes.append("SIGTERM"))
+    monkeypatch.setattr(agent, "end_when_told", lambda node: changes.append(node.path.name))
+    monkeypatch.setattr(agent, "count_the_lost", lambda: changes.append("lost"))
+    words = [*TORCHRUN, *options, "train.py", "--cost=$5"]
+    assert agent.launch(words, NodeFolder(tmp_path / "n1")) is None
+    script = started_by(sys.executable, ["train.py", "--cost=$$5"])
+    assert starts[0] == [sys.executable, *script[1:]]
+    assert changes == ["SIGTERM", "n1", *["lost"] * counts]
+    for rank, code in ((1, 3), (0, -9)):
+        failures[rank] = ProcessFailure(0, 1, code, "none")
+        failures[rank].timestamp = 5
+    ended = agent.launch(words, NodeFolder(tmp_path / "n1"))
+    assert ended == {
+        "failures": [{"rank": 0, "code": -9, "time": 5}, {"rank": 1, "code": 3, "time": 5}]
+    }
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A node's folder in an attempt; the process neither ends nor depends on its parent."""
@@ -126,6 +180,23 @@ def test_a_port_that_is_taken_is_marked(
     assert json.loads((folder / "failures.json").read_text()) == {
         "agent": "RuntimeError: rendezvous"
     }
+
+
+def test_an_agent_dies_with_its_supervisor_and_loses_no_output(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ties: list[str] = []
+    monkeypatch.setattr(agent, "die_with_parent", lambda: ties.append("parent"))
+    monkeypatch.setattr(agent, "launch", lambda argv, node: None)
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        out.write("to the end")
+        err.write("to the end")
+        with pytest.raises(LeftError):
+            agent.main(["train.py"])
+        assert (folder / "out").read_text() == (folder / "err").read_text() == "to the end"
+    assert ties == ["parent"]
 
 
 def test_a_failure_of_a_worker_as_it_is_told() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fakes import Clock
 
 from hpc_ddp.node import attach
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.process import SHOW_STACKS, STACKS
 from tests.waiting import wait_until
 
 
@@ -57,6 +60,125 @@ def test_without_py_spys_help_the_worker_has_to_tell(
     assert Path(f"/proc/{worker}").exists()
 
 
+Script = Callable[[str], int]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Script]:
+    """Start a worker that keeps its stacks in a file, and meets the signal as a line says."""
+    processes: list[subprocess.Popen[bytes]] = []
+    python = tmp_path / "python"
+    python.symlink_to(os.path.realpath(sys.executable))
+
+    def start(line: str) -> int:
+        code = (
+            "import faulthandler, os, signal, time\n"
+            f"number, file = {int(SHOW_STACKS)}, os.memfd_create({STACKS!r})\n"
+            "os.write(file, b'an earlier answer')\n"
+            f"{line}\n"
+            f"open({str(tmp_path / 'ready')!r}, 'w').close()\n"
+            "time.sleep(600)\n"
+        )
+        env = {"HPC_DDP_NODE_FOLDER": str(tmp_path)}
+        processes.append(subprocess.Popen([str(python), "-ISc", code], env=env))
+        (tmp_path / "rank-0.pid").write_text(str(processes[0].pid))
+        wait_until((tmp_path / "ready").exists, "the worker's start")
+        return processes[0].pid
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def _kept(pid: int) -> Path:
+    paths = Path(f"/proc/{pid}/fd").iterdir()
+    return next(path for path in paths if STACKS in os.readlink(path))
+
+
+def test_a_worker_tells_itself_where_it_stands(
+    tmp_path: Path,
+    script: Script,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    kept = _kept(script("faulthandler.register(number, file)"))
+    monkeypatch.setattr(attach, "time", clock)
+    monkeypatch.setattr(
+        clock,
+        "sleep",
+        lambda _: wait_until(lambda: b"<module>\n" in kept.read_bytes(), "all of it"),
+    )
+    assert attach.main([str(tmp_path / "rank-0.pid"), "stacks"]) == 0
+    text = capfd.readouterr().out
+    assert text.startswith(("Current thread", "Thread"))
+    assert text.endswith(" in <module>\n")
+
+
+def test_a_worker_that_would_die_of_the_signal_is_not_signalled(
+    tmp_path: Path, script: Script, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script("pass")
+    assert attach.main([str(tmp_path / "rank-0.pid"), "stacks"]) == 1
+    assert "has not called hpc_ddp's start" in capfd.readouterr().err
+
+
+def test_a_worker_that_keeps_no_stacks_is_not_signalled(
+    tmp_path: Path, script: Script, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script("os.close(file); signal.signal(number, lambda *_: os._exit(1))")
+    assert attach.main([str(tmp_path / "rank-0.pid"), "stacks"]) == 1
+    assert "has not called hpc_ddp's start" in capfd.readouterr().err
+
+
+def test_a_worker_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path,
+    script: Script,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ticking(Clock):
+        """A clock that goes on while it is looked at."""
+
+        def monotonic(self) -> float:
+            self.now += 0.001
+            return self.now
+
+    clock = Ticking()
+    monkeypatch.setattr(attach, "time", clock)
+    pid = script("signal.signal(number, lambda *_: None)")
+    assert attach.main([str(tmp_path / "rank-0.pid"), "stacks"]) == 1
+    assert capfd.readouterr().err == f"error: process {pid} gave no answer within 5 s\n"
+    assert abs(sum(clock.slept) - attach.ANSWER_S) < 1
+
+
+def test_an_answer_is_shown_once_it_is_whole(
+    tmp_path: Path,
+    script: Script,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker writes a part at each signal: three more come while its answer is waited for."""
+    clock = Clock()
+    pid = script("signal.signal(number, lambda *_: os.write(file, b'part '))")
+    kept = _kept(pid)
+    size = kept.stat().st_size
+
+    def wait(seconds: float) -> None:
+        clock.slept.append(seconds)
+        parts = min(len(clock.slept), 4)
+        wait_until(lambda: kept.stat().st_size >= size + parts * len("part "), "another part")
+        if parts < 4:
+            os.kill(pid, SHOW_STACKS)
+            wait_until(lambda: kept.stat().st_size > size + parts * len("part "), "the next part")
+
+    monkeypatch.setattr(clock, "sleep", wait)
+    monkeypatch.setattr(attach, "time", clock)
+    assert attach.main([str(tmp_path / "rank-0.pid"), "stacks"]) == 0
+    assert capfd.readouterr().out == "part " * 4
+
+
 @pytest.mark.parametrize("text", ["", "x", "999999999"])
 def test_a_worker_that_is_gone(tmp_path: Path, text: str) -> None:
     (tmp_path / "rank-0.pid").write_text(text)
@@ -76,6 +198,15 @@ def test_a_command_takes_the_workers_place_but_for_its_rank(
     assert attach.main([str(tmp_path / "rank-0.pid"), "run", "ls", "-l"]) == 0
     env = {"MINE": "a=b", "HPC_DDP_RUN": "/r", "TERM": "dumb"}
     assert calls == [("ls", ["ls", "-l"], env, str(tmp_path / "deep"))]
+
+
+def test_a_command_that_is_not_there(
+    tmp_path: Path, worker: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert attach.main([str(tmp_path / "rank-0.pid"), "run", "no-such-command"]) == 1
+    error = "error: no-such-command can't be started: No such file or directory\n"
+    assert capfd.readouterr().err == error
 
 
 def test_a_signal_that_is_handled() -> None:

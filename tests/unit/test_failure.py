@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.node.failure import Failure, first_cause, last_exception
+from hpc_ddp.node.failure import Failure, first_cause, from_record, last_exception
 
 
 def _failure(rank: int, code: int = 1, error: str = "", time: float = 0.0) -> Failure:
@@ -65,12 +65,32 @@ def test_causes_go_before_what_follows_from_them_whenever_they_came(one: str, ot
     assert first_cause([early, late]) == (early if both_are_causes else late)
 
 
+@pytest.mark.parametrize(
+    ("code", "kind"), [(0, "exit"), (1, "exit"), (-1, "signal"), (-9, "signal"), (143, "torn down")]
+)
+def test_a_worker_that_ended_without_a_word_is_known_by_its_code(code: int, kind: str) -> None:
+    assert _failure(0, code=code).kind == kind
+
+
+@pytest.mark.parametrize(("torn_down", "code"), [(None, -9), ("n2", -15)])
+def test_what_was_killed_for_a_peers_failure_is_no_cause(torn_down: str | None, code: int) -> None:
+    common = {"time": 1.0, "error": ""}
+    failures = [{"rank": 0, "code": -9, **common}, {"rank": 1, "code": 1, **common}]
+    record = {"node": "n", "torn_down": torn_down, "failures": failures}
+    assert from_record(record) == [_failure(0, code, time=1.0), _failure(1, 1, time=1.0)]
+
+
+def test_a_record_of_a_good_end_has_no_failures() -> None:
+    assert from_record({"node": "n", "torn_down": None}) == []
+
+
 def test_says_rank_node_and_what() -> None:
     assert str(CAUSE) == "rank 3 on n: ValueError: boom"
     assert str(_failure(0, code=-9)) == "rank 0 on n: SIGKILL"
     assert _failure(0, code=-9).exit_code == 137
     assert str(_failure(0, code=-40)) == "rank 0 on n: signal 40"
     assert str(_failure(0, code=3)) == "rank 0 on n: exit code 3"
+    assert str(_failure(0, code=0)) == "rank 0 on n: exit code 0"
     assert [_failure(0, code=code).exit_code for code in (0, 1, 3, -15)] == [1, 1, 3, 143]
     assert str(replace(CAUSE, rank=None)) == "torchrun on n: ValueError: boom"
 

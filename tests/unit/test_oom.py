@@ -8,7 +8,7 @@ import pytest
 
 from hpc_ddp.node.oom import kills
 
-V1 = "4:memory:/slurm/job_7\n3:cpu,cpuacct:/\n0::/\n"
+V1 = "5:cpu,cpuacct:/\n4:memory:/slurm/job_7\n0::/\n"
 MOUNTS = "tmpfs /sys tmpfs rw 0 0\ncgroup {0}/cpu cgroup rw,cpu 0 0\n"
 
 
@@ -29,6 +29,7 @@ def _write(path: Path, text: str) -> None:
 def test_version_1_counts_in_the_jobs_own_group(tmp_path: Path) -> None:
     _write(tmp_path / "memory/slurm/job_7/memory.oom_control", "under_oom 0\noom_kill 3\n")
     _write(tmp_path / "memory/memory.oom_control", "oom_kill 9\n")
+    _write(tmp_path / "cpu/slurm/job_7/memory.oom_control", "oom_kill 8\n")  # no controller of it
     assert kills(_proc(tmp_path, V1, "cgroup {0}/memory cgroup rw,memory 0 0\n")) == 3
 
 
@@ -37,6 +38,12 @@ def test_version_2_counts_where_the_controller_is_on(tmp_path: Path, at: str) ->
     _write(tmp_path / "cg" / at / "memory.events", "oom 2\noom_kill 5\noom_group_kill 0\n")
     mounts = "cgroup2 {0}/cg cgroup2 rw 0 0\n"
     assert kills(_proc(tmp_path, "0::/slurm/job_7/task_0\n", mounts)) == 5
+
+
+def test_a_group_may_have_a_colon_in_its_name(tmp_path: Path) -> None:
+    _write(tmp_path / "cg/pods:containerd:7/memory.events", "oom_kill 6\n")
+    mounts = "cgroup2 {0}/cg cgroup2 rw 0 0\n"
+    assert kills(_proc(tmp_path, "0::/pods:containerd:7\n", mounts)) == 6
 
 
 def test_else_the_whole_machine_counts(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from fakes import Clock, stop_clock
 
 from hpc_ddp.node import fabric, leaderless, supervisor
 from hpc_ddp.node import oom as oom_module
+from hpc_ddp.node import task as task_module
 from hpc_ddp.node.fabric import Found
 from hpc_ddp.node.supervisor import (
     Place,
@@ -702,8 +702,47 @@ def test_only_the_first_task_shows_its_output(
     with open(attempt.node("n1").rank_log(0), "ab") as log:
         log.write(b"new\n")
     second._show_rank_0()
+    assert capfdbinary.readouterr().out == b""
     first._show_rank_0()
     assert capfdbinary.readouterr().out == b"new\n"
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "expected"),
+    [
+        ("task", TaskSupervisor, ["python", "$a.py", "--x=$a"]),
+        ("supervisor", Supervisor, ["python", "node.py", "agent", "--n=5", "t.py", "--x=$a"]),
+    ],
+)
+def test_submitits_task_ends_with_the_supervisors_code(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    kind: type[Supervisor],
+    expected: list[str],
+) -> None:
+    calls: list[tuple[type[Supervisor], list[str]]] = []
+    handlers: list[tuple[int, Any]] = []
+
+    def supervise(kind: type[Supervisor], command: list[str]) -> int:
+        calls.append((kind, command))
+        return 3
+
+    monkeypatch.setattr(task_module, "supervise", supervise)
+    monkeypatch.setattr(signal, "signal", lambda *words: handlers.append(words))
+    monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
+    monkeypatch.setenv("a", "5")
+    (tmp_path / "job.json").write_text('{"args": ["--x=$a"]}')
+    command = ["python", "node.py", "agent", "--n=$a", "t.py"]
+    with pytest.raises(SystemExit, match=r"^3$"):
+        task_module.submitit_main(part, ["python", "$a.py"] if part == "task" else command)
+    assert calls == [(kind, expected)]
+    assert handlers == [(signal.SIGCONT, signal.SIG_DFL)]  # submitit's own logs each
+
+
+def test_a_task_ends_with_its_supervisors_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_module, "supervise", lambda kind, command: 4)
+    assert task_module.main(["python", "t.py"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -725,7 +764,7 @@ def test_a_port_that_was_taken_is_marked(
     taken: bool,
 ) -> None:
     watcher = task(rank)
-    monkeypatch.setattr(sys.modules["hpc_ddp.node.task"], "time", clock)
+    monkeypatch.setattr(task_module, "time", clock)
     watcher.folder.rank_log(rank).write_text(f"Traceback (most recent call last):\n  x\n{error}\n")
     assert watcher._failures(1) == [{"rank": rank, "code": 1, "time": 1000.0, "error": error}]
     assert attempt.port_taken.exists() is taken

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from fakes import Clock, stop_clock
 
-from hpc_ddp.node import growth, local, network, worker
+from hpc_ddp.node import growth, local, network, preflight, worker
+from hpc_ddp.node.batch import task_of
 from hpc_ddp.node.growth import Growth
 from hpc_ddp.node.local import LocalRun
 from hpc_ddp.node.verdict import Verdict
+from hpc_ddp.run import process
+from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import NodeFolder, RunFolder
 from hpc_ddp.run.spec import JobSpec
+from tests.waiting import wait_until
 
 # --- its start -----------------------------------------------------------------------------
 
@@ -72,6 +77,31 @@ def test_a_worker_whose_agent_has_died_does_not_begin(
     assert done.returncode == 1
     assert b"what has started this worker has died" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def _is_over(pid: int) -> bool:
+    """Tell whether a process has ended, also where nobody has asked for its code."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def test_a_worker_prints_into_its_log_and_ends_with_its_agent(tmp_path: Path) -> None:
+    code = "import sys, time; print('out'); print('error', file=sys.stderr); time.sleep(900)"
+    words = " ".join(shlex.quote(word) for word in worker.started_by(sys.executable, ["-c", code]))
+    names = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+    names |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    names |= {"HPC_DDP_RUN": "/r", "HPC_DDP_NODE_FOLDER": str(tmp_path)}
+    script = f"export HPC_DDP_AGENT_PID=$$; {words} & wait"
+    log, number = tmp_path / "rank-0.log", tmp_path / "rank-0.pid"
+    with subprocess.Popen(["bash", "-c", script], env={**os.environ, **names}) as agent:
+        try:
+            wait_until(lambda: log.exists() and log.read_text() == "out\nerror\n", "both lines")
+            assert not _is_over(int(number.read_text()))
+        finally:
+            agent.kill()
+    wait_until(lambda: _is_over(int(number.read_text())), "the worker's end")
 
 
 @pytest.mark.parametrize(("world", "by_node"), [("2", "2"), ("6", "2(x3)")])
@@ -347,3 +377,205 @@ def test_attempts_are_played_until_one_is_the_last(
     local_run.attempt = lambda: next(verdicts)  # type: ignore[method-assign]
     assert local_run.play() == code
     assert next(verdicts, None) is None
+
+
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
+    """What signals are handled by; nothing is set for this process."""
+    result: dict[int, Any] = {}
+    monkeypatch.setattr(signal, "signal", lambda number, handler: result.update({number: handler}))
+    return result
+
+
+def _run(tmp_path: Path, **values: Any) -> RunFolder:
+    run = RunFolder(tmp_path / "name" / "id").make()
+    run.job_json.write_text(JobSpec("t.py", **values).to_json())
+    return run
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fit", "expected"),
+    [
+        (True, True, ["preflight", "supervise"]),
+        (True, False, ["preflight"]),
+        (False, False, ["supervise"]),
+    ],
+)
+def test_an_attempt_is_judged_after_it_was_looked_at_and_played(
+    tmp_path: Path,
+    handlers: dict[int, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: bool,
+    fit: bool,
+    expected: list[str],
+) -> None:
+    run = _run(tmp_path, nodes="1-2", preflight=wanted)
+    local_run = LocalRun(run, ["python", "t.py"])
+    assert handlers.keys() == {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    calls: list[str] = []
+
+    def examine(run: RunFolder, nodes: list[str], commands: Any, notice: Any) -> dict[str, Any]:
+        assert nodes == ["local-0", "local-1"]
+        assert [command.node for command in commands] == nodes
+        assert [command.env["HPC_DDP_NODE_INDEX"] for command in commands] == ["0", "1"]
+        assert list(commands[0].argv) == ["python", str(run.lib / "node.py"), "checks"]
+        assert notice() == ""
+        handlers[signal.SIGINT](signal.SIGINT, None)
+        assert notice() == "SIGTERM"
+        calls.append("preflight")
+        return {"ok": fit}
+
+    def judge(run: RunFolder, attempt: Any, environ: dict[str, str], job: None) -> Any:
+        calls.append(environ["HPC_DDP_ATTEMPT"])
+        return "facts", Verdict("done", "none", "", 0)
+
+    monkeypatch.setattr(preflight, "examine", examine)
+    monkeypatch.setattr(preflight, "conclude", lambda run, attempt, result: result["ok"])
+    monkeypatch.setattr(local, "judge", judge)
+    monkeypatch.setattr(local_run, "_supervise", lambda environ: calls.append("supervise"))
+    assert local_run.attempt() == Verdict("done", "none", "", 0)
+    assert calls == [*expected, "0"]
+    (event,) = run.events()
+    assert (event["event"], event["nodes"]) == ("started", ["local-0", "local-1"])
+    assert event["pid"] == os.getpid()
+    local_run.notified = False
+    local_run.attempt()  # that of the same process before it is over
+    assert calls[-1] == "1"
+
+
+def test_supervisors_go_on_while_somebody_watches(
+    tmp_path: Path, handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "time", Clock())
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, env: Child(3))
+    local_run = LocalRun(_run(tmp_path, launcher="srun"), ["python", "t.py"])
+    local_run._supervise({"HPC_DDP_END_TIME": ""})
+    children: Any = local_run.supervisors
+    assert [child.calls for child in children] == [[]]
+
+
+def test_an_attempt_beyond_the_budget_does_not_begin(
+    tmp_path: Path, handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunFolder, "gpu_hours", lambda run, gpus, now=None: 5.0)
+    run = _run(tmp_path, budget_gpu_hours=4.0)
+    with pytest.raises(HpcDdpError, match="GPU"):
+        LocalRun(run, ["python", "t.py"]).attempt()
+    assert not run.attempts()
+
+
+def test_a_run_that_another_process_plays_is_refused(
+    tmp_path: Path, handlers: dict[int, Any]
+) -> None:
+    run = _run(tmp_path)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        info = {**process.identity(), "pid": other.pid, "began": process._began(other.pid)}
+        run.claim_attempt(info, lambda info: False)
+        with pytest.raises(HpcDdpError, match="is already being run"):
+            LocalRun(run, ["python", "t.py"]).attempt()
+        other.kill()
+
+
+class Played:
+    """A task of a sweep that ends at once, with a code that a test has laid down."""
+
+    codes: ClassVar[dict[int, int]] = {}
+    calls: ClassVar[list[tuple[int, list[str]]]] = []
+    noticed: ClassVar[int | None] = None
+
+    def __init__(self, run: RunFolder, command: list[str]) -> None:
+        self.run, self.command, self.notified = run, command, False
+
+    def play(self) -> int:
+        assert not self.run.cancelled.exists()
+        self.calls.append((self.run.index, self.command))
+        self.notified = self.noticed == self.run.index
+        return self.codes.get(self.run.index, 0)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setattr(local, "LocalRun", Played)
+    monkeypatch.setattr(Played, "codes", {})
+    monkeypatch.setattr(Played, "calls", [])
+    monkeypatch.setattr(Played, "noticed", None)
+    run = _run(tmp_path, sweep={"lr": ("1", "2", "3", "4")}, array="1-3")
+    monkeypatch.setenv("HPC_DDP_RUN", str(run.path))
+    return run
+
+
+def _indexes() -> list[int]:
+    return [index for index, _ in Played.calls]
+
+
+def test_the_tasks_of_a_sweep_are_played_one_after_the_other(
+    sweep: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sweep.cancelled.touch()
+    task_of(sweep, 2).cancelled.touch()  # both of an earlier start
+    Played.codes = {2: 3, 3: 4}
+    assert local.main(["python", "t.py"]) == 3
+    words = [(index, ["python", "t.py", f"--lr={index + 1}"]) for index in (1, 2, 3)]
+    assert Played.calls == words
+    assert "task 2: --lr=3" in "".join(capfd.readouterr())
+    assert sweep.events()[0]["pid"] == os.getpid()
+
+
+def test_a_task_that_is_finished_is_not_played_again(sweep: RunFolder) -> None:
+    journal = task_of(sweep, 2).journal("batch")
+    journal.write("verdict", cause="finished", action="none", why="", exit_code=0)
+    assert task_of(sweep, 2).finished()
+    assert local.main(["python", "t.py"]) == 0
+    assert _indexes() == [1, 3]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 75), (3, 3)])
+def test_a_sweep_ends_after_a_notice(sweep: RunFolder, code: int, expected: int) -> None:
+    Played.noticed, Played.codes = 2, {2: code}
+    assert local.main(["python", "t.py"]) == expected
+    assert _indexes() == [1, 2]
+
+
+def test_a_sweep_ends_once_it_is_cancelled(
+    sweep: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play = Played.play
+
+    def play_and_cancel(played: Played) -> int:
+        sweep.cancelled.touch()
+        return play(played)
+
+    monkeypatch.setattr(Played, "play", play_and_cancel)
+    assert local.main(["python", "t.py"]) == 75
+    assert _indexes() == [1]
+
+
+def test_a_run_that_is_finished_is_not_played(
+    sweep: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sweep.journal("batch").write("verdict", cause="finished", action="none", why="", exit_code=0)
+    assert local.main(["python", "t.py"]) == 0
+    assert _indexes() == []
+    assert f"run {sweep.path} is finished" in "".join(capfd.readouterr())
+
+
+def test_trouble_is_said_with_its_exit_code(
+    sweep: RunFolder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(run: RunFolder, index: int) -> None:
+        raise HpcDdpError("no GPU hours are left")
+
+    monkeypatch.setattr(local, "task_of", refuse)
+    assert local.main(["python", "t.py"]) == 1
+    assert "no GPU hours are left" in "".join(capfd.readouterr())
+
+
+def test_a_job_that_is_no_sweep_is_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers: dict[int, Any]
+) -> None:
+    run = _run(tmp_path)
+    run.cancelled.touch()
+    monkeypatch.setenv("HPC_DDP_RUN", str(run.path))
+    monkeypatch.setattr(LocalRun, "play", lambda local_run: len(local_run.nodes) + 6)
+    assert local.main(["python", "t.py"]) == 7
+    assert not run.cancelled.exists()
