@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_the_best_checkpoint_stays(run: RunFolder, make: Make) -> None:
 def test_a_save_is_in_flight_until_it_is_durable(run: RunFolder, make: Make) -> None:
     hold, saver = threading.Event(), make()
     saver.before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
-    assert not saver.in_flight
+    assert (saver.in_flight, saver.failed) == (False, False)  # nothing was begun
     saver.begin(_content(3))
     assert (saver.in_flight, saver.failed) == (True, False)
     hold.set()
@@ -193,7 +194,7 @@ def test_failures_that_last_end_the_run(
     assert _save(saver, 5) == [True]
     _break(saver, OSError("disk away"))
     assert _save(saver, 6) == [False]
-    clock.now += checkpoint.PATIENCE_S
+    clock.now += 30.0
     assert _save(saver, 7) == [False]  # the second in a row
     with pytest.raises(HpcDdpError, match=r"3 saves in a row failed in .*: rank 0: disk away"):
         _save(saver, 8)
@@ -256,7 +257,8 @@ def test_space_is_looked_for_before_it_is_written(
     background = Alone()
     background.world_size = 4
     background.peers = [Answer(0, 7, {})] * 3
-    _save(make(background=background), 1, data=memoryview(b"x" * 1000))
+    own = {"rank": 0, "pieces": [("x", "uint8", (1000,), (0,), (1000,), 0)]}
+    _save(make(background=background), 1, data=memoryview(b"x" * 1000), own=own)
     folder = run.checkpoints / "step-1"
     size = sum(
         (folder / name).stat().st_size for name in ("rank-0.pt", "state.pt", "tensors-0.bin")
@@ -527,3 +529,97 @@ def test_random_numbers_go_on(make: Make) -> None:
         torch.rand(9)
         again.start_random()
         assert torch.rand(()).item() == expected
+
+
+# --- what is easily overlooked -------------------------------------------------------------
+
+
+def test_a_save_that_nobody_waits_for_is_no_longer_stall(run: RunFolder, make: Make) -> None:
+    saver = make()
+    saver._outcome = ("saved", "10")
+    saver._report(_content(3), 1.0)
+    (event,) = _events(run, "checkpoint")
+    assert event["stall_s"] == 0.25
+
+
+def test_pickled_code_is_not_run(run: RunFolder, make: Make) -> None:
+    _save(make(), 1)
+    torch.save({"tree": Count()}, run.checkpoints / "step-1" / "state.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        open_checkpoint(run.checkpoints / "step-1")
+
+
+def test_tensors_without_numbers_come_back(make: Make) -> None:
+    saved, other = Count(), Count()
+    saved.value, other.value = torch.empty(0, 3), torch.empty(5)  # type: ignore[assignment]
+    keeper = _keeper(make(), Position(step=1))
+    keeper.track({"x": saved}, {})
+    keeper.save_surely()
+    _keeper(make()).track({"x": other}, {})
+    assert other.value.shape == (0, 3)  # type: ignore[attr-defined]
+
+
+class Begun:
+    """Takes what a rank would save."""
+
+    def __init__(self) -> None:
+        self.content: Content | None = None
+
+    def restore(self) -> None:
+        return None
+
+    def settle(self) -> bool:
+        return True
+
+    def begin(self, content: Content) -> None:
+        self.content = content
+
+
+@pytest.mark.parametrize(
+    ("rank", "tells"), [(0, False), (1, False), (2, True), (3, False), (4, True)]
+)
+def test_the_first_rank_of_each_later_stage_tells_of_its_objects(rank: int, tells: bool) -> None:
+    """Rank 0 saves what the ranks of its own stage share."""
+    begun: Any = Begun()
+    keeper = Keeper(begun, Position(), CPU, 1, Grid(rank, 6, pp=3), only_finite=True)
+    keeper.track({"count": Count()}, {})
+    keeper.save()
+    assert ("tree" in begun.content.own) is tells
+    assert begun.content.stage == rank // 2
+
+
+@pytest.mark.parametrize("only_finite", [True, False])
+def test_weights_that_are_not_finite_are_saved_only_where_that_is_asked_for(
+    run: RunFolder, make: Make, only_finite: bool
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    keeper = Keeper(make(), Position(step=1), CPU, 1, Grid(), only_finite)
+    keeper.track({"model": model}, {})
+    with torch.no_grad():
+        model.weight.fill_(torch.nan)
+    keeper.save()
+    if only_finite:
+        with pytest.raises(HpcDdpError, match="NaN"):
+            keeper.settle()
+    else:
+        assert keeper.settle()
+    assert _names(run) == ([] if only_finite else ["step-1"])
+
+
+def test_what_can_not_be_saved_is_said_before_the_training(make: Make) -> None:
+    count = Count()
+    count.value = object()  # type: ignore[assignment]
+    with pytest.raises(HpcDdpError, match=r"count\.value is a builtins\.object"):
+        _keeper(make()).track({"count": count}, {})
+
+
+def test_without_stages_a_model_is_all_of_what_was_saved(make: Make) -> None:
+    keeper, model = _keeper(make(), Position(step=1)), torch.nn.Linear(2, 2)
+    keeper.track({"model": model}, {})
+    keeper.judge(1.0, higher=True)
+    keeper.save_surely()
+    model.register_parameter("bias", None)
+    with pytest.raises(HpcDdpError, match="bias is not in the model"):
+        keeper.load_best(model)
+    with pytest.raises(HpcDdpError, match="bias is not in the model"):
+        _keeper(make()).track({"model": torch.nn.Linear(2, 2, bias=False)}, {})
