@@ -293,6 +293,23 @@ def test_a_process_that_nobody_has_buried_is_dead() -> None:
     assert signal.SIGRTMIN < process.SHOW_STACKS < signal.SIGRTMAX
 
 
+def test_without_proc_a_process_lives_as_long_as_it_has_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with subprocess.Popen(["true"]) as child:
+        pass
+
+    def fail(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    monkeypatch.setattr(Path, "read_text", fail)
+    info = process.identity()
+    assert process.is_live(info)
+    assert not process.is_live({**info, "pid": child.pid})
+    assert process.began_at() is None
+
+
 def test_a_bar_is_as_long_as_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     bar = progress.Progress("x", 4)
     drawn = []
