@@ -186,6 +186,7 @@ def test_failures_that_last_end_the_run(
     saver = make()
     _break(saver, OSError("disk away"))
     assert _save(saver, 1, 2, 3, 4) == [False] * 4  # in no time
+    assert saver.settle()  # nothing has begun since
     assert saver.failed
     assert _events(run, "save_failed")[0]["error"] == "rank 0: disk away"
     said = "the checkpoint of step 1 could not be saved (rank 0: disk away)"
@@ -529,6 +530,13 @@ def test_random_numbers_go_on(make: Make) -> None:
         torch.rand(9)
         again.start_random()
         assert torch.rand(()).item() == expected
+        again._position.step = 2
+        again.save_surely()
+        expected = torch.rand(()).item()
+        third = _keeper(make())
+        third.track({"count": Count()}, {})
+        third.start_random()
+        assert torch.rand(()).item() == expected
 
 
 # --- what is easily overlooked -------------------------------------------------------------
@@ -623,3 +631,59 @@ def test_without_stages_a_model_is_all_of_what_was_saved(make: Make) -> None:
         keeper.load_best(model)
     with pytest.raises(HpcDdpError, match="bias is not in the model"):
         _keeper(make()).track({"model": torch.nn.Linear(2, 2, bias=False)}, {})
+
+
+def test_what_the_training_waits_for_at_a_save_is_its_stall(
+    run: RunFolder, make: Make, clock: Clock
+) -> None:
+    saver = make()
+
+    def linger(step: int) -> None:
+        while saver._awaited_since is None:
+            os.sched_yield()
+        clock.now += 5.0
+
+    saver.before_publishing = linger
+    assert _save(saver, 1) == [True]
+    (event,) = _events(run, "checkpoint")
+    assert (event["stall_s"], event["write_s"]) == (5.25, 5.0)
+
+
+def test_a_save_begins_once_the_old_ones_are_removed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    again = threading.Event()
+
+    def prune(folder: Path, keep: Keep, pinned: list[int]) -> None:
+        again.wait(0.2)  # for what must not come
+        steps.append(f"removed after {pinned[0]}")
+
+    def publish(step: int) -> None:
+        steps.append(f"saved {step}")
+        if step == 2:
+            again.set()
+
+    monkeypatch.setattr(storage, "prune", prune)
+    saver = make()
+    saver.before_publishing = publish
+    for step in (1, 2):
+        saver.begin(_content(step))
+        assert saver._thread is not None
+        assert saver._thread.daemon  # it does not hold up the end of a process that has failed
+        assert saver.settle()
+    saver.tidy()
+    assert steps == ["saved 1", "removed after 1", "saved 2", "removed after 2"]
+
+
+@pytest.mark.parametrize(("problems", "waits"), [((None,), 1), (("a read error", None), 2)])
+def test_a_disk_that_is_away_is_waited_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch, problems: tuple[str | None, ...], waits: int
+) -> None:
+    """Before it looks for checkpoints, and before it takes one for damaged."""
+    _save(make(), 1)
+    calls: list[Any] = []
+    monkeypatch.setattr(checkpoint, "patiently", calls.append)
+    _verify(monkeypatch, *problems)
+    assert make().restore() is not None
+    assert len(calls) == waits

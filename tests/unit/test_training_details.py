@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -459,8 +461,7 @@ def test_a_teardown_that_hangs_is_left(
     class Group:
         def barrier(self) -> None:
             calls.append("barrier")
-            if hangs:
-                release.wait(60)
+            release.wait(60 if hangs else 0.1)  # each takes a moment
 
     group: Any = Group()
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
@@ -532,3 +533,28 @@ def test_what_all_ranks_do_is_done_in_their_own_group(monkeypatch: pytest.Monkey
     talk.sum(torch.tensor([2]))
     talk.barrier()
     assert calls == [([1], dist.ReduceOp.MAX, "own", True), ([2], "sum", "own", False), ("own",)]
+
+
+def test_before_the_first_step_no_time_is_kept_for_steps(clock: Clock) -> None:
+    for turns in (0, 1):
+        planner = _pace()
+        for _ in range(turns):
+            planner._turn()
+        planner._end_time = clock.now + 5.0 + 1.5 * 5.0 + 0.1
+        assert planner._reason() == NONE
+
+
+def test_what_was_printed_is_not_lost_with_a_process_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, printed: list[str]
+) -> None:
+    release = threading.Event()
+    group: Any = SimpleNamespace(barrier=lambda: release.wait(60))
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(raw)))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(control, "TEARDOWN_S", 0.01)
+    print("accuracy 0.97")
+    with pytest.raises(LeftError):
+        leave(group, True)
+    assert raw.getvalue() == b"accuracy 0.97\n"
+    release.set()

@@ -8,12 +8,14 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import loader as module
@@ -302,6 +304,17 @@ def test_what_collate_draws_for_a_stream_depends_on_seed_and_epoch_alone() -> No
     assert len({*every, *draws(Position(epoch=3))}) == 6
 
 
+def test_a_loader_worker_makes_its_turns_and_hides_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sees(Endless):
+        def __iter__(self) -> Iterator[Any]:
+            for number in range(9):
+                yield number, get_worker_info() is None
+
+    monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(id=1, num_workers=2))
+    walk = list(Stream(Sees(), Cut(2, 0, 1), 1, Position(), list))
+    assert [batch for _, batch in walk] == [[(2, True), (3, True)], [(6, True), (7, True)]]
+
+
 # --- what is collected ---------------------------------------------------------------------
 
 
@@ -578,3 +591,36 @@ def test_any_box_of_a_tensor_is_read(tmp_path: Path) -> None:
         assert torch.equal(Reader(files)._box("t", start, size), wanted)
     with pytest.raises(HpcDdpError, match="t: only 0 of 6 numbers are stored"):
         Reader(files[:1])._box("t", (4, 0), (2, 3))
+
+
+def test_with_workers_batches_keep_their_order_and_notices_are_survived() -> None:
+    batches = _loader(num_workers=2)._batches
+    assert batches.in_order
+    assert batches.worker_init_fn is not None
+
+
+def test_what_the_training_changes_is_known() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
+    model.scale = nn.Parameter(torch.ones(()))
+    model[0].bias.requires_grad = False
+    optimizer = torch.optim.Adam([model[0].weight, model.scale])
+    (model(torch.randn(3, 2)) * model.scale).sum().backward()
+    optimizer.step()
+    result = state.collect({"m": model, "o": optimizer, "x": Holds(torch.ones(2))})
+    moments = {f"o.state.m.0.weight.{name}" for name in ("exp_avg", "exp_avg_sq")}
+    assert result.trained == {"m.0.weight", "m.scale", *moments}
+    assert result.replicated == {*result.trained, "m.0.bias"}
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    assert result.buffers == {f"m.1.{name}" for name in names}
+
+
+@pytest.mark.parametrize(("count", "dots"), [(8, False), (9, True)])
+def test_few_of_many_other_parameters_are_named(tmp_path: Path, count: int, dots: bool) -> None:
+    model = nn.ParameterList(torch.ones(1) for _ in range(count + 1))
+    optimizer = torch.optim.SGD(list(model.parameters()))
+    result = state.collect({"m": model, "o": optimizer})
+    other = torch.optim.SGD([model[0]])
+    with pytest.raises(HpcDdpError) as caught:
+        _put_back(tmp_path, result, {"m": model, "o": other})
+    assert caught.value.message.count("m.") == 8
+    assert caught.value.message.endswith(" …") is dots
