@@ -475,6 +475,10 @@ def test_a_teardown_that_hangs_is_left(
     assert ("the process group did not come down" in text) is hangs
     assert calls == (["barrier"] if hangs else ["barrier", "destroy"])
     release.set()
+    _wait_for_teardowns()
+
+
+def _wait_for_teardowns() -> None:
     for thread in threading.enumerate():
         if (
             thread is not threading.current_thread()
@@ -558,3 +562,4 @@ def test_what_was_printed_is_not_lost_with_a_process_that_hangs(
         leave(group, True)
     assert raw.getvalue() == b"accuracy 0.97\n"
     release.set()
+    _wait_for_teardowns()
