@@ -222,7 +222,7 @@ def test_an_event_that_matters_is_written_patiently(
     monkeypatch.setattr(patience, "time", clock)
     (tmp_path / "file").touch()
     Journal(tmp_path / "file", "a").write_surely("x")
-    assert patience.PATIENCE_S < sum(clock.slept) <= patience.PATIENCE_S + 2
+    assert sum(clock.slept) == 61  # a minute, and one more try
     assert capsys.readouterr().err.count("can't write the journal") == 1
 
 

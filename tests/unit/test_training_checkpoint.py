@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -687,3 +688,12 @@ def test_a_disk_that_is_away_is_waited_for(
     _verify(monkeypatch, *problems)
     assert make().restore() is not None
     assert len(calls) == waits
+
+
+def test_the_folder_of_a_save_may_be_there_or_its_parent_not(run: RunFolder, make: Make) -> None:
+    saver = make()
+    storage.draft(run.checkpoints, 1, 0).mkdir()  # by a rank that was quicker
+    assert _save(saver, 1) == [True]
+    shutil.rmtree(run.checkpoints)
+    assert _save(saver, 2) == [True]
+    assert _names(run) == ["step-2"]

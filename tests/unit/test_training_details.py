@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -563,3 +564,48 @@ def test_what_was_printed_is_not_lost_with_a_process_that_hangs(
     assert raw.getvalue() == b"accuracy 0.97\n"
     release.set()
     _wait_for_teardowns()
+
+
+def test_a_rank_that_has_no_clock_of_the_saves_sends_that_none_is_due(clock: Clock) -> None:
+    planner = _pace(every=1.0, rank=1)
+    clock.now += 5.0
+    assert planner.hear_all() == Decision()
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_what_is_installed_hears_signals_and_looks_at_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed: list[str], by_signal: bool
+) -> None:
+    after_fork: list[Any] = []
+    monkeypatch.setattr(
+        os, "register_at_fork", lambda after_in_child: after_fork.append(after_in_child)
+    )
+    monkeypatch.setattr(notice, "POLL_S", 0.01)
+    numbers = (*notice.SIGNALS, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGALRM, lambda *_: None)  # somebody else's
+    notices = Notices(None if by_signal else tmp_path / "notice")
+    woken_by = signal.set_wakeup_fd(-1)
+    try:
+        notices.install()
+        if by_signal:
+            os.kill(os.getpid(), signal.SIGALRM)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        else:
+            (tmp_path / "notice").write_text("preemption")
+        while notices.reason == NONE:
+            time.sleep(0.01)
+        assert notices.reason == NOTICE
+        assert notices.source == ("SIGUSR1" if by_signal else "preemption")
+        assert after_fork == [notice._give_back]
+    finally:
+        notices._ended = True
+        for thread in threading.enumerate():
+            if thread.name == "hpc-ddp notices":
+                assert thread.daemon
+                thread.join(60)
+        signal.set_wakeup_fd(woken_by)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        notices._reader.close()
+        notices._writer.close()
