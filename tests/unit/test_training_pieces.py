@@ -600,11 +600,13 @@ def test_with_workers_batches_keep_their_order_and_notices_are_survived() -> Non
 
 
 def test_what_the_training_changes_is_known() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
-    model.scale = nn.Parameter(torch.ones(()))
-    model[0].bias.requires_grad = False
-    optimizer = torch.optim.Adam([model[0].weight, model.scale])
-    (model(torch.randn(3, 2)) * model.scale).sum().backward()
+    linear = nn.Linear(2, 2)
+    model = nn.Sequential(linear, nn.BatchNorm1d(2, affine=False))
+    scale = nn.Parameter(torch.ones(()))
+    model.register_parameter("scale", scale)
+    linear.bias.requires_grad = False
+    optimizer = torch.optim.Adam([linear.weight, scale])
+    (model(torch.randn(3, 2)) * scale).sum().backward()
     optimizer.step()
     result = state.collect({"m": model, "o": optimizer, "x": Holds(torch.ones(2))})
     moments = {f"o.state.m.0.weight.{name}" for name in ("exp_avg", "exp_avg_sq")}
