@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +32,7 @@ from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.keeper import Keeper
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.storage import Keep
+from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
 
@@ -640,7 +642,8 @@ def test_what_the_training_waits_for_at_a_save_is_its_stall(
     saver = make()
 
     def linger(step: int) -> None:
-        while saver._awaited_since is None:
+        limit = time.monotonic() + LIMIT_S
+        while saver._awaited_since is None and time.monotonic() < limit:
             os.sched_yield()
         clock.now += 5.0
 

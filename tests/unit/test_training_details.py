@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from hpc_ddp.training.facts import DistInfo
 from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.pace import Pace
 from hpc_ddp.training.schedule import Schedule, between_failures, young_daly
+from tests.waiting import wait_until
 
 
 class LeftError(Exception):
@@ -593,9 +593,7 @@ def test_what_is_installed_hears_signals_and_looks_at_files(
             os.kill(os.getpid(), signal.SIGUSR1)
         else:
             (tmp_path / "notice").write_text("preemption")
-        while notices.reason == NONE:
-            time.sleep(0.01)
-        assert notices.reason == NOTICE
+        wait_until(lambda: notices.reason == NOTICE, "the notice")
         assert notices.source == ("SIGUSR1" if by_signal else "preemption")
         assert after_fork == [notice._give_back]
     finally:
