@@ -700,3 +700,14 @@ def test_the_folder_of_a_save_may_be_there_or_its_parent_not(run: RunFolder, mak
     shutil.rmtree(run.checkpoints)
     assert _save(saver, 2) == [True]
     assert _names(run) == ["step-2"]
+
+
+def test_what_there_is_is_saved_before_the_best_comes_back(run: RunFolder, make: Make) -> None:
+    model, position = torch.nn.Linear(2, 2), Position(step=1)
+    keeper = _keeper(make(), position)
+    keeper.track({"model": model}, {})
+    keeper.judge(1.0, higher=True)
+    assert keeper.load_best(model) == 1  # not saved before
+    position.step = 2
+    assert keeper.load_best(model) == 1
+    assert _names(run) == ["step-1", "step-2"]
