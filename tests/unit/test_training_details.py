@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -283,6 +284,8 @@ def test_an_exchange_takes_two_turns(clock: Clock) -> None:
     assert exchange.period == 2
     assert exchange.read() == Decision()  # what was read is gone
     assert [exchange.due() for _ in range(4)] == [False, True, True, True]
+    exchange.read()
+    assert [exchange.due() for _ in range(2)] == [False, True]
 
 
 def test_a_save_that_was_just_decided_is_not_due_again(clock: Clock) -> None:
@@ -607,3 +610,45 @@ def test_what_is_installed_hears_signals_and_looks_at_files(
             signal.signal(number, handler)
         notices._reader.close()
         notices._writer.close()
+
+
+class Thread:
+    """A thread that is noted, not started."""
+
+    def __init__(self, noted: list[dict[str, Any]], **values: Any) -> None:
+        self.noted, self.values = noted, values
+
+    def start(self) -> None:
+        self.noted.append(self.values)
+
+
+def test_a_loader_worker_outlives_what_all_processes_of_a_step_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    masks: list[Any] = []
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *mask: masks.append(mask))
+    threads: list[dict[str, Any]] = []
+    monkeypatch.setattr(threading, "Thread", partial(Thread, threads))
+    try:
+        notice.ignore_in_loader(0)
+        assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert masks == [(signal.SIG_BLOCK, {signal.SIGTERM})]
+    obeys = {"target": notice._obey, "args": (os.getppid(),), "daemon": True}
+    assert threads == [obeys]
+
+
+def test_a_loader_worker_obeys_its_parent_alone(
+    monkeypatch: pytest.MonkeyPatch, printed: list[str]
+) -> None:
+    senders = [1, 5, 7, 5]
+    monkeypatch.setattr(
+        signal, "sigwaitinfo", lambda numbers: SimpleNamespace(si_pid=senders.pop(0))
+    )
+    with pytest.raises(LeftError, match="0"):
+        notice._obey(7)
+    assert senders == [5]

@@ -292,6 +292,23 @@ def test_what_a_stream_draws_depends_on_seed_and_epoch_alone() -> None:
     assert len({row[3] for row in whole_epoch}) == 9
 
 
+class Shuffled(IterableDataset[int]):
+    """Draws its order before its first sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(90), 90))
+
+
+def test_a_stream_that_shuffles_itself_goes_on_in_its_order() -> None:
+    def numbers(position: Position) -> list[int]:
+        walk = Stream(Shuffled(), Cut(3, 0, 1), 1, position, list)
+        return [number for _, batch in walk for number in batch]
+
+    every = numbers(Position(epoch=2))
+    assert numbers(Position(epoch=2, samples=6)) == every[6:]
+    assert numbers(Position(epoch=3)) != every
+
+
 def test_what_collate_draws_for_a_stream_depends_on_seed_and_epoch_alone() -> None:
     def draws(position: Position) -> list[float]:
         with randomness.untouched():
