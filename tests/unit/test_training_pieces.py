@@ -621,13 +621,14 @@ def test_what_the_training_changes_is_known() -> None:
     model = nn.Sequential(linear, nn.BatchNorm1d(2, affine=False))
     scale = nn.Parameter(torch.ones(()))
     model.register_parameter("scale", scale)
+    model.register_parameter("tied", scale)
     linear.bias.requires_grad = False
     optimizer = torch.optim.Adam([linear.weight, scale])
     (model(torch.randn(3, 2)) * scale).sum().backward()
     optimizer.step()
     result = state.collect({"m": model, "o": optimizer, "x": Holds(torch.ones(2))})
     moments = {f"o.state.m.0.weight.{name}" for name in ("exp_avg", "exp_avg_sq")}
-    assert result.trained == {"m.0.weight", "m.scale", *moments}
+    assert result.trained == {"m.0.weight", "m.scale", "m.tied", *moments}
     assert result.replicated == {*result.trained, "m.0.bias"}
     names = ("running_mean", "running_var", "num_batches_tracked")
     assert result.buffers == {f"m.1.{name}" for name in names}

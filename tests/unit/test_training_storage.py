@@ -157,3 +157,8 @@ def test_names_are_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "fsync", sync)
     storage.publish(make(tmp_path, 3), 0)
     assert synced == ["state.pt", "manifest.json", "step-3.tmp-0", tmp_path.name]
+
+
+def test_a_manifest_is_the_same_in_any_order() -> None:
+    one = checkpoints.manifest_crc({"step": 1, "files": {}})
+    assert one == checkpoints.manifest_crc({"files": {}, "step": 1})
