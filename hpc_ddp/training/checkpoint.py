@@ -222,7 +222,7 @@ class Checkpoints:
         rank, ranks = self._background.rank, self._background.world_size
         try:
             files: dict[str, bytes | memoryview] = {f"rank-{rank}.pt": _dump(content.own)}
-            if len(content.data):
+            if content.own["pieces"]:  # of tensors without numbers it is empty
                 files[f"tensors-{rank}.bin"] = content.data
             if rank == 0:
                 files[STATE] = _dump(content.shared)

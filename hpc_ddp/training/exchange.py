@@ -11,7 +11,7 @@ from hpc_ddp.training.control import Control
 from hpc_ddp.training.notice import NONE
 
 PERIOD_US = 200_000  # an exchange costs up to 0.5 ms: well under 1 % at one per 0.2 s
-LEAST_STEP_US = 500  # so that never more than 200 steps pass, should they turn slow
+LEAST_STEP_US = 500  # so that never more than 400 steps pass, should they turn slow
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ class Share:
     places: range  # of its samples in the order of the epoch
     weight: float  # for the gradient of this rank's mean loss; see `Cut.pieces`
     total: int  # samples in the global batch
-    ends_step: bool = True  # the last micro-batch before the optimizer's step
-    ends_epoch: bool = False  # in the last step of the epoch
+    ends_step: bool  # the last micro-batch before the optimizer's step
+    ends_epoch: bool  # in the last step of the epoch
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,3 +94,18 @@ def test_an_unknown_run_is_an_error_with_a_hint(tmp_path: Path, text: str) -> No
 
 def test_run_folders_are_private(tmp_path: Path) -> None:
     assert _run(tmp_path).path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_number_that_was_taken_meanwhile_is_passed_over(tmp_path: Path) -> None:
+    run, asked = _run(tmp_path), list[dict[str, Any]]()
+    run.claim_attempt({"pid": 1}, lambda info: False)
+
+    def is_live(info: dict[str, Any]) -> bool:
+        asked.append(info)
+        if len(asked) == 1:
+            run.claim_attempt({"pid": 2}, lambda info: False)
+        return False
+
+    assert run.claim_attempt({"pid": 3}, is_live).number == 2
+    assert [attempt.info for attempt in run.attempts()] == [{"pid": pid} for pid in (1, 2, 3)]
+    assert sorted(path.name for path in run.logs.iterdir()) == [f"attempt-{n}" for n in range(3)]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fakes import Clock
 
 from hpc_ddp.run import checkpoints, progress
 
@@ -56,3 +57,32 @@ def test_verify_counts_what_it_reads(tmp_path: Path) -> None:
     assert checkpoints.facts_of(folder / "a", read.append).size == 1000
     assert read == [1000]
     assert checkpoints.health(tmp_path)[0].problem == "manifest.json is missing"
+
+
+def test_it_is_drawn_after_a_second_and_not_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, terminal = Clock(), Terminal()
+    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    bar = progress.Progress("counting", 100)
+    draws = []
+    for after_s in (0.0, 0.9, 1.0, 1.05, 1.15, 1.2):
+        clock.now = 1000.0 + after_s
+        bar.add(1)
+        draws.append(terminal.getvalue().count("counting"))
+    assert draws == [0, 0, 1, 1, 2, 2]
+
+
+def test_it_does_not_break_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "20")
+    progress.Progress("counting", 4).add(4)
+    assert terminal.getvalue() == f"\r\x1b[Kcounting {'━' * 10}"  # 19 characters
+
+
+def test_nothing_is_drawn_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched(monkeypatch)
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    with progress.Progress("counting", 4) as bar:
+        bar.add(4)
+    assert log.getvalue() == ""

@@ -20,7 +20,14 @@ def test_json_of_a_newer_version_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("1", 60), ("1:30", 90), ("1:00:00", 3600), ("1-2", 93600), ("1-2:30", 95400)],
+    [
+        ("1", 60),
+        ("1:30", 90),
+        ("1:00:00", 3600),
+        ("1-2", 93600),
+        ("1-2:30", 95400),
+        ("1-2:30:15", 95415),
+    ],
 )
 def test_time(text: str, seconds: int) -> None:
     assert parse_time(text) == seconds
@@ -169,7 +176,7 @@ def test_what_does_not_go_together_is_refused(values: dict[str, Any], words: str
     "values",
     [
         {"nodes": 999_999},
-        {"nodes": "1-1"},
+        {"nodes": "1-1", "nproc_per_node": 1, "cpus_per_task": 1},
         {"name": "x" * 100},
         {"max_failures": 0, "max_requeues": 0, "max_restarts": 0},
         {"starter": "mpirun"},

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
+import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +32,7 @@ from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.keeper import Keeper
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.storage import Keep
+from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
 
@@ -127,7 +131,7 @@ def test_the_best_checkpoint_stays(run: RunFolder, make: Make) -> None:
 def test_a_save_is_in_flight_until_it_is_durable(run: RunFolder, make: Make) -> None:
     hold, saver = threading.Event(), make()
     saver.before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
-    assert not saver.in_flight
+    assert (saver.in_flight, saver.failed) == (False, False)  # nothing was begun
     saver.begin(_content(3))
     assert (saver.in_flight, saver.failed) == (True, False)
     hold.set()
@@ -184,6 +188,7 @@ def test_failures_that_last_end_the_run(
     saver = make()
     _break(saver, OSError("disk away"))
     assert _save(saver, 1, 2, 3, 4) == [False] * 4  # in no time
+    assert saver.settle()  # nothing has begun since
     assert saver.failed
     assert _events(run, "save_failed")[0]["error"] == "rank 0: disk away"
     said = "the checkpoint of step 1 could not be saved (rank 0: disk away)"
@@ -192,7 +197,7 @@ def test_failures_that_last_end_the_run(
     assert _save(saver, 5) == [True]
     _break(saver, OSError("disk away"))
     assert _save(saver, 6) == [False]
-    clock.now += checkpoint.PATIENCE_S
+    clock.now += 30.0
     assert _save(saver, 7) == [False]  # the second in a row
     with pytest.raises(HpcDdpError, match=r"3 saves in a row failed in .*: rank 0: disk away"):
         _save(saver, 8)
@@ -255,7 +260,8 @@ def test_space_is_looked_for_before_it_is_written(
     background = Alone()
     background.world_size = 4
     background.peers = [Answer(0, 7, {})] * 3
-    _save(make(background=background), 1, data=memoryview(b"x" * 1000))
+    own = {"rank": 0, "pieces": [("x", "uint8", (1000,), (0,), (1000,), 0)]}
+    _save(make(background=background), 1, data=memoryview(b"x" * 1000), own=own)
     folder = run.checkpoints / "step-1"
     size = sum(
         (folder / name).stat().st_size for name in ("rank-0.pt", "state.pt", "tensors-0.bin")
@@ -526,3 +532,181 @@ def test_random_numbers_go_on(make: Make) -> None:
         torch.rand(9)
         again.start_random()
         assert torch.rand(()).item() == expected
+        again._position.step = 2
+        again.save_surely()
+        expected = torch.rand(()).item()
+        third = _keeper(make())
+        third.track({"count": Count()}, {})
+        third.start_random()
+        assert torch.rand(()).item() == expected
+
+
+# --- what is easily overlooked -------------------------------------------------------------
+
+
+def test_a_save_that_nobody_waits_for_is_no_longer_stall(run: RunFolder, make: Make) -> None:
+    saver = make()
+    saver._outcome = ("saved", "10")
+    saver._report(_content(3), 1.0)
+    (event,) = _events(run, "checkpoint")
+    assert event["stall_s"] == 0.25
+
+
+def test_pickled_code_is_not_run(run: RunFolder, make: Make) -> None:
+    _save(make(), 1)
+    torch.save({"tree": Count()}, run.checkpoints / "step-1" / "state.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        open_checkpoint(run.checkpoints / "step-1")
+
+
+def test_tensors_without_numbers_come_back(make: Make) -> None:
+    saved, other = Count(), Count()
+    saved.value, other.value = torch.empty(0, 3), torch.empty(5)  # type: ignore[assignment]
+    keeper = _keeper(make(), Position(step=1))
+    keeper.track({"x": saved}, {})
+    keeper.save_surely()
+    _keeper(make()).track({"x": other}, {})
+    assert other.value.shape == (0, 3)  # type: ignore[attr-defined]
+
+
+class Begun:
+    """Takes what a rank would save."""
+
+    def __init__(self) -> None:
+        self.content: Content | None = None
+
+    def restore(self) -> None:
+        return None
+
+    def settle(self) -> bool:
+        return True
+
+    def begin(self, content: Content) -> None:
+        self.content = content
+
+
+@pytest.mark.parametrize(
+    ("rank", "tells"), [(0, False), (1, False), (2, True), (3, False), (4, True)]
+)
+def test_the_first_rank_of_each_later_stage_tells_of_its_objects(rank: int, tells: bool) -> None:
+    """Rank 0 saves what the ranks of its own stage share."""
+    begun: Any = Begun()
+    keeper = Keeper(begun, Position(), CPU, 1, Grid(rank, 6, pp=3), only_finite=True)
+    keeper.track({"count": Count()}, {})
+    keeper.save()
+    assert ("tree" in begun.content.own) is tells
+    assert begun.content.stage == rank // 2
+
+
+@pytest.mark.parametrize("only_finite", [True, False])
+def test_weights_that_are_not_finite_are_saved_only_where_that_is_asked_for(
+    run: RunFolder, make: Make, only_finite: bool
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    keeper = Keeper(make(), Position(step=1), CPU, 1, Grid(), only_finite)
+    keeper.track({"model": model}, {})
+    with torch.no_grad():
+        model.weight.fill_(torch.nan)
+    keeper.save()
+    if only_finite:
+        with pytest.raises(HpcDdpError, match="NaN"):
+            keeper.settle()
+    else:
+        assert keeper.settle()
+    assert _names(run) == ([] if only_finite else ["step-1"])
+
+
+def test_what_can_not_be_saved_is_said_before_the_training(make: Make) -> None:
+    count = Count()
+    count.value = object()  # type: ignore[assignment]
+    with pytest.raises(HpcDdpError, match=r"count\.value is a builtins\.object"):
+        _keeper(make()).track({"count": count}, {})
+
+
+def test_without_stages_a_model_is_all_of_what_was_saved(make: Make) -> None:
+    keeper, model = _keeper(make(), Position(step=1)), torch.nn.Linear(2, 2)
+    keeper.track({"model": model}, {})
+    keeper.judge(1.0, higher=True)
+    keeper.save_surely()
+    model.register_parameter("bias", None)
+    with pytest.raises(HpcDdpError, match="bias is not in the model"):
+        keeper.load_best(model)
+    with pytest.raises(HpcDdpError, match="bias is not in the model"):
+        _keeper(make()).track({"model": torch.nn.Linear(2, 2, bias=False)}, {})
+
+
+def test_what_the_training_waits_for_at_a_save_is_its_stall(
+    run: RunFolder, make: Make, clock: Clock
+) -> None:
+    saver = make()
+
+    def linger(step: int) -> None:
+        limit = time.monotonic() + LIMIT_S
+        while saver._awaited_since is None and time.monotonic() < limit:
+            os.sched_yield()
+        clock.now += 5.0
+
+    saver.before_publishing = linger
+    assert _save(saver, 1) == [True]
+    (event,) = _events(run, "checkpoint")
+    assert (event["stall_s"], event["write_s"]) == (5.25, 5.0)
+
+
+def test_a_save_begins_once_the_old_ones_are_removed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    again = threading.Event()
+
+    def prune(folder: Path, keep: Keep, pinned: list[int]) -> None:
+        again.wait(0.2)  # for what must not come
+        steps.append(f"removed after {pinned[0]}")
+
+    def publish(step: int) -> None:
+        steps.append(f"saved {step}")
+        if step == 2:
+            again.set()
+
+    monkeypatch.setattr(storage, "prune", prune)
+    saver = make()
+    saver.before_publishing = publish
+    for step in (1, 2):
+        saver.begin(_content(step))
+        assert saver._thread is not None
+        assert saver._thread.daemon  # it does not hold up the end of a process that has failed
+        assert saver.settle()
+    saver.tidy()
+    assert steps == ["saved 1", "removed after 1", "saved 2", "removed after 2"]
+
+
+@pytest.mark.parametrize(("problems", "waits"), [((None,), 1), (("a read error", None), 2)])
+def test_a_disk_that_is_away_is_waited_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch, problems: tuple[str | None, ...], waits: int
+) -> None:
+    """Before it looks for checkpoints, and before it takes one for damaged."""
+    _save(make(), 1)
+    calls: list[Any] = []
+    monkeypatch.setattr(checkpoint, "patiently", calls.append)
+    _verify(monkeypatch, *problems)
+    assert make().restore() is not None
+    assert len(calls) == waits
+
+
+def test_the_folder_of_a_save_may_be_there_or_its_parent_not(run: RunFolder, make: Make) -> None:
+    saver = make()
+    storage.draft(run.checkpoints, 1, 0).mkdir()  # by a rank that was quicker
+    assert _save(saver, 1) == [True]
+    shutil.rmtree(run.checkpoints)
+    assert _save(saver, 2) == [True]
+    assert _names(run) == ["step-2"]
+
+
+def test_what_there_is_is_saved_before_the_best_comes_back(run: RunFolder, make: Make) -> None:
+    model, position = torch.nn.Linear(2, 2), Position(step=1)
+    keeper = _keeper(make(), position)
+    keeper.track({"model": model}, {})
+    keeper.judge(1.0, higher=True)
+    assert keeper.load_best(model) == 1  # not saved before
+    position.step = 2
+    assert keeper.load_best(model) == 1
+    assert _names(run) == ["step-1", "step-2"]

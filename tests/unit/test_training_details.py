@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
 import threading
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +25,9 @@ from hpc_ddp.training.control import Control, choose_backend, choose_devices, le
 from hpc_ddp.training.exchange import Decision, Exchange
 from hpc_ddp.training.facts import DistInfo
 from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
-from hpc_ddp.training.pace import MARGIN_S, Pace
+from hpc_ddp.training.pace import Pace
 from hpc_ddp.training.schedule import Schedule, between_failures, young_daly
+from tests.waiting import wait_until
 
 
 class LeftError(Exception):
@@ -65,7 +69,7 @@ def test_a_signal_without_a_supervisor_is_a_notice(
 def test_a_second_ctrl_c_ends_it_but_no_copy_of_the_first(clock: Clock, printed: list[str]) -> None:
     notices = Notices(None)
     notices._signalled(signal.SIGINT)
-    clock.now += notice.AGAIN_S
+    clock.now += 1.0
     notices._signalled(signal.SIGINT)  # torchrun's copy
     clock.now += 0.1
     notices._signalled(signal.SIGTERM)
@@ -105,7 +109,7 @@ def test_under_a_supervisor_its_word_counts(
     else:
         notices._signalled(number)
     assert notices.reason == reason
-    assert clock.now - begin == pytest.approx(min(word_after_s, notice.WORD_S), abs=0.1)
+    assert clock.now - begin == pytest.approx(min(word_after_s, 2.0), abs=0.1)
 
 
 def test_what_comes_after_the_end_is_nothing(clock: Clock, printed: list[str]) -> None:
@@ -199,7 +203,7 @@ def test_the_deadline_is_counted_from_steps_and_saves(clock: Clock) -> None:
     """A margin, one and a half saves, and the steps of two exchanges and one more."""
     saves = Saves()
     saves.slowest_save_s = 4.0
-    need_s = MARGIN_S + 6.0 + 3 * 2.0
+    need_s = 5.0 + 6.0 + 3 * 2.0
     for left_s, reason in ((need_s + 0.1, NONE), (need_s, DEADLINE)):
         planner = _pace(saves=saves)
         clock.now += 2.0
@@ -219,7 +223,7 @@ def test_before_the_next_step_the_slowest_one_counts(clock: Clock) -> None:
         planner._steps.append(seconds)
     planner._turn()
     assert planner._slowest_before_s == 7.0
-    planner._end_time = clock.now + MARGIN_S + 1.5 * schedule.FIRST_SAVE_S + 3 * 7.0
+    planner._end_time = clock.now + 5.0 + 1.5 * 5.0 + 3 * 7.0
     assert planner._reason() == DEADLINE
     planner._end_time += 0.1
     assert planner._reason() == NONE
@@ -258,6 +262,8 @@ def test_an_exchange_takes_two_turns(clock: Clock) -> None:
     assert exchange.period == 2
     assert exchange.read() == Decision()  # what was read is gone
     assert [exchange.due() for _ in range(4)] == [False, True, True, True]
+    exchange.read()
+    assert [exchange.due() for _ in range(2)] == [False, True]
 
 
 def test_a_save_that_was_just_decided_is_not_due_again(clock: Clock) -> None:
@@ -307,7 +313,7 @@ def test_the_interval_is_within_bounds(clock: Clock, capsys: pytest.CaptureFixtu
     for stall_s, slowest_s, every in ((0.0, 5.0, 20.0), (1e9, 5.0, 3600.0)):
         saves = Saves()
         planner = _schedule(saves, every="auto")
-        assert planner._every == schedule.FIRST_AUTO_S
+        assert planner._every == 30.0
         planner.saved()  # nothing has been measured
         assert capsys.readouterr().err == ""
         saves.stall_s, saves.slowest_save_s = stall_s, slowest_s
@@ -323,8 +329,8 @@ def test_the_interval_is_within_bounds(clock: Clock, capsys: pytest.CaptureFixtu
 
 
 def test_an_attempt_without_steps_is_no_failure() -> None:
-    assert between_failures([]) == schedule.PRIOR_S
-    assert between_failures([{"event": "started", "attempt": 0, "time": 5.0}]) == schedule.PRIOR_S
+    assert between_failures([]) == 86_400.0
+    assert between_failures([{"event": "started", "attempt": 0, "time": 5.0}]) == 86_400.0
 
 
 # --- devices and the process group ---------------------------------------------------------
@@ -437,8 +443,7 @@ def test_a_teardown_that_hangs_is_left(
     class Group:
         def barrier(self) -> None:
             calls.append("barrier")
-            if hangs:
-                release.wait(60)
+            release.wait(60 if hangs else 0.1)  # each takes a moment
 
     group: Any = Group()
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
@@ -452,6 +457,10 @@ def test_a_teardown_that_hangs_is_left(
     assert ("the process group did not come down" in text) is hangs
     assert calls == (["barrier"] if hangs else ["barrier", "destroy"])
     release.set()
+    _wait_for_teardowns()
+
+
+def _wait_for_teardowns() -> None:
     for thread in threading.enumerate():
         if (
             thread is not threading.current_thread()
@@ -492,3 +501,132 @@ def test_small_talk_goes_through_the_first_rank(monkeypatch: pytest.MonkeyPatch)
     names = ["gather 0 group False False", "gather 0 group False True", "broadcast 0 group"]
     names += ["gather 0 group True False", "gather 0 group True True", "broadcast 0 group"]
     assert calls == names
+
+
+def test_what_all_ranks_do_is_done_in_their_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never in torch's default one, where gradients are under way."""
+    calls: list[tuple[Any, ...]] = []
+
+    def reduce(values: Any, op: Any = "sum", group: Any = None, async_op: bool = False) -> str:
+        calls.append((values.tolist(), op, group, async_op))
+        return "work"
+
+    monkeypatch.setattr(dist, "new_group", lambda **values: "own")
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    monkeypatch.setattr(dist, "barrier", lambda group: calls.append((group,)))
+    talk = Control(DistInfo(0, 0, 2, 2, launched=True), None)
+    assert talk.start_max(torch.tensor([1])) == "work"
+    talk.sum(torch.tensor([2]))
+    talk.barrier()
+    assert calls == [([1], dist.ReduceOp.MAX, "own", True), ([2], "sum", "own", False), ("own",)]
+
+
+def test_before_the_first_step_no_time_is_kept_for_steps(clock: Clock) -> None:
+    for turns in (0, 1):
+        planner = _pace()
+        for _ in range(turns):
+            planner._turn()
+        planner._end_time = clock.now + 5.0 + 1.5 * 5.0 + 0.1
+        assert planner._reason() == NONE
+
+
+def test_what_was_printed_is_not_lost_with_a_process_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, printed: list[str]
+) -> None:
+    release = threading.Event()
+    group: Any = SimpleNamespace(barrier=lambda: release.wait(60))
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(raw)))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(control, "TEARDOWN_S", 0.01)
+    print("accuracy 0.97")
+    with pytest.raises(LeftError):
+        leave(group, True)
+    assert raw.getvalue() == b"accuracy 0.97\n"
+    release.set()
+    _wait_for_teardowns()
+
+
+def test_a_rank_that_has_no_clock_of_the_saves_sends_that_none_is_due(clock: Clock) -> None:
+    planner = _pace(every=1.0, rank=1)
+    clock.now += 5.0
+    assert planner.hear_all() == Decision()
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_what_is_installed_hears_signals_and_looks_at_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed: list[str], by_signal: bool
+) -> None:
+    after_fork: list[Any] = []
+    monkeypatch.setattr(
+        os, "register_at_fork", lambda after_in_child: after_fork.append(after_in_child)
+    )
+    monkeypatch.setattr(notice, "POLL_S", 0.01)
+    numbers = (*notice.SIGNALS, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGALRM, lambda *_: None)  # somebody else's
+    notices = Notices(None if by_signal else tmp_path / "notice")
+    woken_by = signal.set_wakeup_fd(-1)
+    try:
+        notices.install()
+        if by_signal:
+            os.kill(os.getpid(), signal.SIGALRM)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        else:
+            (tmp_path / "notice").write_text("preemption")
+        wait_until(lambda: notices.reason == NOTICE, "the notice")
+        assert notices.source == ("SIGUSR1" if by_signal else "preemption")
+        assert after_fork == [notice._give_back]
+    finally:
+        notices._ended = True
+        for thread in threading.enumerate():
+            if thread.name == "hpc-ddp notices":
+                assert thread.daemon
+                thread.join(60)
+        signal.set_wakeup_fd(woken_by)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        notices._reader.close()
+        notices._writer.close()
+
+
+class Thread:
+    """A thread that is noted, not started."""
+
+    def __init__(self, noted: list[dict[str, Any]], **values: Any) -> None:
+        self.noted, self.values = noted, values
+
+    def start(self) -> None:
+        self.noted.append(self.values)
+
+
+def test_a_loader_worker_outlives_what_all_processes_of_a_step_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    masks: list[Any] = []
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *mask: masks.append(mask))
+    threads: list[dict[str, Any]] = []
+    monkeypatch.setattr(threading, "Thread", partial(Thread, threads))
+    try:
+        notice.ignore_in_loader(0)
+        assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert masks == [(signal.SIG_BLOCK, {signal.SIGTERM})]
+    obeys = {"target": notice._obey, "args": (os.getppid(),), "daemon": True}
+    assert threads == [obeys]
+
+
+def test_a_loader_worker_obeys_its_parent_alone(
+    monkeypatch: pytest.MonkeyPatch, printed: list[str]
+) -> None:
+    senders = [1, 5, 7, 5]
+    monkeypatch.setattr(
+        signal, "sigwaitinfo", lambda numbers: SimpleNamespace(si_pid=senders.pop(0))
+    )
+    with pytest.raises(LeftError, match="0"):
+        notice._obey(7)
+    assert senders == [5]

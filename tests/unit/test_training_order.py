@@ -197,3 +197,7 @@ def test_the_order_and_derived_seeds_stay_what_they_are() -> None:
     assert derive(1, 2, 3) != derive(1, 23)
     generator = torch.Generator().manual_seed(derive(3, 4))
     assert torch.equal(permutation(1000, 3, 4), torch.randperm(1000, generator=generator))
+
+
+def test_a_run_begins_before_its_first_step() -> None:
+    assert vars(Position()) == {"step": 0, "epoch": 0, "samples": 0}

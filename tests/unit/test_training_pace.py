@@ -144,3 +144,11 @@ def test_metrics_are_written_rarely_and_at_the_end(tmp_path: Path) -> None:
     assert 1 <= len(events) <= 2
     assert (events[-1]["step"], events[-1]["loss"]) == (99, 99.0)
     assert "total_steps" not in events[-1]
+
+
+def test_a_save_that_is_due_is_heard_of_where_all_wait() -> None:
+    now = make_pace(Notices(None), every=0.0)
+    assert now.hear_all().save  # sent, and read at once
+    before = make_pace(Notices(None), every=0.0)
+    before._turn()
+    assert before.hear_all().save  # sent at the last exchange

@@ -8,12 +8,14 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 from training_fakes import Holds
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
@@ -291,6 +293,46 @@ def test_what_a_stream_draws_depends_on_seed_and_epoch_alone() -> None:
     assert len({row[3] for row in whole_epoch}) == 9
 
 
+class Shuffled(IterableDataset[int]):
+    """Draws its order before its first sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(90), 90))
+
+
+def test_a_stream_that_shuffles_itself_goes_on_in_its_order() -> None:
+    def numbers(position: Position) -> list[int]:
+        walk = Stream(Shuffled(), Cut(3, 0, 1), 1, position, list)
+        return [number for _, batch in walk for number in batch]
+
+    every = numbers(Position(epoch=2))
+    assert numbers(Position(epoch=2, samples=6)) == every[6:]
+    assert numbers(Position(epoch=3)) != every
+
+
+def test_what_collate_draws_for_a_stream_depends_on_seed_and_epoch_alone() -> None:
+    def draws(position: Position) -> list[float]:
+        with randomness.untouched():
+            walk = Stream(Endless(), Cut(3, 0, 1), 1, position, lambda batch: random.random())
+            return [drawn for _, drawn in walk]
+
+    every = draws(Position(epoch=2))
+    assert draws(Position(epoch=2)) == every
+    assert draws(Position(epoch=2, samples=3)) == every[1:]
+    assert len({*every, *draws(Position(epoch=3))}) == 6
+
+
+def test_a_loader_worker_makes_its_turns_and_hides_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sees(Endless):
+        def __iter__(self) -> Iterator[Any]:
+            for number in range(9):
+                yield number, get_worker_info() is None
+
+    monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(id=1, num_workers=2))
+    walk = list(Stream(Sees(), Cut(2, 0, 1), 1, Position(), list))
+    assert [batch for _, batch in walk] == [[(2, True), (3, True)], [(6, True), (7, True)]]
+
+
 # --- what is collected ---------------------------------------------------------------------
 
 
@@ -371,8 +413,8 @@ def test_few_of_many_differences_are_named(tmp_path: Path) -> None:
     there = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
     with pytest.raises(HpcDdpError) as caught:
         _put_back(tmp_path, result, {"m": there})
-    assert caught.value.message.count(" here and ") == state._SHOWN
-    assert f", and {12 - state._SHOWN} more" in caught.value.message
+    assert caught.value.message.count(" here and ") == 8
+    assert ", and 4 more" in caught.value.message
     with pytest.raises(HpcDdpError, match=r"of step 7 is not of this program's .*: m: 0\.bias"):
         _put_back(tmp_path, result, {"m": there})
 
@@ -479,3 +521,116 @@ def test_each_batch_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(beats) == 6
     list(Shard(Numbers(), Cut(4, 0, 1), seed=0, device=CPU))
     assert len(beats) == 12
+
+
+# --- what is easily overlooked -------------------------------------------------------------
+
+
+def test_before_the_first_batch_there_is_no_share() -> None:
+    assert _loader().share is None
+    assert Shard(Numbers(), Cut(4, 0, 1), seed=0, device=CPU).counts
+
+
+class Late(Worker):
+    """A loader worker whose exit code is known only once it has been waited for."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.exitcode, self._code = None, code
+
+    def join(self) -> None:
+        self.exitcode = self._code
+
+
+def test_a_worker_that_has_just_ended_is_waited_for() -> None:
+    worker = Late(-9)
+    with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
+        list(module._watched(cast(Any, Batches(RuntimeError(GONE), worker))))
+    worker.close()
+
+
+class Interrupted:
+    """A loader worker during whose burial torch's handler raises once more."""
+
+    @property
+    def exitcode(self) -> int:
+        raise RuntimeError(KILLED)
+
+
+def test_a_handler_that_interrupts_the_search_for_the_dead_is_heard() -> None:
+    batches = Batches(RuntimeError(GONE))
+    batches._workers = cast(Any, [Interrupted()])
+    with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
+        list(module._watched(cast(Any, batches)))
+
+
+def test_batches_made_in_a_worker_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = list(_loader())
+    monkeypatch.setattr(module, "get_worker_info", object)
+    assert all(map(torch.equal, _loader(), here))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_worker_begins_with_what_the_script_wants(
+    monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(module, "ignore_in_loader", lambda worker: calls.append(("ours", worker)))
+    module._begin_worker((lambda worker: calls.append(("theirs", worker))) if given else None, 3)
+    assert calls == [("ours", 3), ("theirs", 3)][: 2 if given else 1]
+
+
+def test_any_box_of_a_tensor_is_read(tmp_path: Path) -> None:
+    """As ranks that have another part of a tensor than those that wrote it."""
+    full = torch.arange(18.0).view(6, 3)
+    files = []
+    for index, low in enumerate((0, 24, 48)):  # two rows each
+        buffer = Buffer(CPU)
+        part = rows(full, low, low + 24)
+        assert part is not None
+        buffer.fill({"t": part})
+        (tmp_path / str(index)).write_bytes(buffer.bytes)
+        files.append((tmp_path / str(index), as_plain(buffer.pieces)))
+    boxes = [((0, 0), (2, 3)), ((1, 0), (2, 3)), ((1, 1), (4, 2)), ((4, 2), (2, 1))]
+    boxes += [((6, 0), (0, 3)), ((3, 0), (0, 3))]
+    for start, size in boxes:
+        wanted = full[start[0] : start[0] + size[0], start[1] : start[1] + size[1]]
+        assert torch.equal(Reader(files)._box("t", start, size), wanted)
+    with pytest.raises(HpcDdpError, match="t: only 0 of 6 numbers are stored"):
+        Reader(files[:1])._box("t", (4, 0), (2, 3))
+
+
+def test_with_workers_batches_keep_their_order_and_notices_are_survived() -> None:
+    batches = _loader(num_workers=2)._batches
+    assert batches.in_order
+    assert batches.worker_init_fn is not None
+
+
+def test_what_the_training_changes_is_known() -> None:
+    linear = nn.Linear(2, 2)
+    model = nn.Sequential(linear, nn.BatchNorm1d(2, affine=False))
+    scale = nn.Parameter(torch.ones(()))
+    model.register_parameter("scale", scale)
+    model.register_parameter("tied", scale)
+    linear.bias.requires_grad = False
+    optimizer = torch.optim.Adam([linear.weight, scale])
+    (model(torch.randn(3, 2)) * scale).sum().backward()
+    optimizer.step()
+    result = state.collect({"m": model, "o": optimizer, "x": Holds(torch.ones(2))})
+    moments = {f"o.state.m.0.weight.{name}" for name in ("exp_avg", "exp_avg_sq")}
+    assert result.trained == {"m.0.weight", "m.scale", "m.tied", *moments}
+    assert result.replicated == {*result.trained, "m.0.bias"}
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    assert result.buffers == {f"m.1.{name}" for name in names}
+
+
+@pytest.mark.parametrize(("count", "dots"), [(8, False), (9, True)])
+def test_few_of_many_other_parameters_are_named(tmp_path: Path, count: int, dots: bool) -> None:
+    model = nn.ParameterList(torch.ones(1) for _ in range(count + 1))
+    optimizer = torch.optim.SGD(list(model.parameters()))
+    result = state.collect({"m": model, "o": optimizer})
+    other = torch.optim.SGD([model[0]])
+    with pytest.raises(HpcDdpError) as caught:
+        _put_back(tmp_path, result, {"m": model, "o": other})
+    assert caught.value.message.count("m.") == 8
+    assert caught.value.message.endswith(" …") is dots

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import random
 import zlib
 from pathlib import Path
@@ -130,3 +132,33 @@ def test_health_is_listed_oldest_first(tmp_path: Path) -> None:
         ("step-10", None),
     ]
     assert rows[0].bytes == 1000
+
+
+def test_what_does_not_reach_the_disk_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.write_file(tmp_path / "f", b"x")
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.sync_folder(tmp_path)
+
+
+def test_names_are_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft's before it is published, and then its new one."""
+    synced: list[str] = []
+
+    def sync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    storage.publish(make(tmp_path, 3), 0)
+    assert synced == ["state.pt", "manifest.json", "step-3.tmp-0", tmp_path.name]
+
+
+def test_a_manifest_is_the_same_in_any_order() -> None:
+    one = checkpoints.manifest_crc({"step": 1, "files": {}})
+    assert one == checkpoints.manifest_crc({"files": {}, "step": 1})
