@@ -102,9 +102,8 @@ def test_what_can_not_be_drilled_is_said(tmp_path: Path) -> None:
     done = drill(tmp_path, "--steps", "3", str(JOBS / "digits.py"))
     assert done.returncode == 2
     assert "steps is 3; accepted: a whole number from 8" in done.stderr
-    done = drill(
-        tmp_path, str(JOBS / "linear_regression.py"), "--batch-size", "400", "--epochs", "5"
-    )
+    few = (str(JOBS / "linear_regression.py"), "--batch-size", "400", "--epochs", "5")
+    done = drill(tmp_path, *LEAN, *few)
     assert done.returncode == 2
     assert "the script takes 5 steps, and a drill needs 8" in done.stderr
     assert not list((tmp_path / "runs").glob(".drills/*"))

@@ -73,7 +73,7 @@ class DryRun:
 
 
 def test_stopped_politely_it_goes_on_at_the_next_step(tmp_path: Path) -> None:
-    words = (*TWO_BY_ONE, str(SCRIPTS / "trouble.py"), "none")
+    words = ("--nproc-per-node", "2", str(SCRIPTS / "trouble.py"), "none")
     first = DryRun(tmp_path / "runs", *words)
     first.until("first_step")
     first.process.send_signal(signal.SIGTERM)

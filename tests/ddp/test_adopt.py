@@ -75,6 +75,7 @@ def test_no_pair_is_left_out() -> None:
     }
 
 
+@pytest.mark.more  # torch and torchvision alone: only a new torch can change that
 @each_pair
 def test_before_runs_to_its_end(pair: Pair, crew: Any) -> None:
     assert "epoch 1" in pair.before(crew)

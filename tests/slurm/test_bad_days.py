@@ -36,7 +36,7 @@ from harness import (
     ("backend", "proctrack"),
     [
         ("slurm", "linuxproc"),
-        ("submitit", "cgroup"),
+        pytest.param("submitit", "cgroup", marks=pytest.mark.more),
         pytest.param("slurm", "cgroup", marks=pytest.mark.more),
         pytest.param("submitit", "linuxproc", marks=pytest.mark.more),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from cluster_build import Proctrack
 from harness import (
     DIGITS,
     DIGITS_ARGS,
@@ -27,10 +28,15 @@ from harness import (
 LAUNCHERS = ("torchrun", "srun")
 
 
-@pytest.mark.parametrize("backend", ["slurm", pytest.param("submitit", marks=pytest.mark.more)])
-def test_a_task_for_each_worker(hpc: Hpc, cluster: Cluster, walked: Job, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "proctrack"),
+    [pytest.param("slurm", "linuxproc", marks=pytest.mark.more), ("submitit", "cgroup")],
+)
+def test_a_task_for_each_worker(
+    hpc: Hpc, cluster: Cluster, walked: Job, backend: str, proctrack: Proctrack
+) -> None:
     """Preempted once; the weights in the end are those of an undisturbed run under torchrun."""
-    use(cluster)
+    use(cluster, proctrack)
     words = ("--launcher", "srun", "--backend", backend, *ONE_BY_TWO)
     job = hpc.submit(*words, *QUICK_WALK, "--hold-at", "5")
     job.held(5)
