@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import order, randomness
+from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.notice import ignore_in_loader
 from hpc_ddp.training.order import Cut, Position, Share
 from hpc_ddp.training.stream import Stream
@@ -195,7 +196,7 @@ def batches_of(
             in_order=True,
             # Without a generator of its own an iterator draws from the global one.
             generator=torch.Generator(),
-            **{"pin_memory": device.type == "cuda", **options},
+            **{"pin_memory": is_accelerator(device), **options},
         )
     except (TypeError, ValueError) as error:
         raise UsageError(

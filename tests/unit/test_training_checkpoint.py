@@ -386,7 +386,7 @@ def test_space_and_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _keeper(saver: Checkpoints, position: Position | None = None, seed: int = 1) -> Keeper:
-    return Keeper(saver, position or Position(), CPU, seed, Grid(), only_finite=True)
+    return Keeper(saver, position or Position(), [CPU], seed, Grid(), only_finite=True)
 
 
 class Count:
@@ -591,7 +591,7 @@ class Begun:
 def test_the_first_rank_of_each_later_stage_tells_of_its_objects(rank: int, tells: bool) -> None:
     """Rank 0 saves what the ranks of its own stage share."""
     begun: Any = Begun()
-    keeper = Keeper(begun, Position(), CPU, 1, Grid(rank, 6, pp=3), only_finite=True)
+    keeper = Keeper(begun, Position(), [CPU], 1, Grid(rank, 6, pp=3), only_finite=True)
     keeper.track({"count": Count()}, {})
     keeper.save()
     assert ("tree" in begun.content.own) is tells
@@ -603,7 +603,7 @@ def test_weights_that_are_not_finite_are_saved_only_where_that_is_asked_for(
     run: RunFolder, make: Make, only_finite: bool
 ) -> None:
     model = torch.nn.Linear(2, 2)
-    keeper = Keeper(make(), Position(step=1), CPU, 1, Grid(), only_finite)
+    keeper = Keeper(make(), Position(step=1), [CPU], 1, Grid(), only_finite)
     keeper.track({"model": model}, {})
     with torch.no_grad():
         model.weight.fill_(torch.nan)

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import Clock, stop_clock
-from training_fakes import Alone, Saves
+from training_fakes import Alone, Saves, give_gpus
 
 from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.training import control, notice, pace, schedule
+from hpc_ddp.training import control, devices, notice, pace, schedule
 from hpc_ddp.training.control import Control, choose_backend, choose_devices, leave
 from hpc_ddp.training.exchange import Decision, Exchange
 from hpc_ddp.training.facts import DistInfo
@@ -355,10 +355,7 @@ def test_each_worker_has_gpus_of_its_own(
     torchrun: bool,
     first: int | str | None,
 ) -> None:
-    current: list[int] = []
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr("torch.cuda.set_device", current.append)
+    current = give_gpus(monkeypatch, gpus)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -369,11 +366,33 @@ def test_each_worker_has_gpus_of_its_own(
         assert first in f"{caught.value.message} {caught.value.hint}"
         assert (" of 2 GPUs" in caught.value.message) is (per_worker == 2)
         return
-    devices = [torch.device("cpu")] * per_worker
+    expected = [torch.device("cpu")] * per_worker
     if first is not None:
-        devices = [torch.device("cuda", first + index) for index in range(per_worker)]
-    assert choose_devices(info, per_worker) == devices
+        expected = [torch.device("cuda", first + index) for index in range(per_worker)]
+    assert choose_devices(info, per_worker) == expected
     assert current == ([] if first is None else [first])
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable"),
+    [
+        ("cuda", "CUDA_VISIBLE_DEVICES"),
+        ("xpu", "ZE_AFFINITY_MASK"),
+        ("npu", "ASCEND_RT_VISIBLE_DEVICES"),
+        ("mps", None),
+    ],
+)
+def test_the_hint_names_the_variable_of_the_vendor(
+    monkeypatch: pytest.MonkeyPatch, kind: str, variable: str | None
+) -> None:
+    if kind == "npu":  # known to torch once Ascend's package is loaded
+        kind = "privateuseone"
+        monkeypatch.setitem(devices.VENDORS, kind, devices.VENDORS["npu"])
+    give_gpus(monkeypatch, 1, kind)
+    with pytest.raises(HpcDdpError) as caught:
+        choose_devices(DistInfo(0, 0, 2, 2, launched=True), 2)
+    hidden = f", or hide the GPUs with {variable}=''" if variable else ""
+    assert caught.value.hint == f"take fewer GPUs{hidden}"
 
 
 @pytest.mark.parametrize(
@@ -381,6 +400,7 @@ def test_each_worker_has_gpus_of_its_own(
     [
         (None, "cpu", "gloo"),
         (None, "cuda", "nccl"),
+        (None, "xpu", "xccl"),
         ("gloo", "cuda", "gloo"),
         ("nccl", "cpu", "there is no GPU here"),
         ("mpi", "cpu", "built without MPI"),
