@@ -56,14 +56,15 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
         this torch was built without it, or NCCL is asked for and there is no GPU
     """
     backend = asked or devices.default_backend(device)
-    missing = {
-        "nccl": "there is no GPU here" if device.type == "cpu" else "",
-        "mpi": "" if dist.is_mpi_available() else "this torch was built without MPI",
-    }
-    if missing.get(backend):
+    why = ""
+    if backend == "mpi" and not dist.is_mpi_available():
+        why = "this torch was built without MPI"
+    elif not devices.carries(backend, device):
+        why = f"it sends no tensors of {device.type}" if devices.count() else "there is no GPU here"
+    if why:
         raise HpcDdpError(
-            f"the backend {backend!r} can't be used: {missing[backend]}",
-            hint="leave it out, or HPC_DDP_BACKEND=gloo",
+            f"the backend {backend!r} can't be used: {why}",
+            hint=f"leave it out, or HPC_DDP_BACKEND={devices.default_backend(device)}",
         )
     return backend
 

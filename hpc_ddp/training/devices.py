@@ -66,6 +66,11 @@ def default_backend(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device)
 
 
+def carries(backend: str, device: torch.device) -> bool:
+    """Tell whether a backend sends a device's tensors, as far as torch knows of it."""
+    return device.type in dist.Backend.backend_capability.get(backend, [device.type])
+
+
 def bound(backend: str, device: torch.device) -> dict[str, Any]:
     """Return the option that binds a process group to a device, where its backend takes one."""
     vendor = VENDORS.get(device.type)

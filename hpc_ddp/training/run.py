@@ -34,7 +34,7 @@ from hpc_ddp.training.notice import NONE, REASONS
 from hpc_ddp.training.order import Share, make_cut
 from hpc_ddp.training.parts import Parts, assemble
 from hpc_ddp.training.settle import settle
-from hpc_ddp.training.sharded import is_sharded
+from hpc_ddp.training.sharded import is_sharded, keep_apart
 from hpc_ddp.training.state import unwrap
 from hpc_ddp.training.watchdog import beat
 
@@ -426,6 +426,7 @@ class Run:
         self._parts.keeper.track({**objects, "_precision": self._parts.precision}, data)
         for each in objects.values():
             if isinstance(each, torch.optim.Optimizer):
+                keep_apart(each)
                 each.register_step_pre_hook(self._check_ends_step)
 
     # -- the loop --------------------------------------------------------------------------
