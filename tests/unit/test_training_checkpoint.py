@@ -679,6 +679,31 @@ def test_a_save_begins_once_the_old_ones_are_removed(
     assert steps == ["saved 1", "removed after 1", "saved 2", "removed after 2"]
 
 
+@pytest.mark.parametrize(("rank", "removed"), [(0, [1]), (1, [])])
+def test_rank_0_alone_removes_old_checkpoints(
+    make: Make, monkeypatch: pytest.MonkeyPatch, rank: int, removed: list[int]
+) -> None:
+    class Ranked(Alone):
+        """A rank among two, to which rank 0 says that the save is good."""
+
+        world_size = 2
+
+        def from_first(self, value: Any) -> Any:
+            return (checkpoint._SAVED, None) if rank else value
+
+        def to_first(self, value: Any) -> list[Any]:
+            return [] if rank else [value, Answer(0, 7, {})]
+
+    Ranked.rank = rank
+    steps: list[int] = []
+    monkeypatch.setattr(storage, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
+    saver = make(background=Ranked())
+    saver.begin(_content(1))
+    saver.settle()
+    saver.tidy()
+    assert steps == removed
+
+
 @pytest.mark.parametrize(("problems", "waits"), [((None,), 1), (("a read error", None), 2)])
 def test_a_disk_that_is_away_is_waited_for(
     make: Make, monkeypatch: pytest.MonkeyPatch, problems: tuple[str | None, ...], waits: int

@@ -20,10 +20,12 @@ from fakes import Clock, stop_clock
 from training_fakes import Alone, Saves, give_gpus
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.journal import Journal
 from hpc_ddp.training import control, devices, notice, pace, schedule
 from hpc_ddp.training.control import Control, choose_backend, choose_devices, leave
 from hpc_ddp.training.exchange import Decision, Exchange
 from hpc_ddp.training.facts import DistInfo
+from hpc_ddp.training.failure import FailureHook
 from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.pace import Pace
 from hpc_ddp.training.schedule import Schedule, between_failures, young_daly
@@ -650,3 +652,16 @@ def test_a_loader_worker_obeys_its_parent_alone(
     with pytest.raises(LeftError, match="0"):
         notice._obey(7)
     assert senders == [5]
+
+
+def test_a_forked_process_is_no_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A thread of a loader worker may end by an error once the rank has left."""
+    hook = FailureHook(DistInfo(), "n1")
+    hook.journal = Journal(tmp_path / "rank-0.jsonl", "rank-0")
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    error = ConnectionResetError("by peer")
+    hook(type(error), error, None)  # and the process goes on
+    assert "ConnectionResetError: by peer" in capsys.readouterr().err
+    assert not (tmp_path / "rank-0.jsonl").exists()

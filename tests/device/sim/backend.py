@@ -44,11 +44,12 @@ def show_reports() -> None:
 
 def _decomposed() -> set[str]:
     """Return the operators that have a kernel for CPUs, and one made of others for the rest."""
-    cpu, composite, own = (
+    cpu, explicit, implicit, own = (
         set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
-        for key in ("CPU", "CompositeExplicitAutograd", "PrivateUse1")
+        for key in ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "PrivateUse1")
     )
-    return {name for name in cpu & composite - own if name.startswith("aten::")}
+    names = cpu & (explicit | implicit) - own
+    return {name for name in names if name.startswith("aten::")}
 
 
 def _process_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
