@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from sim import backend  # type: ignore[import-not-found]  # on the path of this process only
+from sim import backend
 from torch import nn
 from torch.nn import functional
 

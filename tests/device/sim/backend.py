@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed re-exports it untyped
 
 import sim
 
@@ -53,7 +54,7 @@ def _decomposed() -> set[str]:
 
 
 def _process_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
     return C.SimCcl(gloo, rank, size)
 
 
@@ -87,7 +88,7 @@ def use_device(device: Any) -> Iterator[None]:
         torch.accelerator.set_device_index(before)
 
 
-def _device_module() -> types.ModuleType:
+def _device_module() -> Any:
     """Return what ``torch.sim`` is: the functions that ``torch.cuda`` has, as far as needed."""
     generators = [C.default_generator(index) for index in range(C.device_count())]
     module: Any = types.ModuleType("torch.sim")

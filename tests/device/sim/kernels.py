@@ -12,7 +12,8 @@ _library: Any = None  # registrations last as long as it does
 
 def register() -> None:
     global _library
-    _library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    library: Any = torch.library.Library  # untyped
+    _library = library("aten", "IMPL", "PrivateUse1")
     for name, kernel in KERNELS.items():
         _library.impl(name, kernel)
 
