@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from sim import backend
 from torch import nn
+from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports it untyped
 from torch.nn import functional
 
 SIM = torch.device("sim:0")
@@ -223,6 +225,20 @@ def an_event_is_not_over_at_the_first_look() -> None:
     assert first.elapsed_time(last) >= 0
     first.record()
     assert [first.query() for _ in range(2)] == [False, True]
+
+
+@check
+def a_collective_that_is_not_waited_for_is_reported() -> None:
+    dist.init_process_group(store=HashStore(), rank=0, world_size=1, device_id=SIM)
+    value = torch.ones(4, device=SIM)
+    work = dist.all_reduce(value, async_op=True)
+    value + 1
+    assert any("reads what sim:0 collectives writes" in report for report in REPORTS())
+    assert work is not None
+    work.wait()
+    assert (value + 1).sum().item() == 8
+    assert REPORTS() == []
+    dist.destroy_process_group()
 
 
 def main() -> int:
