@@ -36,7 +36,7 @@ def choose_devices(info: DistInfo, each: int = 1) -> list[torch.device]:
     first = 0 if own else info.local_rank * each
     if first + each > count:
         needs = f" of {each} GPUs" if each > 1 else ""
-        variable = devices.visible_variable()
+        variable = devices.hiding_variable()
         hide = f", or hide the GPUs with {variable}=''" if variable else ""
         fitting = f"start {count // each} workers per node" if count >= each else "take fewer GPUs"
         raise HpcDdpError(
@@ -64,7 +64,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     if why:
         raise HpcDdpError(
             f"the backend {backend!r} can't be used: {why}",
-            hint=f"leave it out, or HPC_DDP_BACKEND={devices.default_backend(device)}",
+            hint=f"leave it out: this run's own is {devices.default_backend(device)!r}",
         )
     return backend
 

@@ -21,41 +21,46 @@ CPU = torch.device("cpu")
 class Vendor:
     """What torch's device type alone does not tell.
 
-    `visible` are the environment variables that name the devices a process may use, first the one
-    that torch itself reads. `binds` tells whether the backend takes a ``device_id``, to connect
-    at once and to know its device.
+    `hidden_by` is the variable that hides all devices from torch when it is empty, None where none
+    is known. `binds` tells whether the backend takes a ``device_id``, to connect at once.
     """
 
-    visible: tuple[str, ...]
+    hidden_by: str | None
     binds: bool = False
 
 
-VENDORS = {
-    "cuda": Vendor(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), True),
-    "xpu": Vendor(("ZE_AFFINITY_MASK",)),
-    "npu": Vendor(("ASCEND_RT_VISIBLE_DEVICES",)),
-}
+VENDORS = {"cuda": Vendor("CUDA_VISIBLE_DEVICES", binds=True)}  # AMD's are "cuda" to torch, too
 
 
 def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def visible_variable() -> str | None:
+def usable() -> torch.device | None:
+    """Return the kind of accelerator to train on, None where the CPU is to be taken.
+
+    That is also so for one whose tensors no backend of torch can send, such as Apple's.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    backend = dist.Backend.default_device_backend_map.get(device.type) if device else None
+    return device if device and backend and carries(backend, device) else None
+
+
+def hiding_variable() -> str | None:
     """Return the variable that hides this machine's accelerators, None where none is known."""
-    device = torch.accelerator.current_accelerator()
+    device = usable()
     vendor = VENDORS.get(device.type) if device else None
-    return vendor.visible[0] if vendor else None
+    return vendor.hidden_by if vendor else None
 
 
 def count() -> int:
-    """Return how many accelerators torch can use here, 0 where there are none."""
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    """Return how many accelerators can be trained on here, 0 where there are none."""
+    return torch.accelerator.device_count() if usable() else 0
 
 
 def take(first: int, number: int) -> list[torch.device]:
     """Return so many accelerators from an index on, and make the first the current one."""
-    kind = torch.accelerator.current_accelerator()
+    kind = usable()
     assert kind is not None
     torch.accelerator.set_device_index(first)
     return [torch.device(kind.type, first + i) for i in range(number)]

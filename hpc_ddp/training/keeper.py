@@ -97,11 +97,11 @@ class Keeper:
         Called at the start of the loop, so that whatever the script draws before it makes no
         difference to a resume.
         """
+        # First for what the checkpoint does not tell of: it may be one of a run on the CPU.
+        seed = derive(self._seed, self._position.step, self._grid.stream)
+        randomness.seed_all(seed, self._devices)
         if self._rng is not None:
             randomness.restore(self._rng, self._devices)
-        else:
-            seed = derive(self._seed, self._position.step, self._grid.stream)
-            randomness.seed_all(seed, self._devices)
         self._rng = None
 
     def save(self) -> None:

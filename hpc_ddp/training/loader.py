@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
+    Subset,
     TensorDataset,
     default_collate,
     get_worker_info,
@@ -369,8 +371,11 @@ def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
 
 def _is_there(dataset: Dataset[Any]) -> bool:
     """Tell whether a data set lies on an accelerator: only the CPU's memory can be pinned."""
-    tensors = dataset.tensors if isinstance(dataset, TensorDataset) else ()
-    return any(is_accelerator(tensor.device) for tensor in tensors)
+    if isinstance(dataset, TensorDataset):
+        return any(is_accelerator(tensor.device) for tensor in dataset.tensors)
+    if isinstance(dataset, Subset):
+        return _is_there(dataset.dataset)
+    return isinstance(dataset, ConcatDataset) and any(map(_is_there, dataset.datasets))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

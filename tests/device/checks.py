@@ -6,6 +6,7 @@ check, and ends with 1 if one has failed. One process for all: a start of torch 
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -148,6 +149,10 @@ def mixed_devices_are_refused() -> None:
     assert_refused(there.numpy, "Tensor.cpu()")
     assert_refused(lambda: torch.ones(3, device="sim:2"), "invalid device ordinal 2")
     assert (there + torch.tensor(1.0)).sum().item() == 6
+    ids = torch.tensor([0, 2])
+    assert there[ids].sum().item() == 2  # indices may lie on the host
+    assert_refused(lambda: functional.embedding(ids, there[:, None]), "on the same device")
+    assert_refused(lambda: torch.rand(2, device=SIM, generator=torch.Generator()), "for generator")
 
 
 @check
@@ -169,6 +174,30 @@ def a_copy_to_pinned_memory_arrives_when_the_host_has_waited() -> None:
     torch.accelerator.synchronize()
     assert torch.equal(host, torch.ones(4))
     assert REPORTS() == []
+
+
+@check
+def copies_through_one_buffer_in_one_stream_are_in_order() -> None:
+    host, there = torch.zeros(4, pin_memory=True), torch.ones(4, device=SIM)
+    filled = host.to(SIM, non_blocking=True)
+    host.copy_(there, non_blocking=True)
+    torch.accelerator.synchronize()
+    assert host.sum().item() == 4
+    assert filled.sum().item() == 0
+    assert REPORTS() == []
+
+
+@check
+def a_forked_process_is_refused() -> None:
+    torch.ones(1, device=SIM)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.ones(1, device=SIM)
+        except RuntimeError as error:
+            os._exit(7 if "forked subprocess" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
 @check

@@ -54,7 +54,7 @@ def test_backends_are_known_by_what_they_carry() -> None:
 def test_without_an_accelerator_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     give_gpus(monkeypatch, 0)
     assert devices.count() == 0
-    assert devices.visible_variable() is None
+    assert devices.hiding_variable() is None
     assert devices.name(devices.CPU) == ""
 
 
@@ -75,3 +75,11 @@ def test_each_device_of_a_worker_has_a_generator_of_its_own(
         randomness.restore(saved, places)
         assert states == dict(zip(places, (7, 8), strict=True))
         assert "devices" not in randomness.snapshot([devices.CPU])
+
+
+@pytest.mark.parametrize(("kind", "count"), [("cuda", 2), ("xpu", 2), ("mps", 0), ("mtia", 0)])
+def test_only_what_a_backend_can_send_is_trained_on(
+    monkeypatch: pytest.MonkeyPatch, kind: str, count: int
+) -> None:
+    give_gpus(monkeypatch, 2, kind)
+    assert devices.count() == count

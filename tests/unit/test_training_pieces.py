@@ -16,7 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 from torch.utils.data._utils import worker as torch_worker
 from training_fakes import Holds
 
@@ -104,6 +111,7 @@ def test_data_that_lie_on_a_device_are_not_pinned() -> None:
     on_device = TensorDataset(torch.ones(8, device="meta"))
     assert pins(TensorDataset(torch.ones(8)))
     assert not pins(on_device)
+    assert not pins(Subset(ConcatDataset([on_device]), range(4)))
     assert pins(on_device, pin_memory=True)  # who asks for it gets torch's error
 
 

@@ -47,6 +47,8 @@ def give_gpus(monkeypatch: pytest.MonkeyPatch, count: int, kind: str = "cuda") -
     device = torch.device(kind) if count else None
     monkeypatch.setattr("torch.accelerator.is_available", lambda: count > 0)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: count)
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: device)
+    monkeypatch.setattr(
+        "torch.accelerator.current_accelerator", lambda check_available=False: device
+    )
     monkeypatch.setattr("torch.accelerator.set_device_index", current.append)
     return current

@@ -112,6 +112,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device(kDevice, current_device);
     if (!bytes) return {nullptr, device};
+    refuse_fork();
+    note_use();
     check_room(current_device, bytes);
     void* address = nullptr;
     TORCH_CHECK(!posix_memalign(&address, 64, bytes), "the host has no memory for the stand-in device");
@@ -270,8 +272,7 @@ void deliver_copies() {
 void order_copies(const char* host, size_t bytes, int lane) {
   std::lock_guard lock(mutex);
   finish_where([&](const Copy& copy) {
-    return copy.to_host && copy.overlaps(host, bytes) &&
-           (copy.lane == lane || is_over(copy.lane, copy.when, lane));
+    return copy.overlaps(host, bytes) && (copy.lane == lane || is_over(copy.lane, copy.when, lane));
   });
   for (const auto& copy : copies)
     if (copy.to_host && copy.overlaps(host, bytes))

@@ -8,6 +8,8 @@
 
 #include <cstring>
 #include <optional>
+#include <set>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
@@ -56,7 +58,9 @@ class GeneratorLoan {
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
-      : op_(op), schema_(op.schema()), stack_(stack), doing_(schema_.name().c_str()) {}
+      : op_(op), schema_(op.schema()), stack_(stack), doing_(schema_.name().c_str()) {
+    refuse_fork();
+  }
 
   void run() {
     lower_arguments();
@@ -108,7 +112,10 @@ class Call {
       if (asked_->type() == kDevice) value = c10::Device(c10::kCPU);
     } else if (value.isGenerator()) {
       has_generator_ = true;
-      if (value.toGenerator().device().type() == kDevice) value = inner_generator(value.toGenerator());
+      if (value.toGenerator().device().type() == kDevice)
+        value = inner_generator(value.toGenerator());
+      else
+        has_host_generator_ = true;
     }
   }
 
@@ -131,11 +138,15 @@ class Call {
   }
 
   void refuse_mixed_devices() const {
-    const std::string name = doing();
-    const bool may_mix = name.find("index") != std::string::npos || name.find("copy") != std::string::npos ||
-                         name.find("set_") != std::string::npos;
-    TORCH_CHECK(may_mix || !has_host_tensor_ || arguments_.empty(),
-                "Expected all tensors to be on the same device, but found at least two devices, sim and cpu, in ", name);
+    // As CUDA does: indices may lie on the host, and what is copied.
+    static const std::set<std::string> kMayMix = {
+        "aten::index",  "aten::_unsafe_index",       "aten::index_put",  "aten::index_put_",
+        "aten::copy_",  "aten::_unsafe_index_put",   "aten::_copy_from", "aten::_index_put_impl_",
+        "aten::set_",   "aten::_copy_from_and_resize"};
+    TORCH_CHECK(kMayMix.count(doing()) || !has_host_tensor_ || arguments_.empty(),
+                "Expected all tensors to be on the same device, but found at least two devices, sim and cpu, in ", doing());
+    TORCH_CHECK(!has_host_generator_ || device().type() != kDevice,
+                "Expected a 'sim' device type for generator but found 'cpu' in ", doing());
   }
 
   // A kernel may have given an output another size, or new memory.
@@ -199,7 +210,7 @@ class Call {
   std::vector<at::Tensor> results_;  // in new memory
   std::unordered_map<c10::StorageImpl*, c10::Storage> adopted_;
   std::optional<c10::Device> device_, asked_;
-  bool has_host_tensor_ = false, has_generator_ = false, tells_host_ = false;
+  bool has_host_tensor_ = false, has_generator_ = false, has_host_generator_ = false, tells_host_ = false;
 };
 
 // -- what is no kernel: memory, copies, storages -----------------------------------------------------

@@ -92,5 +92,8 @@ const at::Generator& default_generator(c10::DeviceIndex device);
 at::Generator new_generator(c10::DeviceIndex device);
 at::Generator inner_generator(const at::Generator& generator);  // the CPU's that it is made of
 
+void note_use();     // of a device, by this process
+void refuse_fork();  // raises where a process that has used a device has forked this one
+
 int64_t waits();  // how often the host has waited for a device
 }  // namespace sim

@@ -1,6 +1,10 @@
 // Which operations are known to be over: a vector clock for each stream, and one for the host.
 #include "sim.h"
 
+#include <c10/util/Exception.h>
+
+#include <unistd.h>
+
 #include <cstdlib>
 #include <utility>
 
@@ -15,6 +19,7 @@ std::array<Clock, kHost + 1> clocks{};
 std::vector<std::string> reports;
 thread_local const char* name = "";
 int64_t host_waits = 0;
+pid_t user = 0;  // the process that has used a device
 
 void join(Clock& clock, const Clock& other) {
   for (size_t lane = 0; lane < clock.size(); lane++) clock[lane] = std::max(clock[lane], other[lane]);
@@ -72,6 +77,16 @@ void host_waits_for(const Clock& clock) {
 int64_t waits() {
   std::lock_guard lock(mutex);
   return host_waits;
+}
+
+void note_use() {
+  if (!user) user = getpid();
+}
+
+void refuse_fork() {
+  TORCH_CHECK(!user || user == getpid(),
+              "Cannot re-initialize sim in forked subprocess. To use sim with multiprocessing, you must use the "
+              "'spawn' start method");
 }
 
 Doing::Doing(const char* now) : before(std::exchange(name, now)) {}
