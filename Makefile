@@ -14,7 +14,7 @@ BIN := .venv/bin
 # list, each with a cluster of its own.
 PARALLEL := --numprocesses=4 --maxschedchunk=1
 
-.PHONY: demo test test-slurm lint types cluster docs bench test-more soak mutants flakes \
+.PHONY: demo test test-slurm test-device lint types cluster docs bench test-more soak mutants flakes \
 	constraints clean
 
 demo: .venv/demo
@@ -32,6 +32,7 @@ types: .venv/ready
 	$(BIN)/python -m mypy hpc_ddp jobs tools tests/unit tests/cli
 	$(BIN)/python -m mypy tests/ddp
 	MYPYPATH=tests/slurm $(BIN)/python -m mypy tests/slurm bench
+	MYPYPATH=tests/device $(BIN)/python -m mypy tests/device
 
 # The Slurm tests with the Slurm of another suite of Debian: bullseye has 20.11, trixie 24.11, sid
 # the newest. It is fetched once, into $(CACHE).
@@ -39,6 +40,11 @@ SUITE ?= trixie
 test-slurm: .venv/ready
 	HPC_DDP_TEST_SLURM=$(SUITE) $(BIN)/python -m pytest tests/slurm $(PARALLEL) \
 		-m "version or not more" --durations=25
+
+# tests/ddp on an accelerator: DEVICE=sim, the stand-in of tests/device, or cuda, a machine's own.
+test-device: export DEVICE ?= sim
+test-device: .venv/ready
+	$(BIN)/python -m pytest tests/ddp --numprocesses=2
 
 cluster: .venv/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell

@@ -109,7 +109,7 @@ class Trainer:
     def __init__(self, config, model, train_set, test_set):
         self.config = config
         self.rank = dist.get_rank()
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
         self.model = run.wrap(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.learning_rate)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.use_amp)
@@ -177,7 +177,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--amp",
         action=argparse.BooleanOptionalAction,
-        default=torch.cuda.is_available(),
+        default=torch.accelerator.is_available(),
         help="float16 where it is safe: fast on a GPU, slow on a CPU",
     )
     args = parser.parse_args()

@@ -114,7 +114,7 @@ class Trainer:
     def __init__(self, config, model, train_set, test_set):
         self.config = config
         self.rank = dist.get_rank()
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
         self.model = DDP(model.to(self.device))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.learning_rate)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.use_amp)
@@ -192,9 +192,9 @@ class Trainer:
 
 
 def ddp_setup():
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
     torch.manual_seed(0)
 
 
@@ -218,7 +218,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--amp",
         action=argparse.BooleanOptionalAction,
-        default=torch.cuda.is_available(),
+        default=torch.accelerator.is_available(),
         help="float16 where it is safe: fast on a GPU, slow on a CPU",
     )
     args = parser.parse_args()

@@ -36,7 +36,7 @@ class Trainer:
         snapshot_path,
     ):
         self.rank = dist.get_rank()
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
         self.model = DDP(model.to(self.device))
         self.train_data = train_data
         self.optimizer = optimizer
@@ -99,9 +99,9 @@ def load_train_objs():
 
 
 def ddp_setup():
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
     torch.manual_seed(0)
 
 

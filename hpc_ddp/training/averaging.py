@@ -8,6 +8,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hpc_ddp.run.errors import UsageError
+from hpc_ddp.training.sharded import is_sharded
 
 
 def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
@@ -20,9 +21,16 @@ def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
     average: Any = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # as torch has it
 
     def step(ours: Any, theirs: Any, count: Any) -> None:
-        if ours[0].is_floating_point():
-            average(ours, theirs, count)
-        else:
-            torch._foreach_copy_(ours, theirs)
+        # Tensor parallelism leaves DTensors and plain ones, which torch takes in no one call.
+        for sharded in (False, True):
+            both = zip(ours, theirs, strict=True)
+            pairs = [pair for pair in both if is_sharded(pair[0]) is sharded]
+            if not pairs:
+                continue
+            own, other = map(list, zip(*pairs, strict=True))
+            if own[0].is_floating_point():
+                average(own, other, count)
+            else:
+                torch._foreach_copy_(own, other)
 
     return AveragedModel(model, multi_avg_fn=step, use_buffers=True)

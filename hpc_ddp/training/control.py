@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports it untyped
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.training import devices
 from hpc_ddp.training.facts import DistInfo
 
 TEARDOWN_S = 10.0
@@ -27,40 +28,43 @@ def choose_devices(info: DistInfo, each: int = 1) -> list[torch.device]:
     HpcDdpError
         there are GPUs, but fewer than the workers of a torchrun on this node need
     """
-    if not torch.cuda.is_available():
-        return [torch.device("cpu")] * each
-    count = torch.cuda.device_count()
+    count = devices.count()
+    if not count:
+        return [devices.CPU] * each
     # Where each worker is a Slurm task, srun may have given each GPUs of its own to see.
     own = count == each and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     first = 0 if own else info.local_rank * each
     if first + each > count:
         needs = f" of {each} GPUs" if each > 1 else ""
+        variable = devices.hiding_variable()
+        hide = f", or hide the GPUs with {variable}=''" if variable else ""
+        fitting = f"start {count // each} workers per node" if count >= each else "take fewer GPUs"
         raise HpcDdpError(
             f"{info.local_world_size} workers{needs} on this node, but {count} visible GPU(s)",
-            hint=f"start {count // each} workers per node, or hide the GPUs with"
-            " CUDA_VISIBLE_DEVICES=''",
+            hint=f"{fitting}{hide}",
         )
-    torch.cuda.set_device(first)
-    return [torch.device("cuda", first + i) for i in range(each)]
+    return devices.take(first, each)
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
-    """Return what carries gradients: as asked, else NCCL between GPUs and Gloo between CPUs.
+    """Return what carries gradients: as asked, else the device's own: NCCL for NVIDIA and AMD,
+    XCCL for Intel, HCCL for Ascend, Gloo for the CPU.
 
     Raises
     ------
     HpcDdpError
         this torch was built without it, or NCCL is asked for and there is no GPU
     """
-    backend = asked or ("nccl" if device.type == "cuda" else "gloo")
-    missing = {
-        "nccl": "there is no GPU here" if device.type == "cpu" else "",
-        "mpi": "" if dist.is_mpi_available() else "this torch was built without MPI",
-    }
-    if missing.get(backend):
+    backend = asked or devices.default_backend(device)
+    why = ""
+    if backend == "mpi" and not dist.is_mpi_available():
+        why = "this torch was built without MPI"
+    elif not devices.carries(backend, device):
+        why = f"it sends no tensors of {device.type}" if devices.count() else "there is no GPU here"
+    if why:
         raise HpcDdpError(
-            f"the backend {backend!r} can't be used: {missing[backend]}",
-            hint="leave it out, or HPC_DDP_BACKEND=gloo",
+            f"the backend {backend!r} can't be used: {why}",
+            hint=f"leave it out: this run's own is {devices.default_backend(device)!r}",
         )
     return backend
 
@@ -74,7 +78,7 @@ def join(
     `asked` names the backend, None for the device's own.
     """
     backend = choose_backend(asked, device)
-    bind: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
+    bind = devices.bound(backend, device)
     timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else None
     if info.launched:
         dist.init_process_group(backend, timeout=timeout, **bind)

@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -159,7 +159,7 @@ class DrilledRun(Run):
             epoch=self.position.epoch,
             samples=self.position.samples,
             used=used,
-            state={**self._state.digests(), **_generators(self.device)},
+            state={**self._state.digests(), **_generators(self.devices)},
             values={name: _number(value) for name, value in values.items()},
             sizes={"gradients": self._consumed.gradients_size, "weights": self._state.size()},
             untracked=self._state.untracked(),
@@ -269,8 +269,8 @@ def _without(value: Any, keys: set[str]) -> Any:
     return [_without(item, keys) for item in value] if isinstance(value, list) else value
 
 
-def _generators(device: torch.device) -> dict[str, str]:
-    state = randomness.snapshot(device)
+def _generators(devices: Sequence[torch.device]) -> dict[str, str]:
+    state = randomness.snapshot(devices)
     return {f"random {name}": _digest(each) for name, each in state.items()}
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_ddp.run.journal import Journal
+from hpc_ddp.training import devices
 from hpc_ddp.training.control import Control
 from hpc_ddp.training.order import Position
 
@@ -24,7 +25,7 @@ EVERY_S, SELDOM_S = 30.0, 300.0  # between two events, at first and at last
 SAMPLE_S = 0.05  # of shorter steps one is measured in this time: it takes up to 0.1 ms
 DIGITS = 4
 
-Mark = Any  # a moment: seconds, or torch.cuda.Event
+Mark = Any  # a moment: seconds, or torch.Event
 
 
 class Effort:
@@ -44,7 +45,7 @@ class Effort:
     ) -> None:
         self._control, self._journal, self._position = control, journal, position
         self._nodes = nodes
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, devices.is_accelerator(device)
         self._watches = self._sampling = False
         self._computed: Mark = None
         self._waits: list[tuple[Mark, Mark]] = []
@@ -132,12 +133,7 @@ class Effort:
         model._sync_buffers = timed  # type: ignore[method-assign]
 
     def _mark(self) -> Mark:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event: Any = torch.cuda.Event
-        mark = event(enable_timing=True)
-        mark.record()
-        return mark
+        return devices.mark(self._device) if self._on_gpu else time.perf_counter()
 
     def _add_up(self) -> None:
         """Count the measured steps that are over; the GPU may be behind."""

@@ -32,6 +32,7 @@ class FailureHook:
         self.journal: Journal | None = None
         self.position: Position | None = None
         self._info, self._node, self._told = info, node, False
+        self._pid = os.getpid()
 
     def install(self) -> None:
         """Take over; again after init_process_group, which puts a hook of its own around ours
@@ -41,6 +42,11 @@ class FailureHook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        if os.getpid() != self._pid:
+            # A forked process, as of a loader, is no rank: what ends a thread of it, when the
+            # rank has left, is no failure of the run.
+            sys.__excepthook__(kind, error, trace)
+            return
         code = error.exit_code if isinstance(error, HpcDdpError) else 1
         try:
             self.tell(error, "".join(traceback.format_exception(kind, error, trace)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,20 +38,20 @@ class Keeper:
         self,
         checkpoints: Checkpoints,
         position: Position,
-        device: torch.device,
+        devices: Sequence[torch.device],
         seed: int,
         grid: Grid,
         only_finite: bool,
     ) -> None:
         self._checkpoints, self._position = checkpoints, position
-        self._device, self._seed = device, seed
+        self._devices, self._seed = devices, seed
         self._grid = grid
         self._only_finite = only_finite
         self.best = Best()
         self._objects: dict[str, Any] = {}
         self._data: dict[str, Any] = {}
         self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
-        self._buffer = Buffer(device)
+        self._buffer = Buffer(devices[0])
         self._written: tuple[Position, Best] | None = None  # saved, or being saved
         self._names_best = False  # the last save is to be the best checkpoint
 
@@ -97,11 +97,11 @@ class Keeper:
         Called at the start of the loop, so that whatever the script draws before it makes no
         difference to a resume.
         """
+        # First for what the checkpoint does not tell of: it may be one of a run on the CPU.
+        seed = derive(self._seed, self._position.step, self._grid.stream)
+        randomness.seed_all(seed, self._devices)
         if self._rng is not None:
-            randomness.restore(self._rng, self._device)
-        else:
-            seed = derive(self._seed, self._position.step, self._grid.stream)
-            randomness.seed_all(seed, self._device)
+            randomness.restore(self._rng, self._devices)
         self._rng = None
 
     def save(self) -> None:
@@ -136,7 +136,7 @@ class Keeper:
         own = {
             "rank": self._grid.rank,
             "stream": self._grid.stream,
-            "rng": self._rng or randomness.snapshot(self._device),  # not yet put back, or living
+            "rng": self._rng or randomness.snapshot(self._devices),  # not yet put back, or living
             "pieces": as_plain(self._buffer.pieces),
         }
         if self._grid.pp_rank and self._grid.stage_rank == 0:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing.connection
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
+    Subset,
     TensorDataset,
     default_collate,
     get_worker_info,
@@ -23,6 +27,7 @@ from torch.utils.data import (
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import order, randomness
+from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.notice import ignore_in_loader
 from hpc_ddp.training.order import Cut, Position, Share
 from hpc_ddp.training.stream import Stream
@@ -195,7 +200,7 @@ def batches_of(
             in_order=True,
             # Without a generator of its own an iterator draws from the global one.
             generator=torch.Generator(),
-            **{"pin_memory": device.type == "cuda", **options},
+            **{"pin_memory": is_accelerator(device) and not _is_there(dataset), **options},
         )
     except (TypeError, ValueError) as error:
         raise UsageError(
@@ -364,14 +369,40 @@ def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
         then(worker)
 
 
+def _is_there(dataset: Dataset[Any]) -> bool:
+    """Tell whether a data set lies on an accelerator: only the CPU's memory can be pinned."""
+    if isinstance(dataset, TensorDataset):
+        return any(is_accelerator(tensor.device) for tensor in dataset.tensors)
+    if isinstance(dataset, Subset):
+        return _is_there(dataset.dataset)
+    return isinstance(dataset, ConcatDataset) and any(map(_is_there, dataset.datasets))
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with the tensors in its tuples, lists and dicts on `device`."""
+    """Return a batch with its tensors on `device`.
+
+    They are looked for in tuples, lists, dicts and dataclasses. What moves itself, by a method
+    ``to``, does so: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
+    """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
     if isinstance(batch, dict):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):
         return type(batch)(to_device(value, device) for value in batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return _moved(batch, device)
     return batch
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """Return a copy of a dataclass's instance; its fields need not be arguments of its class."""
+    result = copy.copy(batch)
+    for field in fields(batch):
+        value = to_device(getattr(batch, field.name), device)
+        object.__setattr__(result, field.name, value)  # it may be frozen
+    return result

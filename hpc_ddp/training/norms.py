@@ -19,9 +19,10 @@ def clip_(
     """Scale the gradients down to a norm over all ranks; return the one before, a scalar."""
     if not _is_spread(parameters, grid):
         return clip_grad_norm_(parameters, limit)
-    grads = [reduced(each.grad) for each in parameters if each.grad is not None]
-    norm = _norm(grads, grid, device)
+    grads = [each.grad for each in parameters if each.grad is not None]
+    norm = _norm([reduced(grad) for grad in grads], grid, device)
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    # The gradients themselves: `reduced` returns a copy of one whose sum over ranks is pending.
     for grad in map(_local, grads):
         grad.mul_(factor.to(grad.device))
     return norm

@@ -90,7 +90,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
     hook.position = position = Position()
     keep = Keep(options.keep_last, options.keep_every)
     checkpoints = Checkpoints(folder, attempt, control, control.another(), journal, keep)
-    keeper = Keeper(checkpoints, position, device, options.seed, grid, options.stop_on_nan)
+    keeper = Keeper(checkpoints, position, devices, options.seed, grid, options.stop_on_nan)
     history = folder.events() if info.rank == 0 and attempt else []
     schedule = Schedule(
         checkpoints,
@@ -101,7 +101,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
         failure_interval_s=between_failures(history),
     )
     nodes = control.to_first(said.node)
-    randomness.seed_all(options.seed, device)
+    randomness.seed_all(options.seed, devices)
     watchdog = Watchdog(
         options.hang_after,
         folder.attempt(attempt).node(said.node),

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.training import devices
 from hpc_ddp.training.sharded import from_local, is_sharded, local_box
 
 OWN = "@rank-"  # between the name of a tensor that each rank has its own of, and the rank
@@ -93,13 +94,11 @@ class Buffer:
             self._allocate(pieces, size)
         for view, part in zip(self._views, parts.values(), strict=True):
             view.copy_(part.numbers.detach(), non_blocking=True)
-        for device in {part.numbers.device for part in parts.values()}:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        devices.wait({part.numbers.device for part in parts.values()})
 
     def _allocate(self, pieces: list[Piece], size: int) -> None:
         self._views, self._memory = [], torch.empty(0, dtype=torch.uint8)  # free the old one first
-        pinned = self._device.type == "cuda"
+        pinned = devices.is_accelerator(self._device)
         self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         self._views = [piece.of(self._memory) for piece in pieces]
         self.pieces = pieces

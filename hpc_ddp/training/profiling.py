@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from hpc_ddp.training import devices
 from hpc_ddp.training.options import Options
 
 # Dense peaks in TFLOP/s by the data sheets of NVIDIA and AMD: with 16-bit operands, and with 32-bit
@@ -34,8 +35,8 @@ def peak_flops(name: str, precision: str) -> float | None:
 def use_per_sample(options: Options, device: torch.device, world_size: int) -> float | None:
     """Return what share of all GPUs' peak one sample per second is; None where not known."""
     peak = options.peak_flops
-    if peak is None and device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(device), options.precision)
+    if peak is None:
+        peak = peak_flops(devices.name(device), options.precision)
     if peak is None or options.flops_per_sample is None:
         return None
     return options.flops_per_sample / (peak * world_size)

@@ -7,54 +7,60 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from hpc_ddp.training import devices
 
-def seed_all(seed: int, device: torch.device | None = None) -> None:
-    """Seed python, torch's CPU generator, numpy, and the generator of `device` if it is a GPU.
 
-    Not `torch.manual_seed`, which would seed every GPU as well.
+def seed_all(seed: int, places: Sequence[torch.device] = ()) -> None:
+    """Seed python, torch's CPU generator, numpy, and the generators of a worker's own devices.
+
+    Not `torch.manual_seed`, which would seed every GPU of the node. Each device has a seed of its
+    own: a layer on the second one must not draw what the same layer on the first one draws.
     """
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-    if device is not None and device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
+    for index, device in enumerate(_accelerators(places)):
+        devices.seed(device, seed + index)
 
 
-def snapshot(device: torch.device | None = None) -> dict[str, Any]:
+def snapshot(places: Sequence[torch.device] = ()) -> dict[str, Any]:
     """Return the state of the generators, loadable with ``weights_only=True``."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, torch.tensor(words), gauss],
         "torch": torch.get_rng_state(),
     }
-    if device is not None and device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if own := _accelerators(places):
+        state["devices"] = [devices.random_state(device) for device in own]
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = [name, torch.tensor(keys.astype("int64")), *rest]
     return state
 
 
-def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Put the generators into a state that `snapshot` returned."""
+def restore(state: dict[str, Any], places: Sequence[torch.device] = ()) -> None:
+    """Put the generators into a state that `snapshot` returned, as far as it tells of them."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"])
-    if device is not None and device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    for device, saved in zip(_accelerators(places), state.get("devices", ()), strict=False):
+        devices.put_random_state(device, saved)
     if "numpy" in state:
         import numpy  # it was loaded when the state was taken
 
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+
+
+def _accelerators(places: Sequence[torch.device]) -> list[torch.device]:
+    return [device for device in places if devices.is_accelerator(device)]
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from hpc_ddp.run import goodput
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import control as groups
 from hpc_ddp.training.averaging import averaged
+from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.evaluating import in_eval_mode
 from hpc_ddp.training.exchange import Decision
 from hpc_ddp.training.failure import leave_quickly
@@ -33,7 +34,7 @@ from hpc_ddp.training.notice import NONE, REASONS
 from hpc_ddp.training.order import Share, make_cut
 from hpc_ddp.training.parts import Parts, assemble
 from hpc_ddp.training.settle import settle
-from hpc_ddp.training.sharded import is_sharded
+from hpc_ddp.training.sharded import is_sharded, keep_apart
 from hpc_ddp.training.state import unwrap
 from hpc_ddp.training.watchdog import beat
 
@@ -202,7 +203,7 @@ class Run:
                 " run.fully_shard for the data parallel ranks",
                 hint="fully_shard(model, units) works with any number of ranks, also with one",
             )
-        if sync_batchnorm and self.device.type == "cuda":
+        if sync_batchnorm and is_accelerator(self.device):
             convert: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm
             model = convert(model)
         elif sync_batchnorm:
@@ -216,7 +217,7 @@ class Run:
             return model
         if grid.pp > 1:
             options["process_group"] = self.mesh["dp"].get_group()
-        if self.device.type == "cuda" and len(self.devices) == 1:
+        if is_accelerator(self.device) and len(self.devices) == 1:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
         settle(ddp)
@@ -425,6 +426,7 @@ class Run:
         self._parts.keeper.track({**objects, "_precision": self._parts.precision}, data)
         for each in objects.values():
             if isinstance(each, torch.optim.Optimizer):
+                keep_apart(each)
                 each.register_step_pre_hook(self._check_ends_step)
 
     # -- the loop --------------------------------------------------------------------------

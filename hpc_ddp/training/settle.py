@@ -23,7 +23,7 @@ class _StandIn(torch.nn.Module):
         super().__init__()
         self._parameters_of_model = tuple(parameters)  # a tuple, so nothing is registered
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, _: None) -> torch.Tensor:
         total = torch.zeros((), device=self._parameters_of_model[0].device)
         for parameter in self._parameters_of_model:
             # autograd runs later nodes first: this term's before those of the terms so far
@@ -46,7 +46,8 @@ def settle(ddp: DistributedDataParallel) -> None:
     ddp.module = _StandIn(parameters)
     ddp.broadcast_buffers = False  # it would look for them in the stand-in, which has none
     try:
-        ddp().backward()
+        # With device_ids, DDP takes the first of the arguments that it has moved there.
+        ddp(None).backward()
     finally:
         ddp.module, ddp.broadcast_buffers = model, syncs
     for parameter in parameters:

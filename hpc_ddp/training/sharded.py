@@ -75,6 +75,18 @@ def reduced(tensor: Any) -> torch.Tensor:
     return done
 
 
+def keep_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer step one tensor at a time where a group has DTensors and plain ones.
+
+    On accelerators torch's optimizers take all tensors of a group in one call (foreach), which is
+    refused for a mixture, as tensor parallelism leaves it: its plan names the layers that are cut.
+    """
+    for group in optimizer.param_groups:
+        kinds = {is_sharded(parameter) for parameter in group["params"]}
+        if len(kinds) == 2 and group.get("foreach") is None and not group.get("fused"):
+            group["foreach"] = False
+
+
 def from_local(local: torch.Tensor, like: Any) -> torch.Tensor:
     """Return a DTensor with this rank's part, sharded as another one is."""
     from torch.distributed.tensor import DTensor

@@ -44,7 +44,7 @@ def shard_fully(
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         options["mp_policy"] = policy
     if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for unit in units:
         fully_shard(unit, **options)
     fully_shard(model, **options)

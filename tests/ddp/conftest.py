@@ -19,15 +19,15 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports 
 
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event
+from tests.devices import DEVICE, device_env, reports_of
 from tests.waiting import LIMIT_S, is_pending, wait_until
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 
 
 class Zygote:
-    def __init__(self) -> None:
-        env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    def __init__(self, device: str = DEVICE) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **device_env(device)}
         self.running: set[int] = set()
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "zygote.py")],
@@ -92,6 +92,7 @@ class Launch:
         for rank, pid in enumerate(self.pids):
             wait_until(next_has_ended, f"the end of rank {rank}", self.output)
             self.zygote.running.discard(pid)
+        assert not reports_of(self.output())
         return codes
 
     def ended(self) -> bool:

@@ -60,8 +60,8 @@ for _ in run.epochs(2):
             os.kill(os.getpid(), signal.SIGKILL)
 
 with run.evaluating(ema) as averaged:
-    assert torch.isfinite(averaged(x)).all()
+    assert torch.isfinite(averaged(x.to(run.device))).all()
 if run.rank == 0:
     state = [*net.state_dict().values(), *ema.state_dict().values()]
-    (run.folder.path / "weights").write_bytes(b"".join(v.numpy().tobytes() for v in state))
+    (run.folder.path / "weights").write_bytes(b"".join(v.cpu().numpy().tobytes() for v in state))
 run.finish()

@@ -42,6 +42,6 @@ if args.kill == "after":
 with run.evaluating(model) as plain:
     assert not best or all(torch.equal(best[k], value) for k, value in plain.state_dict().items())
     if run.rank == 0:
-        torch.save((x, plain(x)), run.folder.path / "expected.pt")
+        torch.save((x, plain(x.to(run.device)).cpu()), run.folder.path / "expected.pt")
 run.export(model, x)
 run.finish()

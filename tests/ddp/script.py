@@ -90,7 +90,7 @@ def act(run: Run) -> None:
     if args.make:
         Path(args.make).mkdir()
     if args.hold == "group":
-        torch.distributed.all_reduce(torch.zeros(1), group=aside)
+        torch.distributed.all_reduce(torch.zeros(1, device=run.device), group=aside)
     if args.hold == "lock":
         ctypes.PyDLL(None).sleep(600)
     if args.signal:
@@ -160,6 +160,8 @@ for epoch in run.epochs(args.epochs):
 
 state = {name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in net.state_dict().items()}
 if run.rank == 0:
-    (run.folder.path / "weights").write_bytes(b"".join(v.numpy().tobytes() for v in state.values()))
+    (run.folder.path / "weights").write_bytes(
+        b"".join(v.cpu().numpy().tobytes() for v in state.values())
+    )
 run.finish()
 time.sleep(args.late)

@@ -157,10 +157,13 @@ def test_a_run_that_was_cancelled_is_not_requeued_back_to_life(
     assert begin(_environ(run)) is not None  # somebody's own sbatch lifts the mark
 
 
-def test_a_run_without_hours_left_does_not_start(controller: Slurm, run: RunFolder) -> None:
+@pytest.mark.parametrize(("attempts", "last"), [(0, 0), (2, 1)])
+def test_a_run_without_hours_left_does_not_start(
+    controller: Slurm, run: RunFolder, attempts: int, last: int
+) -> None:
     _spec(run, budget_gpu_hours=2.0, nproc_per_node=2)
-    run.claim_attempt({}, lambda info: False)
-    run.claim_attempt({}, lambda info: False)
+    for _ in range(attempts):
+        run.claim_attempt({}, lambda info: False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunFolder, "gpu_hours", lambda run, gpus: float(gpus))
         with pytest.raises(HpcDdpError, match="2 of 2 GPU hours are spent") as caught:
@@ -168,7 +171,7 @@ def test_a_run_without_hours_left_does_not_start(controller: Slurm, run: RunFold
     assert f"hpc-ddp submit --run {run.path} --budget-gpu-hours" in str(caught.value.hint)
     (event,) = run.events()
     assert (event["cause"], event["action"], event["exit_code"]) == ("budget", "give up", 1)
-    assert event["attempt"] == 1
+    assert event["attempt"] == last
 
 
 @pytest.mark.parametrize(

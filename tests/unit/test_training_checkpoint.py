@@ -386,7 +386,7 @@ def test_space_and_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _keeper(saver: Checkpoints, position: Position | None = None, seed: int = 1) -> Keeper:
-    return Keeper(saver, position or Position(), CPU, seed, Grid(), only_finite=True)
+    return Keeper(saver, position or Position(), [CPU], seed, Grid(), only_finite=True)
 
 
 class Count:
@@ -591,7 +591,7 @@ class Begun:
 def test_the_first_rank_of_each_later_stage_tells_of_its_objects(rank: int, tells: bool) -> None:
     """Rank 0 saves what the ranks of its own stage share."""
     begun: Any = Begun()
-    keeper = Keeper(begun, Position(), CPU, 1, Grid(rank, 6, pp=3), only_finite=True)
+    keeper = Keeper(begun, Position(), [CPU], 1, Grid(rank, 6, pp=3), only_finite=True)
     keeper.track({"count": Count()}, {})
     keeper.save()
     assert ("tree" in begun.content.own) is tells
@@ -603,7 +603,7 @@ def test_weights_that_are_not_finite_are_saved_only_where_that_is_asked_for(
     run: RunFolder, make: Make, only_finite: bool
 ) -> None:
     model = torch.nn.Linear(2, 2)
-    keeper = Keeper(make(), Position(step=1), CPU, 1, Grid(), only_finite)
+    keeper = Keeper(make(), Position(step=1), [CPU], 1, Grid(), only_finite)
     keeper.track({"model": model}, {})
     with torch.no_grad():
         model.weight.fill_(torch.nan)
@@ -677,6 +677,31 @@ def test_a_save_begins_once_the_old_ones_are_removed(
         assert saver.settle()
     saver.tidy()
     assert steps == ["saved 1", "removed after 1", "saved 2", "removed after 2"]
+
+
+@pytest.mark.parametrize(("rank", "removed"), [(0, [1]), (1, [])])
+def test_rank_0_alone_removes_old_checkpoints(
+    make: Make, monkeypatch: pytest.MonkeyPatch, rank: int, removed: list[int]
+) -> None:
+    class Ranked(Alone):
+        """A rank among two, to which rank 0 says that the save is good."""
+
+        world_size = 2
+
+        def from_first(self, value: Any) -> Any:
+            return (checkpoint._SAVED, None) if rank else value
+
+        def to_first(self, value: Any) -> list[Any]:
+            return [] if rank else [value, Answer(0, 7, {})]
+
+    Ranked.rank = rank
+    steps: list[int] = []
+    monkeypatch.setattr(storage, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
+    saver = make(background=Ranked())
+    saver.begin(_content(1))
+    saver.settle()
+    saver.tidy()
+    assert steps == removed
 
 
 @pytest.mark.parametrize(("problems", "waits"), [((None,), 1), (("a read error", None), 2)])

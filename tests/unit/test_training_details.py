@@ -17,13 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import Clock, stop_clock
-from training_fakes import Alone, Saves
+from training_fakes import Alone, Saves, give_gpus
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.journal import Journal
 from hpc_ddp.training import control, notice, pace, schedule
 from hpc_ddp.training.control import Control, choose_backend, choose_devices, leave
 from hpc_ddp.training.exchange import Decision, Exchange
 from hpc_ddp.training.facts import DistInfo
+from hpc_ddp.training.failure import FailureHook
 from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.pace import Pace
 from hpc_ddp.training.schedule import Schedule, between_failures, young_daly
@@ -355,10 +357,7 @@ def test_each_worker_has_gpus_of_its_own(
     torchrun: bool,
     first: int | str | None,
 ) -> None:
-    current: list[int] = []
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr("torch.cuda.set_device", current.append)
+    current = give_gpus(monkeypatch, gpus)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -369,11 +368,23 @@ def test_each_worker_has_gpus_of_its_own(
         assert first in f"{caught.value.message} {caught.value.hint}"
         assert (" of 2 GPUs" in caught.value.message) is (per_worker == 2)
         return
-    devices = [torch.device("cpu")] * per_worker
+    expected = [torch.device("cpu")] * per_worker
     if first is not None:
-        devices = [torch.device("cuda", first + index) for index in range(per_worker)]
-    assert choose_devices(info, per_worker) == devices
+        expected = [torch.device("cuda", first + index) for index in range(per_worker)]
+    assert choose_devices(info, per_worker) == expected
     assert current == ([] if first is None else [first])
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden"), [("cuda", ", or hide the GPUs with CUDA_VISIBLE_DEVICES=''"), ("xpu", "")]
+)
+def test_a_hint_names_a_variable_that_is_known_to_work(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hidden: str
+) -> None:
+    give_gpus(monkeypatch, 1, kind)
+    with pytest.raises(HpcDdpError) as caught:
+        choose_devices(DistInfo(0, 0, 2, 2, launched=True), 2)
+    assert caught.value.hint == f"take fewer GPUs{hidden}"
 
 
 @pytest.mark.parametrize(
@@ -381,6 +392,7 @@ def test_each_worker_has_gpus_of_its_own(
     [
         (None, "cpu", "gloo"),
         (None, "cuda", "nccl"),
+        (None, "xpu", "xccl"),
         ("gloo", "cuda", "gloo"),
         ("nccl", "cpu", "there is no GPU here"),
         ("mpi", "cpu", "built without MPI"),
@@ -630,3 +642,16 @@ def test_a_loader_worker_obeys_its_parent_alone(
     with pytest.raises(LeftError, match="0"):
         notice._obey(7)
     assert senders == [5]
+
+
+def test_a_forked_process_is_no_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A thread of a loader worker may end by an error once the rank has left."""
+    hook = FailureHook(DistInfo(), "n1")
+    hook.journal = Journal(tmp_path / "rank-0.jsonl", "rank-0")
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    error = ConnectionResetError("by peer")
+    hook(type(error), error, None)  # and the process goes on
+    assert "ConnectionResetError: by peer" in capsys.readouterr().err
+    assert not (tmp_path / "rank-0.jsonl").exists()

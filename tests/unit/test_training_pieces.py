@@ -5,24 +5,33 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 from torch.utils.data._utils import worker as torch_worker
 from training_fakes import Holds
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import loader as module
-from hpc_ddp.training import randomness, state
+from hpc_ddp.training import norms, randomness, state
 from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.loader import Loader, Shard, UnknownLengthError, to_device
+from hpc_ddp.training.loader import Loader, Shard, UnknownLengthError, batches_of, to_device
 from hpc_ddp.training.order import Cut, Position
 from hpc_ddp.training.pieces import OWN, Buffer, Piece, Reader, as_plain, rows, whole
 from hpc_ddp.training.stream import Stream
@@ -64,6 +73,46 @@ def _loader(dataset: Any = None, cut: Cut | None = None, **options: Any) -> Load
 class Pair(NamedTuple):
     x: torch.Tensor
     name: str
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """As Transformers' BatchEncoding: no dict, and it moves itself."""
+
+    def to(self, device: torch.device) -> Encoding:
+        return Encoding({name: value.to(device) for name, value in self.items()})
+
+
+@dataclass(frozen=True)
+class Sample:
+    image: torch.Tensor
+    boxes: list[torch.Tensor]
+    name: str
+    area: int = field(init=False, default=3)
+
+
+def test_batches_of_other_libraries_are_moved() -> None:
+    meta = torch.device("meta")
+    encoding, sample = to_device(
+        [Encoding({"ids": torch.ones(2)}), Sample(torch.ones(1), [torch.ones(2)], "n")], meta
+    )
+    assert isinstance(encoding, Encoding)
+    assert encoding["ids"].device == meta
+    assert sample.image.device == sample.boxes[0].device == meta
+    assert (sample.name, sample.area) == ("n", 3)
+    assert to_device(Sample, meta) is Sample
+
+
+def test_data_that_lie_on_a_device_are_not_pinned() -> None:
+    def pins(dataset: Any, **options: Any) -> bool:
+        there = torch.device("meta")
+        loader = batches_of(dataset, Cut(4, 0, 1), 0, Position(), there, False, **options)
+        return loader.pin_memory
+
+    on_device = TensorDataset(torch.ones(8, device="meta"))
+    assert pins(TensorDataset(torch.ones(8)))
+    assert not pins(on_device)
+    assert not pins(Subset(ConcatDataset([on_device]), range(4)))
+    assert pins(on_device, pin_memory=True)  # who asks for it gets torch's error
 
 
 def test_a_named_tuple_stays_one() -> None:
@@ -634,3 +683,26 @@ def test_few_of_many_other_parameters_are_named(tmp_path: Path, count: int, dots
         _put_back(tmp_path, result, {"m": model, "o": other})
     assert caught.value.message.count("m.") == 8
     assert caught.value.message.endswith(" …") is dots
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """A process group whose other rank is not there: sums over ranks are what this one has."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_gradient_whose_sum_is_pending_is_clipped(two_ranks: None) -> None:
+    """As those of replicated weights on sharded activations."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh: Any = init_device_mesh("cpu", (2,))
+    weight: Any = nn.Parameter(DTensor.from_local(torch.ones(4), mesh))
+    weight.grad = DTensor.from_local(torch.full((4,), 3.0), mesh, [Partial()])
+    norm = norms.clip_([weight], 1.5, Grid(), CPU)
+    assert norm.item() == 6.0
+    assert weight.grad.to_local().tolist() == pytest.approx([0.75] * 4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from training_fakes import Holds
+from training_fakes import Holds, give_gpus
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import randomness, state
@@ -53,10 +53,10 @@ def make_loader(rank: int = 0, world_size: int = 1, **options: Any) -> Loader:
 
 def test_generators_go_through_a_file_as_plain_values(tmp_path: Any) -> None:
     random.gauss(0, 1)  # leaves a second number behind
-    torch.save(randomness.snapshot(CPU), tmp_path / "rng")
+    torch.save(randomness.snapshot([CPU]), tmp_path / "rng")
     expected = [draw() for _ in range(3)]
     gauss = random.gauss(0, 1)
-    randomness.restore(torch.load(tmp_path / "rng", weights_only=True), CPU)
+    randomness.restore(torch.load(tmp_path / "rng", weights_only=True), [CPU])
     assert [draw() for _ in range(3)] == expected
     assert random.gauss(0, 1) == gauss
 
@@ -252,9 +252,7 @@ def test_rank_facts_come_from_torchrun_or_are_those_of_one_process() -> None:
 def test_a_worker_that_srun_lets_see_one_gpu_takes_it(
     gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr("torch.cuda.set_device", lambda index: None)
+    give_gpus(monkeypatch, gpus)
     info = DistInfo(rank=6, local_rank=2, world_size=8, local_world_size=4, launched=True)
     assert choose_devices(info) == [torch.device("cuda", 0 if gpus == 1 else 2)]
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

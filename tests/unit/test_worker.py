@@ -104,7 +104,7 @@ def test_a_worker_prints_into_its_log_and_ends_with_its_agent(tmp_path: Path) ->
     wait_until(lambda: _is_over(int(number.read_text())), "the worker's end")
 
 
-@pytest.mark.parametrize(("world", "by_node"), [("2", "2"), ("6", "2(x3)")])
+@pytest.mark.parametrize(("world", "by_node"), [("2", "2"), ("4", "2(x2)"), ("6", "2(x3)")])
 def test_tasks_by_node_as_slurm_writes_them(
     world: str, by_node: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -38,3 +39,16 @@ class Saves:
 
     in_flight = failed = False
     slowest_save_s = stall_s = 0.0
+
+
+def give_gpus(monkeypatch: pytest.MonkeyPatch, count: int, kind: str = "cuda") -> list[int]:
+    """Let torch tell of so many accelerators; return the indices that become the current one."""
+    current: list[int] = []
+    device = torch.device(kind) if count else None
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: count > 0)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: count)
+    monkeypatch.setattr(
+        "torch.accelerator.current_accelerator", lambda check_available=False: device
+    )
+    monkeypatch.setattr("torch.accelerator.set_device_index", current.append)
+    return current

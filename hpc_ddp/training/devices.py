@@ -1,0 +1,119 @@
+"""What is known of accelerators: the one module that asks torch for devices, streams and backends.
+
+Everything goes through torch's device-independent interface (`torch.accelerator`, `torch.Event`,
+`torch.get_device_module`), so NVIDIA, AMD, Intel and Ascend devices, and the tests' own, take the
+same path. What is one vendor's own stands in `VENDORS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """What torch's device type alone does not tell.
+
+    `hidden_by` is the variable that hides all devices from torch when it is empty, None where none
+    is known. `binds` tells whether the backend takes a ``device_id``, to connect at once.
+    """
+
+    hidden_by: str | None
+    binds: bool = False
+
+
+VENDORS = {"cuda": Vendor("CUDA_VISIBLE_DEVICES", binds=True)}  # AMD's are "cuda" to torch, too
+
+
+def is_accelerator(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def usable() -> torch.device | None:
+    """Return the kind of accelerator to train on, None where the CPU is to be taken.
+
+    That is also so for one whose tensors no backend of torch can send, such as Apple's.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    backend = dist.Backend.default_device_backend_map.get(device.type) if device else None
+    return device if device and backend and carries(backend, device) else None
+
+
+def hiding_variable() -> str | None:
+    """Return the variable that hides this machine's accelerators, None where none is known."""
+    device = usable()
+    vendor = VENDORS.get(device.type) if device else None
+    return vendor.hidden_by if vendor else None
+
+
+def count() -> int:
+    """Return how many accelerators can be trained on here, 0 where there are none."""
+    return torch.accelerator.device_count() if usable() else 0
+
+
+def take(first: int, number: int) -> list[torch.device]:
+    """Return so many accelerators from an index on, and make the first the current one."""
+    kind = usable()
+    assert kind is not None
+    torch.accelerator.set_device_index(first)
+    return [torch.device(kind.type, first + i) for i in range(number)]
+
+
+def default_backend(device: torch.device) -> str:
+    """Return what torch carries a device's tensors with: NCCL, XCCL, HCCL, Gloo for the CPU."""
+    return dist.get_default_backend_for_device(device)
+
+
+def carries(backend: str, device: torch.device) -> bool:
+    """Tell whether a backend sends a device's tensors, as far as torch knows of it."""
+    return device.type in dist.Backend.backend_capability.get(backend, [device.type])
+
+
+def bound(backend: str, device: torch.device) -> dict[str, Any]:
+    """Return the option that binds a process group to a device, where its backend takes one."""
+    vendor = VENDORS.get(device.type)
+    binds = vendor is not None and vendor.binds and backend == default_backend(device)
+    return {"device_id": device} if binds else {}
+
+
+def name(device: torch.device) -> str:
+    """Return the model's name, as the driver tells it; "" where there is none."""
+    tell = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(tell(device)) if tell and is_accelerator(device) else ""
+
+
+def mark(device: torch.device) -> torch.Event:
+    """Return an event that is recorded in the device's current stream."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def wait(devices: Iterable[torch.device]) -> None:
+    """Wait until what the current streams of these devices have been given is done."""
+    for device in devices:
+        if is_accelerator(device):
+            torch.accelerator.current_stream(device).synchronize()
+
+
+def seed(device: torch.device, value: int) -> None:
+    """Seed the generator of one accelerator; the others' stay as they are."""
+    with torch.accelerator.device_index(device.index):
+        torch.get_device_module(device).manual_seed(value)
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of an accelerator's generator, a byte tensor on the CPU."""
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def put_random_state(device: torch.device, state: torch.Tensor) -> None:
+    torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,34 @@
+"""Which device the tests train on: ``DEVICE=sim`` takes the stand-in accelerator of tests/device.
+
+``DEVICE=cuda`` leaves the machine's own GPUs visible. Without it, or with ``DEVICE=cpu``, none is.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DEVICE = os.environ.get("DEVICE", "cpu")
+SIM_DEVICES = 4
+REPORT = "sim: "  # begins a line of the stand-in that tells of an access that nothing orders
+
+
+def device_env(device: str = DEVICE) -> dict[str, str]:
+    """Return the environment of a process that is to train on a device."""
+    if device == "cuda":
+        return {"PYTHONPATH": str(ROOT)}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    if device == "cpu":
+        return hidden
+    if device != "sim":
+        raise pytest.UsageError(f"DEVICE is {device!r}; accepted: cpu, sim, cuda")
+    paths = f"{ROOT / 'tests' / 'device'}{os.pathsep}{ROOT}"
+    return {**hidden, "PYTHONPATH": paths, "SIM_DEVICES": str(SIM_DEVICES)}
+
+
+def reports_of(output: str) -> list[str]:
+    """Return what the stand-in device found wrong, of what processes have printed."""
+    return [line for line in output.splitlines() if line.startswith(REPORT)]
