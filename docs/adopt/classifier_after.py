@@ -60,7 +60,7 @@ def evaluate(model, loader, device):
 
 def main(args):
     rank = dist.get_rank()
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(True) or torch.device("cpu")
     train_set, val_set = load_digits()
     train_loader = run.loader(train_set, args.batch_size, num_workers=args.workers)
     val_loader = run.shard(val_set, args.batch_size)

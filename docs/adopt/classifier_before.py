@@ -69,7 +69,7 @@ def setup():
 
 def main(args):
     rank = dist.get_rank()
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(True) or torch.device("cpu")
     train_set, val_set = load_digits()
     train_sampler = torch.utils.data.distributed.DistributedSampler(train_set)
     train_loader = torch.utils.data.DataLoader(

@@ -114,7 +114,7 @@ class Trainer:
     def __init__(self, config, model, train_set, test_set):
         self.config = config
         self.rank = dist.get_rank()
-        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self.device = torch.accelerator.current_accelerator(True) or torch.device("cpu")
         self.model = DDP(model.to(self.device))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.learning_rate)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.use_amp)

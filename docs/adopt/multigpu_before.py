@@ -36,7 +36,7 @@ class Trainer:
         snapshot_path,
     ):
         self.rank = dist.get_rank()
-        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self.device = torch.accelerator.current_accelerator(True) or torch.device("cpu")
         self.model = DDP(model.to(self.device))
         self.train_data = train_data
         self.optimizer = optimizer

@@ -183,7 +183,7 @@ def test_longer_than_the_time_limit(hpc: Hpc, cluster: Cluster, walked: Job) -> 
     """
     use(cluster, "linuxproc")
     limit = ("--time", "1")
-    ours = hpc.submit(*limit, *ONE_BY_TWO, str(WALK), "--step-seconds", "0.16")  # 64 s in all
+    ours = hpc.submit(*limit, *ONE_BY_TWO, str(WALK), "--step-seconds", "0.32")  # 64 s in all
     deaf = {"TICKS": "600", "DEAF": "1"}
     plain = hpc.submit(*limit, "--max-requeues", "1", str(SCRIPTS / "plain.py"), env=deaf)
     assert ours.end() == "COMPLETED", ours.output()
