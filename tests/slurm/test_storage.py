@@ -79,8 +79,7 @@ def test_saves_that_never_succeed_end_the_run(hpc: Hpc, undisturbed: Job) -> Non
     job = hpc.submit(*words, "--step-seconds", "0.8", env=EVERY_SECOND)
     job.at_step(5)
     for pid in job.workers():
-        # Less than a checkpoint's files, and more than any journal: its last line tells why.
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
     assert job.end() == "FAILED", job.output()
     assert "saves in a row failed" in job.events("verdict")[0]["why"]
     assert "File too large" in job.events("verdict")[0]["why"]
