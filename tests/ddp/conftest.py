@@ -173,14 +173,20 @@ def zygote() -> Iterator[Zygote]:
     process.end()
 
 
-@pytest.fixture
-def make_crew(zygote: Zygote, tmp_path: Path) -> Iterator[Callable[[str], Crew]]:
+def crews_of(zygote: Zygote, folder: Path) -> Iterator[Callable[[str], Crew]]:
+    """Yield what makes crews by name below a folder; kill their workers afterwards."""
+
     def make(name: str) -> Crew:
-        base = tmp_path / name
+        base = folder / name
         return Crew(zygote, base, RunFolder(base / "run").make())
 
     yield make
     zygote.clear()
+
+
+@pytest.fixture
+def make_crew(zygote: Zygote, tmp_path: Path) -> Iterator[Callable[[str], Crew]]:
+    yield from crews_of(zygote, tmp_path)
 
 
 @pytest.fixture

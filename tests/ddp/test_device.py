@@ -14,7 +14,6 @@ from typing import Any
 import conftest
 import pytest
 
-from hpc_ddp.run.folder import RunFolder
 from tests.devices import ROOT, device_env, reports_of
 from tests.skips import skip_or_fail
 
@@ -33,12 +32,7 @@ def stand_in() -> Iterator[conftest.Zygote]:
 
 @pytest.fixture
 def make_sim_crew(stand_in: conftest.Zygote, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
-    def make(name: str) -> conftest.Crew:
-        base = tmp_path / f"sim-{name}"
-        return conftest.Crew(stand_in, base, RunFolder(base / "run").make())
-
-    yield make
-    stand_in.clear()
+    yield from conftest.crews_of(stand_in, tmp_path / "sim")
 
 
 def test_the_stand_in_has_the_cpus_numbers_and_reports_mistakes(stand_in: object) -> None:
