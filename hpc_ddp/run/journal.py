@@ -6,22 +6,26 @@ merges them by attempt, then time (clocks differ between hosts, attempts don't o
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from hpc_ddp.run.patience import patiently
 
 Event = dict[str, Any]
 
+DRAIN_S = 5.0  # that a process waits for its last lines when it ends
 # Of no attempt, and maybe days later.
 FROM_LOGIN_NODE = ("submitted", "queued", "cancelled", "rerun")
 _ALWAYS: dict[str, Any] = {"time": (int, float), "event": str, "attempt": int}
@@ -42,6 +46,7 @@ class Journal:
         self.path = folder / f"{writer}.jsonl"
         self.attempt = attempt
         self._warned = False
+        self._later: SimpleQueue[bytes | threading.Event] | None = None
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event; `fields` must be JSON values."""
@@ -49,6 +54,35 @@ class Journal:
             self._append(self._line(event, fields))
         except OSError as error:
             self._warn(error)
+
+    def write_later(self, event: str, **fields: Any) -> None:
+        """Let a thread append an event: no step of a training waits for a disk in trouble.
+
+        The process may end without it, unless it calls `drain`.
+        """
+        if self._later is None:
+            self._later = SimpleQueue()
+            threading.Thread(target=self._write_queued, args=[self._later], daemon=True).start()
+            atexit.register(self.drain, DRAIN_S)
+        self._later.put(self._line(event, fields))
+
+    def drain(self, seconds: float) -> None:
+        """Wait until the events of `write_later` are written, at most so long."""
+        if self._later is not None:
+            written = threading.Event()
+            self._later.put(written)
+            written.wait(seconds)
+
+    def _write_queued(self, queue: SimpleQueue[bytes | threading.Event]) -> None:
+        while True:
+            line = queue.get()
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
+            try:
+                self._append(line)
+            except OSError as error:
+                self._warn(error)
 
     def write_surely(self, event: str, **fields: Any) -> None:
         """Append an event that a verdict hangs on, `patiently`."""

@@ -8,7 +8,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.training.sharded import is_sharded
+from hpc_ddp.training.sharded import fsdp_modules, is_sharded
 
 
 def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
@@ -18,6 +18,13 @@ def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
     """
     if not 0 <= decay <= 1:
         raise UsageError(f"decay is {decay}; accepted: a number from 0 to 1, such as 0.999")
+    if fsdp_modules(model):
+        raise UsageError(
+            "run.ema was called after run.fully_shard, and torch copies no model that is sharded;"
+            " accepted: a model before that",
+            hint="average = run.ema(model), then run.fully_shard for the model and for"
+            " average.module",
+        )
     average: Any = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # as torch has it
 
     def step(ours: Any, theirs: Any, count: Any) -> None:

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class Content:
     own
         this rank's own plain values, ``pieces`` of its data file among them
     data
-        the data file
+        returns the bytes of the data file, in order; waits for them, behind the training
     layout
         a sum of the names and shapes of all tensors, which must be the same on all ranks of a
     stage
@@ -77,7 +77,7 @@ class Content:
     facts: dict[str, Any]
     shared: dict[str, Any]
     own: dict[str, Any]
-    data: memoryview
+    data: Callable[[], Sequence[memoryview]]
     layout: int
     stage: int
     is_sound: Callable[[], bool]
@@ -221,17 +221,19 @@ class Checkpoints:
         """Write this rank's files of a draft; return what goes into the manifest, or the error."""
         rank, ranks = self._background.rank, self._background.world_size
         try:
-            files: dict[str, bytes | memoryview] = {f"rank-{rank}.pt": _dump(content.own)}
+            files: dict[str, Sequence[bytes | memoryview]] = {}
+            files[f"rank-{rank}.pt"] = [_dump(content.own)]
+            data = content.data()
             if content.own["pieces"]:  # of tensors without numbers it is empty
-                files[f"tensors-{rank}.bin"] = content.data
+                files[f"tensors-{rank}.bin"] = data
             if rank == 0:
-                files[STATE] = _dump(content.shared)
+                files[STATE] = [_dump(content.shared)]
             made.mkdir(parents=True, exist_ok=True)
-            size = sum(len(each) for each in files.values())
+            size = sum(len(part) for parts in files.values() for part in parts)
             storage.check_space(made, size * ranks, 2 * ranks + 2)
             with ThreadPoolExecutor(1) as pool:  # while the disk is busy
                 sound = pool.submit(content.is_sound)
-                facts = {n: storage.write_file(made / n, each) for n, each in files.items()}
+                facts = {n: storage.write_file(made / n, *parts) for n, parts in files.items()}
             return Answer(content.stage, content.layout, facts) if sound.result() else _UNSOUND
         except Exception as error:  # whatever it is, the peers wait for an answer
             return str(error) or repr(error)

@@ -7,7 +7,7 @@ same path. What is one vendor's own stands in `VENDORS`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,51 @@ def mark(device: torch.device) -> torch.Event:
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))
     return event
+
+
+class Transfer:
+    """Numbers on their way from their devices to the host, in the current streams.
+
+    Reading a number off a device waits for all that the stream has been given before. So values
+    are read some steps after they have been asked for.
+
+    Parameters
+    ----------
+    values
+        numbers, and tensors of one number, by name
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = {name: _start_copy(value) for name, value in values.items()}
+        there = {value.device for value in values.values() if _is_away(value)}
+        self._marks = [mark(device) for device in there]
+
+    def is_over(self) -> bool:
+        return all(event.query() for event in self._marks)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the values as Python's numbers; waits for those that are not here."""
+        for event in self._marks:
+            if not event.query():
+                event.synchronize()
+        return {name: plain(value) for name, value in self._values.items()}
+
+
+def plain(value: Any) -> Any:
+    """Return a tensor's, or a numpy scalar's, value as a Python number; others as they are."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _is_away(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_accelerator(value.device)
+
+
+def _start_copy(value: Any) -> Any:
+    if not _is_away(value) or value.numel() != 1:  # `plain` refuses a tensor of several
+        return value
+    there = value.detach()
+    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+    return here.copy_(there, non_blocking=True)
 
 
 def wait(devices: Iterable[torch.device]) -> None:

@@ -179,7 +179,7 @@ class Effort:
         known = not any(map(math.isnan, own_s))
         most = own_s if known else data_s
         slowest = most.index(max(most))
-        self._journal.write(
+        self._journal.write_later(
             "ranks",
             step=step,
             steps=int(steps[0]),

@@ -13,6 +13,7 @@ import copy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -78,7 +79,9 @@ def export_model(model: torch.nn.Module, example: torch.Tensor, folder: Path) ->
     HpcDdpError
         a file can't be written
     """
-    plain = copy.deepcopy(model).cpu()
+    # Weights go to the CPU one by one: a copy on the device may find no room there.
+    tensors = chain(model.parameters(), model.buffers())
+    plain = copy.deepcopy(model, {id(tensor): _on_cpu(tensor) for tensor in tensors}).cpu()
     folder.mkdir(exist_ok=True)
     _save_tensors(plain.state_dict(), folder / "model.safetensors")
     two = example[:1].cpu().repeat(2, *[1] * (example.dim() - 1))  # one would be taken as fixed
@@ -98,6 +101,13 @@ def export_model(model: torch.nn.Module, example: torch.Tensor, folder: Path) ->
         ) from error
     with _replacing(folder / "model.pt2") as draft:
         torch.export.save(program, draft)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU, a parameter of a parameter."""
+    plain = tensor.detach().to("cpu", copy=True)
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(plain, tensor.requires_grad) if is_parameter else plain
 
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], out: Path) -> None:

@@ -149,13 +149,18 @@ class Keeper:
                 | {"best": None if self.best.step is None else asdict(self.best)},
                 shared=shared,
                 own=own,
-                data=self._buffer.bytes,
+                data=self._bytes,
                 layout=layout_of(found.tensors),
                 stage=self._grid.pp_rank,
                 is_sound=partial(self._buffer.is_finite, guarded),
                 stall_s=time.monotonic() - began,
             )
         )
+
+    def _bytes(self) -> list[memoryview]:
+        """Return what the data file is to hold, once it has come from the device."""
+        self._buffer.wait()
+        return self._buffer.bytes
 
     def judge(self, value: float, higher: bool) -> bool:
         """Compare a value (rank 0's) with the best so far; all ranks get the same answer."""

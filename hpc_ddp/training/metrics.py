@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.journal import Journal
+from hpc_ddp.training.devices import Transfer, plain
 from hpc_ddp.training.order import Position
 
 EVERY_S = 0.5  # in the first minutes; then less often, so that a week is no gigabyte
@@ -20,7 +21,8 @@ class Metrics:
     """Writes `first_step`, then `metrics`: one per `EVERY_S` at most, and the last one always.
 
     Values are this rank's own (rank 0's in practice): a reduced loss would cost a collective
-    a step. A tensor is read only when a line is due, since reading it waits for the GPU.
+    a step. A tensor is read only when a line is due, and written once it has come from its
+    device, some steps later: no step waits for a device, or for a disk.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Metrics:
         self._due = self._began + EVERY_S
         self._samples = 0
         self._latest: tuple[int, int, dict[str, Any]] | None = None
+        self._line: tuple[dict[str, Any], Transfer] | None = None  # under way to the journal
 
     def add(self, position: Position, samples: int, values: dict[str, Any]) -> None:
         """Take in a step's values; `samples` is the size of its global batch."""
@@ -47,25 +50,41 @@ class Metrics:
         self._samples += samples
         self._latest = position.step, position.epoch, values
         if time.monotonic() >= self._due:
-            self.flush()
+            self._begin_line()
+        if self._line is not None and self._line[1].is_over():
+            self._write_line()
 
     def flush(self) -> None:
         """Write what was added last, unless that has been done."""
+        self._begin_line()
+        self._write_line()
+
+    def _begin_line(self) -> None:
+        """Take a line's fields, and begin to read the values that are on a device."""
         if self._latest is None:
             return
+        self._write_line()  # of half a second ago: waits for no step but that one
         now = time.monotonic()
         speed = self._samples / max(now - self._written_at, 1e-9)
         step, epoch, values = self._latest
-        found = {"step": step, "total_steps": self.total_steps(), "epoch": epoch, **values}
-        fields = {name: _plain(value) for name, value in found.items() if value is not None}
-        fields["samples_per_s"] = round(speed, 1)
+        head = {"step": step, "total_steps": self.total_steps(), "epoch": epoch}
+        tail = {"samples_per_s": round(speed, 1)}
         if self._use_per_sample_s is not None:
-            fields["mfu"] = round(speed * self._use_per_sample_s, 4)
-        self._journal.write("metrics", **fields)
-        for listener in self.listeners:
-            listener(fields)
+            tail["mfu"] = round(speed * self._use_per_sample_s, 4)
+        self._line = {**head, **values, **tail}, Transfer(values)
         self._written_at, self._samples, self._latest = now, 0, None
         self._due = now + min(max(EVERY_S, (now - self._began) / 1000), SELDOM_S)
+
+    def _write_line(self) -> None:
+        if self._line is None:
+            return
+        fields, transfer = self._line
+        fields |= transfer.numbers()
+        fields = {name: value for name, value in fields.items() if value is not None}
+        self._line = None
+        self._journal.write_later("metrics", **fields)
+        for listener in self.listeners:
+            listener(fields)
 
 
 def check_values(values: dict[str, Any]) -> None:
@@ -77,7 +96,7 @@ def check_values(values: dict[str, Any]) -> None:
         )
     for name, value in values.items():
         try:
-            json.dumps(_plain(value))
+            json.dumps(plain(value))
         except Exception:
             raise UsageError(
                 f"run.step was given {name}, a {type(value).__name__} that is no scalar; accepted:"
@@ -89,15 +108,10 @@ def check_values(values: dict[str, Any]) -> None:
 def number(call: str, name: str, value: Any) -> float:
     """Return a number or a tensor of one as a float, or raise UsageError for what is none."""
     try:
-        return float("no number" if isinstance(value, str) else _plain(value))
+        return float("no number" if isinstance(value, str) else plain(value))
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
         raise UsageError(
             f"{call} was given {name}, a {type(value).__name__} that is no number; accepted:"
             " numbers, and tensors of one number",
             hint=f"float({name}) has to work, or {name}.mean() for a tensor of several",
         ) from None
-
-
-def _plain(value: Any) -> Any:
-    """Return a tensor's, or a numpy scalar's, value as a Python number; others as they are."""
-    return value.item() if hasattr(value, "item") else value

@@ -107,7 +107,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
         folder.attempt(attempt).node(said.node),
         info.rank,
         position,
-        partial(flight_recorder, groups.choose_backend(options.backend, device)),
+        partial(flight_recorder, device),
         hook.tell,
     )
     first = info.rank == 0

@@ -21,6 +21,7 @@ from hpc_ddp.training.sharded import from_local, is_sharded, local_box
 
 OWN = "@rank-"  # between the name of a tensor that each rank has its own of, and the rank
 ALIGNMENT = 64  # bytes, so that a mapped file can be viewed as numbers of any type
+LARGEST_BLOCK, LEAST_BLOCK = 1 << 30, 1 << 20  # bytes of pinned memory; multiples of the alignment
 
 Shape = tuple[int, ...]
 
@@ -76,48 +77,106 @@ def rows(tensor: torch.Tensor, low: int, high: int) -> Part | None:
 
 
 class Buffer:
-    """Memory for one rank's parts, allocated once (pinned where there is a GPU).
+    """Memory for one rank's parts: the bytes of its data file, in blocks.
 
-    It is allocated anew only when the parts change, in practice at the first save.
+    It is allocated anew only when the parts change, in practice at the first save. Where there is
+    an accelerator the blocks are pinned. Their sizes are powers of two, since torch rounds pinned
+    memory up to one, and keeps for good what it has once had.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._views: list[torch.Tensor] = []
+        self._blocks: list[torch.Tensor] = []
+        self._segments: list[list[torch.Tensor]] = []  # of each piece, in the order of its numbers
+        self._copied: list[torch.Event] = []
         self.pieces: list[Piece] = []
 
     def fill(self, parts: Mapping[str, Part]) -> None:
-        """Copy the parts in; the caller sees to it that nobody reads the buffer meanwhile."""
+        """Begin to copy the parts in; nobody may read the buffer before `wait` meanwhile.
+
+        The copies take their place in the devices' current streams. So what the training does
+        there afterwards comes after them, and the host waits for nothing.
+        """
         pieces, size = _lay_out(parts)
         if pieces != self.pieces:
             self._allocate(pieces, size)
-        for view, part in zip(self._views, parts.values(), strict=True):
-            view.copy_(part.numbers.detach(), non_blocking=True)
-        devices.wait({part.numbers.device for part in parts.values()})
+        for segments, part in zip(self._segments, parts.values(), strict=True):
+            _copy(part.numbers.detach(), segments)
+        there = {part.numbers.device for part in parts.values()}
+        self._copied = [devices.mark(device) for device in there if devices.is_accelerator(device)]
+
+    def wait(self) -> None:
+        """Wait until the parts are here; any thread may."""
+        for event in self._copied:
+            event.synchronize()
 
     def _allocate(self, pieces: list[Piece], size: int) -> None:
-        self._views, self._memory = [], torch.empty(0, dtype=torch.uint8)  # free the old one first
+        self._segments, self._blocks = [], []  # free the old ones first
         pinned = devices.is_accelerator(self._device)
-        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        self._views = [piece.of(self._memory) for piece in pieces]
+        self._blocks = list(_blocks(size)) if pinned else [torch.empty(size, dtype=torch.uint8)]
+        self._segments = [_segments(piece, self._blocks) for piece in pieces]
         self.pieces = pieces
 
     def is_finite(self, names: Container[str]) -> bool:
         """Tell whether the numbers of these tensors are; takes about the time of reading them."""
-        for piece, view in zip(self.pieces, self._views, strict=True):
-            if piece.name not in names or not view.is_floating_point():
-                continue
-            kind = torch.promote_types(view.dtype, torch.float32)  # a sum of halves would overflow
-            if not torch.isfinite(view.sum(dtype=kind)):
+        for piece, segments in zip(self.pieces, self._segments, strict=True):
+            if piece.name in names and not all(map(_is_finite, segments)):
                 return False
         return True
 
     @property
-    def bytes(self) -> memoryview:
-        """The memory itself; no copy, and without numpy, which not every torch has."""
-        size = self._memory.numel()
-        return memoryview((ctypes.c_char * size).from_address(self._memory.data_ptr())).cast("B")
+    def bytes(self) -> list[memoryview]:
+        """The memory itself, in order; no copy, and without numpy, which not every torch has."""
+        return [
+            memoryview((ctypes.c_char * block.numel()).from_address(block.data_ptr())).cast("B")
+            for block in self._blocks
+        ]
+
+
+def _blocks(size: int) -> Iterator[torch.Tensor]:
+    """Yield pinned memory for at least so many bytes, shapes (bytes,), the largest blocks first."""
+    while size > 0:
+        power = 1 << (size.bit_length() - 1)
+        length = min(power, LARGEST_BLOCK) if power >= LEAST_BLOCK else size
+        try:
+            block = torch.empty(length, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # no more memory may be locked; the copies take longer then
+            block = torch.empty(length, dtype=torch.uint8)
+        yield block
+        size -= length
+
+
+def _segments(piece: Piece, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the memory of a piece: as many numbers as each block has of it, shapes (numbers,)."""
+    dtype = dtype_named(piece.dtype)
+    begin, end = piece.offset, piece.offset + math.prod(piece.size) * dtype.itemsize
+    segments, first = [], 0
+    for block in blocks:
+        low, high = (min(max(edge - first, 0), block.numel()) for edge in (begin, end))
+        if low < high:
+            segments.append(block[low:high].view(dtype))
+        first += block.numel()
+    return segments
+
+
+def _copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
+    """Begin to copy a tensor into its memory, in the current stream of its device."""
+    if len(segments) == 1:
+        segments[0].view(numbers.shape).copy_(numbers, non_blocking=True)
+        return
+    flat, first = numbers.reshape(-1), 0
+    for segment in segments:
+        segment.copy_(flat[first : first + segment.numel()], non_blocking=True)
+        first += segment.numel()
+
+
+def _is_finite(numbers: torch.Tensor) -> bool:
+    if not numbers.is_floating_point():
+        return True
+    if numbers.dtype.itemsize == 1:  # no sum takes 8-bit numbers
+        numbers = numbers.float()
+    kind = torch.promote_types(numbers.dtype, torch.float32)  # a sum of halves would overflow
+    return bool(torch.isfinite(numbers.sum(dtype=kind)))
 
 
 def _lay_out(parts: Mapping[str, Part]) -> tuple[list[Piece], int]:

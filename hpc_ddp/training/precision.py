@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from hpc_ddp.run.errors import UsageError
+from hpc_ddp.training.devices import Transfer
 from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.norms import clip_, total_norm
 
@@ -30,7 +32,11 @@ class Precision:
         self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
         self._stop_on_nan = stop_on_nan
         self._watched: list[torch.nn.Module] = []
+        self._norm: Transfer | None = None  # of the weights, on its way from the device
         self._left_scaled = False  # gradients are, and no update has taken that back
+        # With fp16: the optimizers that this step has updated, by id, and what the scaler saw.
+        self._updated: set[int] = set()
+        self._overflowed = self._lost_overflow = False
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.dtype is None:
@@ -62,40 +68,66 @@ class Precision:
         if self._scaler is None:
             optimizer.step()
             return True
-        before = self._scaler.get_scale()
+        if id(optimizer) in self._updated:  # again in this step, as a GAN's critic is
+            self._lost_overflow = self._lost_overflow or self._overflowed
+            self._scaler.update(self._scaler.get_scale())
+            self._updated.clear()
+        self._updated.add(id(optimizer))
         self._scaler.step(optimizer)
-        self._scaler.update()
-        return self._scaler.get_scale() >= before  # it is lowered after a skip, and only then
+        overflows = self._scaler._found_inf_per_device(optimizer).values()
+        skipped = any(flag.item() for flag in overflows)  # the scaler has looked at it already
+        self._overflowed = self._overflowed or skipped
+        return not skipped
 
-    def check_updated(self) -> None:
+    def _choose_scale(self) -> None:
+        """Choose the next scale, once all optimizers of a step have unscaled by this one."""
+        if self._scaler is None or not self._updated:
+            return
+        self._scaler.update()
+        if self._lost_overflow:
+            self._scaler.update(self._scaler.get_scale() * self._scaler.get_backoff_factor())
+        self._updated.clear()
+        self._overflowed = self._lost_overflow = False
+
+    def end_step(self) -> None:
         """Refuse gradients that an ``optimizer.step()`` of the script's own took as they were."""
         if self._left_scaled:
             raise UsageError(
                 "with precision='fp16' the gradients are scaled, and run.update was not called",
                 hint="write run.update(optimizer) in place of optimizer.step()",
             )
+        self._choose_scale()
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Name a model whose weights `poisoned` looks at, on all ranks; twice is once."""
+        """Name a model at whose weights `look` looks, on all ranks; twice is once."""
         if not any(each is model for each in self._watched):
             self._watched.append(model)
 
-    def poisoned(self) -> bool:
-        """Tell whether training has left the finite numbers; the same answer on all ranks.
+    def look(self) -> None:
+        """Begin to look whether training has left the finite numbers; all ranks at one step.
 
         Looks at the weights, not at each step's gradients: what is not finite there ends up in
-        the weights and stays. A look costs the time of reading them once, and waits for the
-        GPU. With fp16 the scaler keeps them sound by skipping steps; then it is skipping alone.
+        the weights and stays. A look costs the device the time of reading them once. The host
+        waits for nothing: the answer is `poisoned`'s, some steps later.
+        """
+        parameters = (each for model in self._watched for each in model.parameters())
+        weights = [each for each in parameters if each.requires_grad]
+        if self._stop_on_nan and self._watched:
+            with torch.no_grad():
+                self._norm = Transfer({"norm": total_norm(weights, self._grid, self._device)})
+
+    def poisoned(self) -> bool:
+        """Tell what the last `look` has seen; the same answer on all ranks.
+
+        With fp16 the scaler keeps the weights sound by skipping steps; then it is skipping alone.
         """
         if not self._stop_on_nan:
             return False
         if self._scaler is not None and self._scaler.get_scale() < LEAST_SCALE:
             return True
-        found = (each for model in self._watched for each in model.parameters())
-        weights = [each for each in found if each.requires_grad]
-        with torch.no_grad():
-            norm = total_norm(weights, self._grid, self._device) if self._watched else None
-        return norm is not None and not torch.isfinite(norm)
+        norm = None if self._norm is None else self._norm.numbers()["norm"]
+        self._norm = None
+        return norm is not None and not math.isfinite(norm)
 
     def state_dict(self) -> dict[str, Any]:
         return self._scaler.state_dict() if self._scaler else {}

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from hpc_ddp.run import goodput
+from hpc_ddp.run import goodput, journal
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import control as groups
 from hpc_ddp.training.averaging import averaged
@@ -29,12 +29,13 @@ from hpc_ddp.training.evaluating import in_eval_mode
 from hpc_ddp.training.exchange import Decision
 from hpc_ddp.training.failure import leave_quickly
 from hpc_ddp.training.loader import Loader, Shard
+from hpc_ddp.training.meta import Init, materialize
 from hpc_ddp.training.metrics import check_values, number
 from hpc_ddp.training.notice import NONE, REASONS
 from hpc_ddp.training.order import Share, make_cut
 from hpc_ddp.training.parts import Parts, assemble
 from hpc_ddp.training.settle import settle
-from hpc_ddp.training.sharded import is_sharded, keep_apart
+from hpc_ddp.training.sharded import is_sharded, step_apart
 from hpc_ddp.training.state import unwrap
 from hpc_ddp.training.watchdog import beat
 
@@ -166,6 +167,7 @@ class Run:
         self._over = False
         self._check_values = True  # the first ones: on all ranks, so that all end
         self._look_at = 0  # the number of exchanges
+        self._look_answers_at: int | None = None
         if self.rank == 0:
             atexit.register(self._warn_unless_over)
 
@@ -236,28 +238,52 @@ class Run:
         return self._mesh
 
     def parallelize(
-        self, model: torch.nn.Module, plan: dict[str, ParallelStyle]
+        self,
+        model: torch.nn.Module,
+        plan: Mapping[str, ParallelStyle],
+        *,
+        init: Init | None = None,
     ) -> torch.nn.Module:
-        """Move a model to the device and share its layers among the tensor parallel ranks.
+        """Share a model's layers among the tensor parallel ranks, on the device.
 
-        `fully_shard` comes after it, and is needed where there are data parallel ranks as well.
+        `fully_shard` comes after it, and is needed where there are data parallel ranks as well:
+        what the plan does not name stays where it is until then.
 
         Parameters
         ----------
         plan
             which module, by its name, is cut in which way: torch's ``ColwiseParallel`` and others
-        """
-        from torch.distributed.tensor.parallel import parallelize_module
+        init
+            see `fully_shard`
 
-        return parallelize_module(self._take(model), self.mesh["tp"], plan)
+        Raises
+        ------
+        UsageError
+            the model has no module of a name in the plan
+        """
+        from hpc_ddp.training.strategies import share_layers
+
+        self._parts.precision.watch(model)
+        share_layers(model, plan, self.mesh["tp"], self.device, init)
+        if self._parts.grid.dp == 1:
+            materialize(model, self.device, init)
+            model.to(self.device)
+        return model
 
     def fully_shard(
-        self, model: torch.nn.Module, units: Iterable[torch.nn.Module], *, offload: bool = False
+        self,
+        model: torch.nn.Module,
+        units: Iterable[torch.nn.Module],
+        *,
+        offload: bool = False,
+        init: Init | None = None,
     ) -> torch.nn.Module:
-        """Move a model to the device and shard it over the data parallel ranks (FSDP2).
+        """Shard a model over the data parallel ranks (FSDP2), each part of it on its device.
 
         In place, and in the run's precision: computing gathers the weights in bf16, say, and the
-        optimizer sees fp32.
+        optimizer sees fp32. One unit after the other comes to the device, so the model may be
+        larger than that. If it is made on ``torch.device("meta")``, it does not need the CPU's
+        memory either: its numbers are drawn here, on all ranks the same.
 
         Parameters
         ----------
@@ -265,11 +291,14 @@ class Run:
             parts of the model, of which one at a time is gathered: its blocks
         offload
             keeps weights, gradients and the optimizer's state in the CPU's memory
+        init
+            fills the tensors of one submodule of a model on ``meta``, after its
+            ``reset_parameters``; called for each submodule that has tensors of its own
 
         Raises
         ------
         UsageError
-            the precision is fp16
+            the precision is fp16; or nothing gives numbers to a tensor that is on ``meta``
         """
         from hpc_ddp.training.strategies import shard_fully
 
@@ -279,7 +308,8 @@ class Run:
                 "precision is 'fp16' with run.fully_shard; accepted: 'fp32', 'bf16'",
                 hint="bf16 needs no scaled gradients",
             )
-        shard_fully(self._take(model), units, self.mesh["dp"], precision.dtype, offload)
+        precision.watch(model)
+        shard_fully(model, units, self.mesh["dp"], self.device, precision.dtype, offload, init)
         self._wrapped.append(model)
         return model
 
@@ -426,7 +456,7 @@ class Run:
         self._parts.keeper.track({**objects, "_precision": self._parts.precision}, data)
         for each in objects.values():
             if isinstance(each, torch.optim.Optimizer):
-                keep_apart(each)
+                step_apart(each)
                 each.register_step_pre_hook(self._check_ends_step)
 
     # -- the loop --------------------------------------------------------------------------
@@ -548,7 +578,7 @@ class Run:
             )
         self._stepped = True
         self._parts.effort.step_ends()
-        self._parts.precision.check_updated()
+        self._parts.precision.end_step()
         self.position.step += 1
         self._parts.watchdog.step_done()
         if self._check_values:
@@ -560,9 +590,7 @@ class Run:
         self._parts.profiler.step_done()
         left = None if self._loader is None else self._loader.steps(self.position.samples)
         decision = self._parts.pace.step_done(self.position.step, hear_all=left == 1)
-        if self._parts.pace.exchanges >= self._look_at:
-            self._look_at = self._parts.pace.exchanges + LOOK_EVERY
-            self._refuse_poison()
+        self._watch_weights(self._parts.pace.exchanges)
         if self._ends_epoch():
             # The end of the epoch comes first: a start that finds an epoch without a batch would
             # trip over what a loop leaves behind, the last loss say. What makes all ranks stop
@@ -837,6 +865,15 @@ class Run:
         later = self._epochs - self.position.epoch - 1
         return None if left is None else self.position.step + left + later * len(self._loader)
 
+    def _watch_weights(self, exchanges: int) -> None:
+        """Look at the weights now and then; all ranks do so, and hear of it, at the same steps."""
+        if self._look_answers_at is not None and exchanges >= self._look_answers_at:
+            self._look_answers_at = None
+            self._refuse_poison()
+        if exchanges >= self._look_at:
+            self._look_at, self._look_answers_at = exchanges + LOOK_EVERY, exchanges + 1
+            self._parts.precision.look()
+
     def _refuse_poison(self) -> None:
         if self._parts.precision.poisoned():
             raise self._parts.checkpoints.unsound(self.position.step)
@@ -866,6 +903,7 @@ class Run:
         if self._over:
             return
         parts = self._parts
+        parts.precision.look()
         self._refuse_poison()
         parts.keeper.save_surely()
         if event == "finished":  # a stop has no time for it, and the next start does it
@@ -873,6 +911,7 @@ class Run:
         parts.watchdog.end()
         if self.rank == 0:
             parts.metrics.flush()
+            parts.journal.drain(journal.DRAIN_S)
             parts.journal.write_surely(event, step=self.position.step, **fields)
         for end in [each.end for each in (parts.board, parts.progress, parts.profiler) if each]:
             end()

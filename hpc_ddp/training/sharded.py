@@ -20,16 +20,20 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def fsdp_modules(model: torch.nn.Module) -> list[Any]:
+    """Return the parts of a model that FSDP2 gathers, one at a time."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return [each for each in model.modules() if isinstance(each, fsdp.FSDPModule)] if fsdp else []
+
+
 def reshard(model: torch.nn.Module) -> None:
     """Let FSDP2 have its shards for parameters again.
 
     After a forward without a backward, an evaluation's, the outermost module has the gathered
     ones, which no optimizer knows.
     """
-    module: Any = sys.modules.get("torch.distributed.fsdp")
-    for each in model.modules() if module is not None else ():
-        if isinstance(each, module.FSDPModule):
-            each.reshard()
+    for module in fsdp_modules(model):
+        module.reshard()
 
 
 def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -75,27 +79,44 @@ def reduced(tensor: Any) -> torch.Tensor:
     return done
 
 
-def keep_apart(optimizer: torch.optim.Optimizer) -> None:
+def step_apart(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer step one tensor at a time where a group has DTensors and plain ones.
 
     On accelerators torch's optimizers take all tensors of a group in one call (foreach), which is
     refused for a mixture, as tensor parallelism leaves it: its plan names the layers that are cut.
+    The choice holds for the step only: a checkpoint of it may be taken up without a mixture.
     """
-    for group in optimizer.param_groups:
-        kinds = {is_sharded(parameter) for parameter in group["params"]}
-        if len(kinds) == 2 and group.get("foreach") is None and not group.get("fused"):
-            group["foreach"] = False
+    mixed: dict[int, tuple[int, bool]] = {}  # by group; parameters may be added to one
+    changed: list[dict[str, Any]] = []
+
+    def is_mixed(group: dict[str, Any]) -> bool:
+        count = len(group["params"])
+        if mixed.get(id(group), (-1,))[0] != count:
+            mixed[id(group)] = count, len({is_sharded(each) for each in group["params"]}) == 2
+        return mixed[id(group)][1]
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused") and is_mixed(group):
+                group["foreach"] = False
+                changed.append(group)
+
+    def after(*_: Any) -> None:
+        while changed:
+            changed.pop()["foreach"] = None
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
 
 
 def from_local(local: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return a DTensor with this rank's part, sharded as another one is."""
+    """Return a DTensor with this rank's part, sharded as another one is.
+
+    The part stays where it is. `DTensor.from_local` would move it to the mesh's device, which may
+    have no room for what FSDP2 keeps on the CPU.
+    """
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        local.to(like.to_local().device),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    make: Any = DTensor
+    sharded: torch.Tensor = make(local, like._spec, requires_grad=False)
+    return sharded

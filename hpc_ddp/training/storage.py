@@ -39,21 +39,23 @@ class Keep:
     every: int | None = None
 
 
-def write_file(path: Path, content: bytes | memoryview) -> FileFacts:
+def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
     """Create a file, sum up what it is to hold, and make it durable; raises OSError.
 
     Writing, syncing and summing all release the interpreter lock, so a thread that does this
     takes microseconds of it from a training beside it.
     """
-    view = memoryview(content).cast("B")
+    views = [memoryview(part).cast("B") for part in content]
     with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
-        rest = view
-        while len(rest):
-            rest = rest[file.write(rest[:CHUNK]) :]
+        for rest in views:
+            while len(rest):
+                rest = rest[file.write(rest[:CHUNK]) :]
         synced = pool.submit(os.fsync, file.fileno())
-        crc32 = zlib.crc32(view)  # while the disk is busy
+        crc32 = 0
+        for view in views:  # while the disk is busy
+            crc32 = zlib.crc32(view, crc32)
         synced.result()
-    return FileFacts(len(view), crc32)
+    return FileFacts(sum(map(len, views)), crc32)
 
 
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFacts]) -> None:

@@ -5,8 +5,9 @@ Imported where a script asks for one of them only: torch's part takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from hpc_ddp.run.errors import UsageError
+from hpc_ddp.training import devices
 from hpc_ddp.training.evaluating import in_eval_mode
 from hpc_ddp.training.grid import Grid
+from hpc_ddp.training.meta import Init, materialize
 from hpc_ddp.training.state import unwrap
 
 SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
@@ -31,23 +35,56 @@ def make_mesh(grid: Grid, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
 
 
+def share_layers(
+    model: nn.Module,
+    plan: Mapping[str, ParallelStyle],
+    mesh: DeviceMesh,
+    device: torch.device,
+    init: Init | None,
+) -> None:
+    """See `Run.parallelize`. One module of the plan after the other comes to the device."""
+    for pattern, style in plan.items():
+        modules = list(_matching(model, pattern))
+        if not modules:
+            raise UsageError(
+                f"run.parallelize was given a plan for {pattern!r}, and the model has no such"
+                " module; accepted: names as in model.named_modules(), with * for a part of one"
+            )
+        for module in modules:
+            materialize(module, device, init)
+            parallelize_module(module, mesh, style)
+
+
+def _matching(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
+    parts = pattern.split(".")
+    for name, module in model.named_modules():
+        names = name.split(".")
+        if len(names) == len(parts) and all(map(fnmatchcase, names, parts)):
+            yield module
+
+
 def shard_fully(
     model: nn.Module,
     units: Iterable[nn.Module],
     mesh: DeviceMesh,
+    device: torch.device,
     dtype: torch.dtype | None,
     offload: bool,
+    init: Init | None,
 ) -> None:
-    """See `Run.fully_shard`. Gradients are added up in fp32."""
+    """See `Run.fully_shard`. Gradients are added up in fp32.
+
+    torch moves each unit to the device as it shards it, so a device never has the whole model.
+    """
     options: dict[str, Any] = {"mesh": mesh}
     if dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         options["mp_policy"] = policy
     if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    for unit in units:
-        fully_shard(unit, **options)
-    fully_shard(model, **options)
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=devices.is_accelerator(device))
+    for module in (*units, model):
+        materialize(module, device, init)
+        fully_shard(module, **options)
 
 
 class Pipeline:
@@ -106,7 +143,9 @@ class Pipeline:
             self._schedules[key].step(
                 *([inputs] if first else []), **({"target": targets} if last else {})
             )
-        loss = torch.stack(self._losses).mean() if last else torch.zeros((), device=self._device)
+        # In fp32, as the other stages expect it, also where the loss is computed in bf16.
+        mean = torch.stack(self._losses).mean(dtype=torch.float32) if last else None
+        loss = torch.zeros((), device=self._device) if mean is None else mean
         dist.broadcast(loss, group=self._group, group_src=self._last)
         return loss
 

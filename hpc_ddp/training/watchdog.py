@@ -15,13 +15,18 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
-from torch._C import _distributed_c10d as c10d
+import torch
+import torch.distributed as torch_distributed
+from torch._C import _distributed_c10d
 
 from hpc_ddp.run import process
 from hpc_ddp.run.folder import NodeFolder
 from hpc_ddp.training.order import Position
 
+dist: Any = torch_distributed  # some of what is used here has no types
+c10d: Any = _distributed_c10d
 _last_beat = 0.0  # one per process, as faulthandler's timer is
 _shown: int | None = None  # where stacks go that somebody asks for
 
@@ -137,18 +142,24 @@ class Watchdog:
         os._exit(1)
 
 
-def flight_recorder(backend: str) -> bytes:
-    """Return the pickled record of the last collectives of NCCL, or of gloo on the CPU.
+def flight_recorder(device: torch.device) -> bytes:
+    """Return the pickled record of the last collectives of what carries a device's tensors.
 
     On by default from torch 2.15 (``TORCH_FR_BUFFER_SIZE`` entries); 2.9 records NCCL only.
 
     Raises
     ------
-    AttributeError
-        this build of torch has none
+    AttributeError, TypeError
+        this build of torch has no record of that backend
     """
-    name = "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace"
-    record: bytes = getattr(c10d, name)()
+    backend = dist.group.WORLD._get_backend(device)
+    # From 2.15 on the backend "nccl" may be another implementation, whose record is elsewhere.
+    legacy = getattr(dist, "ProcessGroupNCCL", None)
+    if legacy and isinstance(backend, legacy):
+        record: bytes = c10d._dump_nccl_trace()
+    else:
+        name = backend.name()
+        record = c10d._dump_fr_trace(**({} if name == "gloo" else {"backend": name}))
     return record
 
 

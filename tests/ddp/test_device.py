@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -97,3 +98,69 @@ def test_an_error_of_a_loader_worker_is_told_once(make_sim_crew: Callable[[str],
     assert launch.wait() == [1]
     (failed,) = crew.events("failed")
     assert failed["error"] == "ValueError: no sample 9"
+
+
+# --- models that no device has as a whole -----------------------------------------------------
+
+
+def _result(crew: Any) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((crew.run.path / "result.json").read_text())
+    return result
+
+
+BLOCK_BYTES = 4 * (2 * 64 * 256 + 256 + 64 + 2 * 64)
+
+
+def test_a_model_is_shared_out_before_a_device_has_it(
+    make_sim_crew: Callable[[str], Any], make_crew: Callable[[str], Any]
+) -> None:
+    """A limit below the model's size; on meta the numbers do not depend on the ranks."""
+    whole = 6 * BLOCK_BYTES
+    limits = {"moved": (), "meta": ("--meta",), "average": ("--meta", "--average")}
+    for name, words in limits.items():
+        crew = make_sim_crew(name)
+        room = whole * (2 if "--average" in words else 1)
+        crew.go(2, *words, "--epochs", "0", "--limit", str(room), script="large.py")
+    alone = make_sim_crew("alone")
+    alone.go(1, "--meta", "--epochs", "0", script="large.py")
+    assert _result(alone)["sums"] == _result(crew)["sums"]
+
+
+@pytest.mark.parametrize(
+    "words", [("--offload",), ("--average",), ("--meta", "--tp", "2"), ("--offload", "--meta")]
+)
+def test_a_model_in_parts_goes_on_where_it_was(
+    make_sim_crew: Callable[[str], Any], words: tuple[str, ...]
+) -> None:
+    crew = make_sim_crew("parts")
+    crew.go(2, *words, "--epochs", "1", script="large.py")
+    # Less than the optimizer's state, which has to stay on the CPU when it is read, too.
+    room = ("--limit", str(5 * BLOCK_BYTES)) if "--offload" in words else ()
+    crew.go(2, *words, *room, "--epochs", "2", script="large.py")
+    undisturbed = make_sim_crew("undisturbed")
+    undisturbed.go(2, *words, "--epochs", "2", script="large.py")
+    assert _result(crew) == _result(undisturbed)
+    assert _result(crew)["step"] == (16 if "--tp" in words else 8)
+
+
+def test_a_tensor_without_numbers_is_named(make_sim_crew: Callable[[str], Any]) -> None:
+    launch = make_sim_crew("lost").launch(1, "--meta", "--lose", "shift", script="large.py")
+    assert launch.wait() == [2]
+    assert "nothing gives numbers to shift of a Block" in launch.output()
+
+
+# --- a step waits for nothing --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--precision", "bf16"), ("--sharded",), ("--look",), ("--sharded", "--look")]
+)
+def test_a_step_does_not_wait_for_its_device(
+    make_sim_crew: Callable[[str], Any], words: tuple[str, ...]
+) -> None:
+    """Also where it journals a loss. A look at the weights is waited for, an exchange later."""
+    output = make_sim_crew("waits").go(2, *words, script="waits.py")
+    (line,) = (line.split() for line in output.splitlines() if line.startswith("WAITS"))
+    waits, looks, steps = map(int, line[1::2])
+    assert steps == 64
+    assert waits <= (looks if "--look" in words else 0)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from hpc_ddp.run.journal import Journal, last_event, read_events
+from tests.waiting import LIMIT_S
 
 
 def test_merges_writers_by_attempt_then_time(tmp_path: Path) -> None:
@@ -28,6 +30,30 @@ def test_a_torn_line_is_skipped_and_closed_off(tmp_path: Path) -> None:
 def test_lines_that_are_no_events_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'[]\n5\n{"event": "x"}\n\xff\xfe\n')
     assert read_events(tmp_path) == []
+
+
+def test_a_disk_in_trouble_holds_up_only_the_thread_that_writes(tmp_path: Path) -> None:
+    """The disk is a pipe here, which blocks until there is a reader."""
+    path = tmp_path / "a.jsonl"
+    os.mkfifo(path)
+    journal = Journal(tmp_path, "a")
+    for step in range(3):
+        journal.write_later("metrics", step=step)
+    journal.drain(0.0)
+    path.unlink()
+    journal.write("stopped")  # by this thread
+    assert [event["event"] for event in read_events(tmp_path)] == ["stopped"]
+
+
+def test_what_is_written_later_is_there_after_a_drain(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "a")
+    for step in range(3):
+        journal.write_later("metrics", step=step)
+    journal.drain(LIMIT_S)
+    assert [event["step"] for event in read_events(tmp_path)] == [0, 1, 2]
+    journal = Journal(tmp_path / "a.jsonl" / "below", "b")
+    journal.write_later("metrics")
+    journal.drain(LIMIT_S)  # a line that can't be written is left out
 
 
 def test_a_failing_disk_is_said_once_and_ends_nothing(

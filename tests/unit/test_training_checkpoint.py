@@ -75,7 +75,7 @@ def make(run: RunFolder) -> Make:
 def _content(step: int, **values: Any) -> Content:
     fields: dict[str, Any] = {
         **{"facts": {"epoch": 1, "best": None}, "shared": {"tree": {"a": step}}},
-        **{"own": {"rank": 0, "pieces": {}}, "data": memoryview(b""), "layout": 7},
+        **{"own": {"rank": 0, "pieces": {}}, "data": lambda: [memoryview(b"")], "layout": 7},
         **{"stage": 0, "is_sound": lambda: True, "stall_s": 0.25},
     }
     return Content(step, **{**fields, **values})
@@ -261,7 +261,7 @@ def test_space_is_looked_for_before_it_is_written(
     background.world_size = 4
     background.peers = [Answer(0, 7, {})] * 3
     own = {"rank": 0, "pieces": [("x", "uint8", (1000,), (0,), (1000,), 0)]}
-    _save(make(background=background), 1, data=memoryview(b"x" * 1000), own=own)
+    _save(make(background=background), 1, data=lambda: [b"x" * 400, b"x" * 600], own=own)
     folder = run.checkpoints / "step-1"
     size = sum(
         (folder / name).stat().st_size for name in ("rank-0.pt", "state.pt", "tensors-0.bin")

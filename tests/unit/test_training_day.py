@@ -24,6 +24,7 @@ from hpc_ddp.training.precision import Precision
 from hpc_ddp.training.profiling import peak_flops, use_per_sample
 from hpc_ddp.training.run import start
 from hpc_ddp.training.shown import Progress
+from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
 
@@ -83,7 +84,7 @@ def test_an_update_clips_the_true_gradient(kind: str) -> None:
     assert (before - model.weight).norm().item() == pytest.approx(1.0, rel=1e-4)
     assert scheduler.get_last_lr() == [0.5]
     assert model.weight.grad is None
-    precision.check_updated()
+    precision.end_step()
     with precision.autocast():
         expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
         assert model(torch.ones(1, 3)).dtype == expected
@@ -102,6 +103,7 @@ def test_an_overflow_skips_the_step_and_the_schedule() -> None:
     precision.update(optimizer, None, scheduler)
     assert torch.equal(before, model.weight)
     assert scheduler.get_last_lr() == [1.0]
+    precision.end_step()
     assert precision.state_dict()["scale"] == 2.0**15
     for state in (precision.state_dict(), {}):  # {}: of a run in another precision
         other = Precision("fp16", CPU, stop_on_nan=True)
@@ -110,25 +112,57 @@ def test_an_overflow_skips_the_step_and_the_schedule() -> None:
     Precision("bf16", CPU, stop_on_nan=True).load_state_dict(precision.state_dict())
 
 
+def test_two_optimizers_unscale_by_one_scale() -> None:
+    """Muon for the matrices and AdamW for the rest: the first one's overflow is its own."""
+    precision = Precision("fp16", CPU, stop_on_nan=True)
+    models = [nn.Linear(3, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    before = models[1].weight.detach().clone()
+    inputs = torch.full((2, 3), 2.0)
+    precision.backward(float("inf") * models[0](inputs).mean() + models[1](inputs).mean())
+    for optimizer in optimizers:
+        precision.update(optimizer, None, None)
+    assert torch.equal(before - models[1].weight, torch.full((1, 3), 2.0))
+    precision.end_step()
+    assert precision.state_dict()["scale"] == 2.0**15
+
+
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_an_optimizer_may_be_updated_twice_in_a_step(factor: float) -> None:
+    """The scale stays within the step, also after an overflow, which lowers it at the end."""
+    precision = Precision("fp16", CPU, stop_on_nan=True)
+    model, optimizer, _ = make_step(precision, factor)
+    precision.update(optimizer, None, None)
+    precision.backward(model(torch.full((2, 3), 2.0)).mean())
+    before = model.weight.detach().clone()
+    precision.update(optimizer, None, None)
+    assert torch.allclose(before - model.weight, torch.full((1, 3), 2.0))
+    precision.end_step()
+    assert precision.state_dict()["scale"] == (2.0**16 if factor == 1.0 else 2.0**15)
+
+
 def test_scaled_gradients_are_not_for_an_optimizer_alone() -> None:
     precision = Precision("fp16", CPU, stop_on_nan=True)
     make_step(precision)
     with pytest.raises(UsageError, match=r"run\.update was not called"):
-        precision.check_updated()
+        precision.end_step()
 
 
 def test_poison_is_seen_in_the_weights_and_in_a_scale_that_sinks() -> None:
     for watching in (True, False):
         precision = Precision("fp32", CPU, stop_on_nan=watching)
         _, optimizer, _ = make_step(precision, factor=float("nan"))
-        assert not precision.poisoned()
+        precision.look()
         optimizer.step()
+        assert not precision.poisoned()
+        precision.look()
         assert precision.poisoned() == watching
     scaled = Precision("fp16", CPU, stop_on_nan=True)
     for _ in range(33):
         assert not scaled.poisoned()
         _, optimizer, _ = make_step(scaled, factor=float("nan"))
         scaled.update(optimizer, None, None)
+        scaled.end_step()
     assert scaled.poisoned()
 
 
@@ -193,11 +227,13 @@ def test_mfu_needs_a_peak_and_the_cost_of_a_sample(tmp_path: Path) -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 156e12
     assert peak_flops("a toaster", "fp32") is None
 
-    metrics = Metrics(Journal(tmp_path, "rank-0"), 1, ["here"], use_per_sample_s=0.5)
+    journal = Journal(tmp_path, "rank-0")
+    metrics = Metrics(journal, 1, ["here"], use_per_sample_s=0.5)
     told: list[dict[str, Any]] = []
     metrics.listeners.append(told.append)
     metrics.add(Position(step=1), 10, {"loss": torch.tensor(1.0)})
     metrics.flush()
+    journal.drain(LIMIT_S)
     event = read_events(tmp_path)[-1]
     assert event["mfu"] == pytest.approx(event["samples_per_s"] / 2, rel=1e-3)
     assert told == [{name: event[name] for name in told[0]}]

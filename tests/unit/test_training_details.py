@@ -21,7 +21,7 @@ from training_fakes import Alone, Saves, give_gpus
 
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.journal import Journal
-from hpc_ddp.training import control, notice, pace, schedule
+from hpc_ddp.training import control, notice, pace, schedule, sharded
 from hpc_ddp.training.control import Control, choose_backend, choose_devices, leave
 from hpc_ddp.training.exchange import Decision, Exchange
 from hpc_ddp.training.facts import DistInfo
@@ -655,3 +655,24 @@ def test_a_forked_process_is_no_rank(
     hook(type(error), error, None)  # and the process goes on
     assert "ConnectionResetError: by peer" in capsys.readouterr().err
     assert not (tmp_path / "rank-0.jsonl").exists()
+
+
+def test_a_group_of_two_kinds_is_stepped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the step only: a checkpoint may be taken up where all are of one kind."""
+    first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    monkeypatch.setattr(sharded, "is_sharded", lambda tensor: tensor is third)
+    seen: list[Any] = []
+
+    class Spied(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            seen.append([group["foreach"] for group in self.param_groups])
+
+    optimizer = Spied([first], lr=0.1)
+    sharded.step_apart(optimizer)
+    optimizer.step()
+    optimizer.add_param_group({"params": [second, third]})
+    optimizer.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "foreach": True})
+    optimizer.step()
+    assert seen == [[None], [None, False], [None, False, True]]
+    assert [group["foreach"] for group in optimizer.param_groups] == [None, None, True]

@@ -83,7 +83,7 @@ def test_stages_make_a_whole_and_a_whole_makes_stages(tmp_path: Any) -> None:
         buffer = Buffer(torch.device("cpu"))
         buffer.fill(state.my_parts(found, Grid(rank, 4, pp=2)))
         path = tmp_path / f"tensors-{rank}"
-        path.write_bytes(buffer.bytes)
+        path.write_bytes(b"".join(buffer.bytes))
         files.append((path, as_plain(buffer.pieces)))
     tree, reader = state.joined(trees[0], trees[2]), Reader(files)
 

@@ -17,6 +17,7 @@ from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.pace import Pace
 from hpc_ddp.training.schedule import Schedule, between_failures, slowest_save
+from tests.waiting import LIMIT_S
 
 
 def make_schedule(saves: Saves | None = None, **options: Any) -> Schedule:
@@ -133,12 +134,14 @@ def test_a_notice_file_names_its_source(tmp_path: Path, content: str, source: st
 
 
 def test_metrics_are_written_rarely_and_at_the_end(tmp_path: Path) -> None:
-    metrics = Metrics(Journal(tmp_path, "rank-0"), 2, ["a", "b"])
+    journal = Journal(tmp_path, "rank-0")
+    metrics = Metrics(journal, 2, ["a", "b"])
     for step in range(1, 100):
         loss = torch.tensor(float(step))
         metrics.add(Position(step=step), 16, {"loss": loss})
     metrics.flush()
     metrics.flush()
+    journal.drain(LIMIT_S)
     first, *events = read_events(tmp_path)
     assert (first["event"], first["step"], first["hosts"]) == ("first_step", 1, ["a", "b"])
     assert 1 <= len(events) <= 2

@@ -29,7 +29,7 @@ from training_fakes import Holds
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import loader as module
-from hpc_ddp.training import norms, randomness, state
+from hpc_ddp.training import norms, pieces, randomness, state
 from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.loader import Loader, Shard, UnknownLengthError, batches_of, to_device
 from hpc_ddp.training.order import Cut, Position
@@ -419,7 +419,7 @@ def _put_back(
 ) -> None:
     buffer = Buffer(CPU)
     buffer.fill(state.my_parts(result, Grid()))
-    (folder / "data").write_bytes(buffer.bytes)
+    (folder / "data").write_bytes(b"".join(buffer.bytes))
     reader = Reader([(folder / "data", as_plain(buffer.pieces))])
     state.put_back(objects, result.tree, reader, 7, stage)
 
@@ -521,7 +521,7 @@ def test_a_tensor_is_put_together_from_boxes(tmp_path: Path) -> None:
         part = rows(full, low, high)
         assert part is not None
         buffer.fill({**{k: p for k, p in parts.items() if index == 0 and p}, "t": part})
-        (tmp_path / str(index)).write_bytes(buffer.bytes)
+        (tmp_path / str(index)).write_bytes(b"".join(buffer.bytes))
         files.append((tmp_path / str(index), as_plain(buffer.pieces)))
     reader = Reader(files)
     assert torch.equal(reader.read("t"), full)
@@ -540,7 +540,7 @@ def test_a_tensor_is_put_together_from_boxes(tmp_path: Path) -> None:
 def test_each_ranks_own_is_read_where_there_is_one(tmp_path: Path) -> None:
     buffer = Buffer(CPU)
     buffer.fill({"b": whole(torch.tensor(1)), f"b{OWN}2": whole(torch.tensor(2))})
-    (tmp_path / "data").write_bytes(buffer.bytes)
+    (tmp_path / "data").write_bytes(b"".join(buffer.bytes))
     files = [(tmp_path / "data", as_plain(buffer.pieces))]
     assert [Reader(files, rank).read("b").item() for rank in (0, 2, None)] == [1, 2, 1]
     assert list(Reader(files)) == ["b"]
@@ -557,10 +557,42 @@ def test_numbers_that_are_not_finite_are_seen() -> None:
         (torch.tensor([1.0, torch.inf]), ("a",), False),
         (torch.tensor([1.0, torch.inf]), (), True),
         (torch.tensor([1, 2]), ("a",), True),
+        (torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn), ("a",), False),
+        (torch.tensor([1.0, 448.0]).to(torch.float8_e4m3fn), ("a",), True),
     ):
         buffer = Buffer(CPU)
         buffer.fill({"n": whole(torch.ones(1)), "a": whole(bad)})
         assert buffer.is_finite(names) is finite
+
+
+def test_memory_in_blocks_holds_the_same_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On an accelerator it is pinned, or, where that can't be had as here, left as it is."""
+    parts = {
+        "a": whole(torch.arange(70.0, dtype=torch.float64)),
+        "b": whole(torch.randn(4, 6, 5).transpose(0, 2)),
+        "c": whole(torch.randn(3).to(torch.bfloat16)),
+        "d": whole(torch.empty(0)),
+    }
+    one = Buffer(CPU)
+    one.fill(parts)
+    monkeypatch.setattr(pieces, "LEAST_BLOCK", 64)
+    monkeypatch.setattr(pieces, "LARGEST_BLOCK", 256)
+    blocks = Buffer(torch.device("cuda"))
+    blocks.fill(parts)
+    blocks.wait()
+    assert blocks.pieces == one.pieces
+    readers = []
+    for name, buffer in {"one": one, "blocks": blocks}.items():
+        (tmp_path / name).write_bytes(b"".join(buffer.bytes))
+        readers.append(Reader([(tmp_path / name, as_plain(buffer.pieces))]))
+    assert all(torch.equal(*(reader.read(name) for reader in readers)) for name in parts)
+    assert [len(block) for block in blocks.bytes] == [256, 256, 256, 256, 128]
+    assert blocks.is_finite(parts)
+    parts["b"].numbers[2, 3, 1] = torch.inf
+    blocks.fill(parts)
+    assert not blocks.is_finite(["b"])
 
 
 def test_each_batch_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -638,7 +670,7 @@ def test_any_box_of_a_tensor_is_read(tmp_path: Path) -> None:
         part = rows(full, low, low + 24)
         assert part is not None
         buffer.fill({"t": part})
-        (tmp_path / str(index)).write_bytes(buffer.bytes)
+        (tmp_path / str(index)).write_bytes(b"".join(buffer.bytes))
         files.append((tmp_path / str(index), as_plain(buffer.pieces)))
     boxes = [((0, 0), (2, 3)), ((1, 0), (2, 3)), ((1, 1), (4, 2)), ((4, 2), (2, 1))]
     boxes += [((6, 0), (0, 3)), ((3, 0), (0, 3))]

@@ -44,6 +44,7 @@ Clock clock_of(int lane);
 void advance(int lane, const Clock& clock);  // the lane waits for what the clock tells of
 uint64_t begin(int lane);                    // an operation, which comes after what the host has seen
 void host_waits_for(const Clock& clock);
+void host_hears_of(const Clock& clock);  // without a wait: it asked, and it is over
 bool host_has_seen(const Clock& clock);
 
 // Names what runs in this thread, for reports.

@@ -67,11 +67,16 @@ bool host_has_seen(const Clock& clock) {
 
 void deliver_copies();  // memory.cpp
 
+void host_hears_of(const Clock& clock) {
+  std::lock_guard lock(mutex);
+  join(clocks[kHost], clock);
+  deliver_copies();
+}
+
 void host_waits_for(const Clock& clock) {
   std::lock_guard lock(mutex);
   host_waits++;
-  join(clocks[kHost], clock);
-  deliver_copies();
+  host_hears_of(clock);
 }
 
 int64_t waits() {

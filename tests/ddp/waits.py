@@ -1,0 +1,41 @@
+"""Prints how often the host has waited for the stand-in device in the steps of a training."""
+
+import argparse
+
+import torch
+from sim import backend
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hpc_ddp.training import metrics, run, start
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--precision", default="fp32")
+parser.add_argument("--look", action="store_true", help="at the weights, after every exchange")
+parser.add_argument("--sharded", action="store_true")
+args = parser.parse_args()
+metrics.EVERY_S = 0.0  # a line of the journal after each step, but the first
+run.LOOK_EVERY = 1 if args.look else 1 << 40
+
+now = start(precision=args.precision)
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.BatchNorm1d(32), nn.Linear(32, 2))
+model = now.fully_shard(net, [net[0]]) if args.sharded else now.wrap(net)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+batches = now.loader(TensorDataset(torch.randn(512, 8), torch.randint(2, (512,))), 4)
+now.track(model=model, optimizer=optimizer, scheduler=scheduler)
+counts = []
+for _ in now.epochs(1):
+    for x, y in batches:
+        with now.autocast():
+            loss = nn.functional.cross_entropy(model(x), y)
+        now.backward(loss)
+        norm = now.update(optimizer, clip_norm=1.0, scheduler=scheduler)
+        now.step(loss=loss, norm=norm)
+        counts.append(backend.C.waits())
+        if len(counts) == 2:
+            looks = -now._parts.pace.exchanges
+looks += now._parts.pace.exchanges
+now.print(f"WAITS {counts[-2] - counts[1]} LOOKS {looks} STEPS {len(counts)}")
+now.finish()
