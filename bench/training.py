@@ -123,7 +123,7 @@ def part_durable(device: str, folder: Path) -> dict[str, list[float]]:
     control, rank = subject.run._parts.control, subject.run.rank
     subject.save()
     subject.wait()
-    mine = bytes(subject.keeper._buffer.bytes)
+    mine = b"".join(subject.keeper._buffer.bytes)
 
     def write() -> None:
         with open(folder / f"raw-{rank}", "wb", buffering=0) as file:

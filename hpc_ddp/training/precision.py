@@ -111,7 +111,9 @@ class Precision:
         waits for nothing: the answer is `poisoned`'s, some steps later.
         """
         parameters = (each for model in self._watched for each in model.parameters())
-        weights = [each for each in parameters if each.requires_grad]
+        # Those in 8 bits, of which torch has no norm, are looked at by each save alone.
+        trained = (each for each in parameters if each.requires_grad)
+        weights = [each for each in trained if each.dtype.itemsize > 1]
         if self._stop_on_nan and self._watched:
             with torch.no_grad():
                 self._norm = Transfer({"norm": total_norm(weights, self._grid, self._device)})

@@ -91,6 +91,23 @@ def test_each_way_of_sharing_a_model_trains_and_goes_on(
     assert not reports_of(launch.output())
 
 
+def test_each_device_of_a_worker_has_its_random_numbers_back(
+    make_sim_crew: Callable[[str], Any],
+) -> None:
+    def losses(crew: Any, epochs: int) -> list[str]:
+        output = crew.go(2, "--epochs", str(epochs), script="two_devices.py")
+        return sorted(line for line in output.splitlines() if line.startswith("LOSS"))
+
+    crew = make_sim_crew("twice")
+    whole = losses(make_sim_crew("once"), 2)
+    assert losses(crew, 1) + losses(crew, 2) == sorted(
+        whole, key=lambda line: int(line.split()[2]) > 3
+    )
+    assert {line.split()[3] for line in whole} == {"sim:1", "sim:3"}
+    last = [line.split()[4] for line in whole if line.split()[2] == "7"]
+    assert len(set(last)) == 2  # each rank draws its own
+
+
 def test_an_error_of_a_loader_worker_is_told_once(make_sim_crew: Callable[[str], Any]) -> None:
     """The worker's thread that lends memory to pin may fail as well, when the rank has left."""
     crew = make_sim_crew("loader")
@@ -112,7 +129,7 @@ BLOCK_BYTES = 4 * (2 * 64 * 256 + 256 + 64 + 2 * 64)
 
 
 def test_a_model_is_shared_out_before_a_device_has_it(
-    make_sim_crew: Callable[[str], Any], make_crew: Callable[[str], Any]
+    make_sim_crew: Callable[[str], Any],
 ) -> None:
     """A limit below the model's size; on meta the numbers do not depend on the ranks."""
     whole = 6 * BLOCK_BYTES
@@ -130,7 +147,7 @@ def test_a_model_is_shared_out_before_a_device_has_it(
     "words", [("--offload",), ("--average",), ("--meta", "--tp", "2"), ("--offload", "--meta")]
 )
 def test_a_model_in_parts_goes_on_where_it_was(
-    make_sim_crew: Callable[[str], Any], words: tuple[str, ...]
+    make_sim_crew: Callable[[str], Any], make_crew: Callable[[str], Any], words: tuple[str, ...]
 ) -> None:
     crew = make_sim_crew("parts")
     crew.go(2, *words, "--epochs", "1", script="large.py")
@@ -140,6 +157,10 @@ def test_a_model_in_parts_goes_on_where_it_was(
     undisturbed = make_sim_crew("undisturbed")
     undisturbed.go(2, *words, "--epochs", "2", script="large.py")
     assert _result(crew) == _result(undisturbed)
+    if words == ("--meta", "--tp", "2"):  # one start of torch on the CPU is enough
+        on_cpu = make_crew("cpu")
+        on_cpu.go(2, *words, "--epochs", "2", script="large.py")
+        assert _result(crew) == _result(on_cpu)
     assert _result(crew)["step"] == (16 if "--tp" in words else 8)
 
 

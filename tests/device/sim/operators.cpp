@@ -253,8 +253,11 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
                         from.sizes() == to.sizes() && from.nbytes();
   const int lane = current_lane((to_host ? from : to).device().index());
   std::unique_lock lock(mutex);
-  if (!crosses && from.device() != to.device()) wait_for_each_other(lane, current_lane(from.device().index()));
+  const bool is_between_devices = !crosses && from.device() != to.device();
+  const int other = is_between_devices ? current_lane(from.device().index()) : lane;
+  if (is_between_devices) wait_for_each_other(lane, other);
   const auto when = begin(lane);
+  if (is_between_devices) advance(other, clock_of(lane));  // before its memory is used again
   note_access(from, lane, when, false);
   note_access(to, lane, when, true);
   auto* host = static_cast<char*>((to_host ? target : source).data_ptr());

@@ -1,0 +1,41 @@
+"""A model over two devices of one worker, with dropout on both; prints what each step's loss is."""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hpc_ddp.training import start
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=1)
+args = parser.parse_args()
+
+
+class Halves(nn.Module):
+    def __init__(self, devices: list[torch.device]) -> None:
+        super().__init__()
+        self.devices = devices
+        self.first = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5)).to(devices[0])
+        self.last = nn.Sequential(nn.Dropout(0.5), nn.Linear(16, 2)).to(devices[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.first(x).to(self.devices[1]))
+        return output
+
+
+run = start(devices_per_worker=2)
+model = run.wrap(Halves(run.devices))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(3))
+batches = run.loader(TensorDataset(inputs, torch.arange(32) % 2), 4)
+run.track(model=model, optimizer=optimizer)
+for _ in run.epochs(args.epochs):
+    for x, y in batches:
+        loss = nn.functional.cross_entropy(model(x), y.to(run.devices[1]))
+        run.backward(loss)
+        run.update(optimizer)
+        print(f"LOSS {run.rank} {run.position.step} {run.devices[1]} {loss.item()!r}", flush=True)
+        run.step()
+run.finish()
