@@ -14,6 +14,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--meta", action="store_true", help="make the model on torch's meta device")
 parser.add_argument("--offload", action="store_true")
 parser.add_argument("--average", action="store_true", help="keep an average of the weights")
+parser.add_argument("--late-average", action="store_true", help="ask for one of a sharded model")
 parser.add_argument("--tp", type=int, default=1)
 parser.add_argument("--lose", help="leave a tensor of the model without numbers")
 parser.add_argument("--limit", type=int, help="bytes that a device may hold, of the stand-in only")
@@ -69,6 +70,8 @@ for trained in (model, *([average.module] if average else [])):
         run.parallelize(trained, plan)
     run.fully_shard(trained, blocks, offload=args.offload)
 assert model.last.weight is model.first.weight
+if args.late_average:
+    run.ema(model)
 sums = {}
 for name, weight in model.named_parameters():
     there = weight.detach().to(run.device)

@@ -14,10 +14,12 @@ from typing import Any
 
 import conftest
 import pytest
+import torch
 
 from tests.devices import ROOT, device_env, reports_of
 from tests.skips import skip_or_fail
 
+RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 CHECKS = ROOT / "tests" / "device" / "checks.py"
 
 
@@ -170,6 +172,23 @@ def test_a_tensor_without_numbers_is_named(make_sim_crew: Callable[[str], Any]) 
     assert "nothing gives numbers to shift of a Block" in launch.output()
 
 
+def test_an_average_comes_before_the_model_is_sharded(make_sim_crew: Callable[[str], Any]) -> None:
+    launch = make_sim_crew("late").launch(1, "--late-average", script="large.py")
+    assert launch.wait() == [2]
+    assert "run.ema was called after run.fully_shard" in launch.output()
+
+
+def test_an_export_makes_no_second_copy_on_the_device(make_sim_crew: Callable[[str], Any]) -> None:
+    assert "EXPORTED" in make_sim_crew("export").go(1, script="outlet.py")
+
+
+def test_a_loss_may_travel_in_bf16_between_stages(make_sim_crew: Callable[[str], Any]) -> None:
+    output = make_sim_crew("stages").go(2, script="stages.py")
+    losses = [line.split()[1:] for line in output.splitlines() if line.startswith("LOSS")]
+    assert losses[0] == losses[1]
+    assert losses[0][0] == "torch.float32"
+
+
 # --- a step waits for nothing --------------------------------------------------------------------
 
 
@@ -184,4 +203,5 @@ def test_a_step_does_not_wait_for_its_device(
     (line,) = (line.split() for line in output.splitlines() if line.startswith("WAITS"))
     waits, looks, steps = map(int, line[1::2])
     assert steps == 64
+    assert "simccl:all_reduce" in output or RELEASE < (2, 15)  # what a hang would leave
     assert waits <= (looks if "--look" in words else 0)

@@ -1,13 +1,15 @@
 """Prints how often the host has waited for the stand-in device in the steps of a training."""
 
 import argparse
+import pickle
+from contextlib import suppress
 
 import torch
 from sim import backend
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hpc_ddp.training import metrics, run, start
+from hpc_ddp.training import metrics, run, start, watchdog
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--precision", default="fp32")
@@ -38,4 +40,7 @@ for _ in now.epochs(1):
             looks = -now._parts.pace.exchanges
 looks += now._parts.pace.exchanges
 now.print(f"WAITS {counts[-2] - counts[1]} LOOKS {looks} STEPS {len(counts)}")
+with suppress(TypeError):  # releases before 2.15 record NCCL alone
+    record = pickle.loads(watchdog.flight_recorder(now.device))
+    now.print("FLIGHT", *(entry["profiling_name"] for entry in record["entries"]))
 now.finish()
