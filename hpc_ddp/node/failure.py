@@ -20,6 +20,7 @@ _COMMUNICATION = re.compile(
     r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat",
 )
 _UNREADABLE = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .{1,400}", re.M)
+_EXPLAINED = re.compile(r"^error: (.{1,500})", re.M)  # see hpc_ddp.training.failure
 _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -87,10 +88,13 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 def last_exception(log: Path) -> str:
     """Return the last line of the last traceback of a log's last start, '' when it has none.
 
-    A script that can't be parsed has no traceback, only that line.
+    A script that can't be parsed has no traceback, only that line; nor has an error that
+    `hpc_ddp.training` explains to people.
     """
     text = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
     _, found, after = text.rpartition("Traceback (most recent call last):\n")
+    if explained := _EXPLAINED.findall(after if found else text):
+        return str(explained[-1])
     if not found:
         return next(iter(_UNREADABLE.findall(text)), "")
     lines = (line for line in after.splitlines() if line and not line[0].isspace())

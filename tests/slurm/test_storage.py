@@ -9,9 +9,20 @@ from collections.abc import Iterator
 
 import pytest
 from cluster import Cluster
-from harness import BACKENDS, DIGITS, DIGITS_ARGS, TWO_BY_TWO, Hpc, Job, same_weights, use
+from harness import (
+    BACKENDS,
+    DIGITS,
+    DIGITS_ARGS,
+    SCRIPTS,
+    TWO_BY_TWO,
+    Hpc,
+    Job,
+    same_weights,
+    use,
+)
 
 SECONDS = 10
+BALLAST, LIMIT_BYTES = SCRIPTS / "ballast.py", 1 << 20
 EVERY_SECOND = {"HPC_DDP_SAVE_EVERY": "1"}
 
 
@@ -53,12 +64,12 @@ def test_ten_seconds_of_trouble(
     promise="the half-written checkpoint is dropped, the one before it stays, the next save counts",
 )
 def test_a_quota_in_mid_save(hpc: Hpc, undisturbed: Job) -> None:
-    """By the kernel's limit on the size of a file: writes fail after the first 40 kB."""
-    job = hpc.submit(*TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS, env=EVERY_SECOND)
+    """By the kernel's limit on the size of a file: writes fail after the first megabyte."""
+    job = hpc.submit(*TWO_BY_TWO, str(BALLAST), *DIGITS_ARGS, env=EVERY_SECOND)
     job.at_step(10)
     workers = job.workers()
     for pid in workers:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (LIMIT_BYTES, resource.RLIM_INFINITY))
     job.event("save_failed")
     for pid in workers:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
@@ -75,11 +86,11 @@ def test_a_quota_in_mid_save(hpc: Hpc, undisturbed: Job) -> None:
     promise="ends after three failed saves and half a minute, and says why; can go on later",
 )
 def test_saves_that_never_succeed_end_the_run(hpc: Hpc, undisturbed: Job) -> None:
-    words = ("--max-failures", "0", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    words = ("--max-failures", "0", *TWO_BY_TWO, str(BALLAST), *DIGITS_ARGS)
     job = hpc.submit(*words, "--step-seconds", "0.8", env=EVERY_SECOND)
     job.at_step(5)
     for pid in job.workers():
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (LIMIT_BYTES, resource.RLIM_INFINITY))
     assert job.end() == "FAILED", job.output()
     assert "saves in a row failed" in job.events("verdict")[0]["why"]
     assert "File too large" in job.events("verdict")[0]["why"]

@@ -109,6 +109,11 @@ def test_last_exception_of_a_log(tmp_path: Path) -> None:
     log.write_text("all fine\n")
     assert last_exception(log) == ""
     assert last_exception(tmp_path / "none") == ""
+    trace = "Traceback (most recent call last):\n  x\nKeyError: 1\n"
+    log.write_text(f"{trace}[rank0]: error: no\n[rank0]: hint: y\n")
+    assert last_exception(log) == "no"
+    log.write_text(f"error: no\n{trace}")
+    assert last_exception(log) == "KeyError: 1"
 
 
 def test_an_exception_before_a_restart_is_not_that_of_the_end(tmp_path: Path) -> None:
