@@ -548,7 +548,9 @@ def _common_device(told: All, members: Sequence[str]) -> str:
     if len(set(kinds.values())) == 1:
         return kinds[members[0]]
     for node, kind in kinds.items():
-        told[node].notes.append(f"torch's device is {kind} here; speeds are of CPUs, as they differ")
+        told[node].notes.append(
+            f"torch's device is {kind} here; speeds are of CPUs, as they differ"
+        )
     return "cpu"
 
 
