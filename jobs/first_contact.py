@@ -100,7 +100,7 @@ def train(run: Run, *, sharded: bool = False, kill: bool = False) -> Details:
     first, last = (sum(part) / len(part) for part in (losses[:4], losses[-4:]))
     if not last < first:
         raise UnexpectedError(f"the loss went from {first:.3g} to {last:.3g}")
-    details = {"resumed at": resumed} if resumed else {}
+    details: Details = {"resumed at": resumed} if resumed else {}
     details["loss"] = f"{first:.3f} to {last:.3f}"
     return details if sharded else {**details, "weights": digest(model)}
 
@@ -194,7 +194,7 @@ class Table:
         self.path(name).with_suffix(f".rank-{self._rank}").write_text(text)
 
     def compare(self, name: str) -> None:
-        """Check that the killed training went on at its checkpoint, to an undisturbed one's weights.
+        """Check that the killed training resumed, and ended with an undisturbed one's weights.
 
         Raises
         ------
