@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from harness import BACKENDS, ONE_BY_TWO, REPO, WALK, Hpc, Job, in_one_go, same_weights
 
@@ -34,3 +37,15 @@ def test_preempted_once_it_ends_with_the_cpus_weights(hpc: Hpc, walked: Job, bac
     assert not reports_of("\n".join(logs))
     assert in_one_go(job)
     assert same_weights(job, walked)
+
+
+@pytest.mark.more
+def test_a_first_contact_in_an_allocation(hpc: Hpc) -> None:
+    needs_stand_in()
+    env = hpc.cluster.env() | {"HPC_DDP_RUNS": str(hpc.runs), "SIM_DEVICES": "1"}
+    env["PYTHONPATH"] = f"{REPO / 'tests' / 'device'}:{REPO}"
+    argv = ["salloc", "--nodes=2", "--gpus-per-node=1", sys.executable, "-m", "hpc_ddp"]
+    done = subprocess.run([*argv, "preflight", "--train"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("| yes |") == 6
+    assert "| nodes | 2 |" in done.stdout
