@@ -162,7 +162,9 @@ class Table:
 
     def _read(self, name: str) -> Details:
         path = self.path(name)
-        errors = sorted(path.parent.glob(f"{path.stem}.rank-*"))
+        mine = f"{path.stem}.{self._start}."  # of a rank that has failed before this one read
+        errors = sorted(path.parent.glob(f"{path.stem}.*.rank-*"))
+        errors = [error for error in errors if not error.name.startswith(mine)]
         row: Details = json.loads(path.read_text()) if path.exists() else {}
         return {**row, "error": errors[0].read_text()} if errors else row
 
@@ -191,7 +193,8 @@ class Table:
         if name == LAST and not self._crashes(name):
             return
         text = f"rank {self._rank}: {type(error).__name__}: {error}".splitlines()[0]
-        self.path(name).with_suffix(f".rank-{self._rank}").write_text(text)
+        path = self.path(name)
+        path.with_name(f"{path.stem}.{self._start}.rank-{self._rank}").write_text(text)
 
     def compare(self, name: str) -> None:
         """Check that the killed training resumed, and ended with an undisturbed one's weights.
@@ -207,19 +210,12 @@ class Table:
         if undisturbed.get("weights", row["weights"]) != row["weights"]:
             raise UnexpectedError("its weights are not those of the undisturbed training")
 
-    def facts(self, run: Run) -> None:
-        """Keep what an issue needs to know beside the features: versions, devices, drivers."""
-        if self._rank == 0:
-            (self._folder / "facts.json").write_text(json.dumps(facts_of(run)))
-
     def write(self) -> None:
         self._folder.with_suffix(".md").write_text(self.markdown())
 
     def markdown(self) -> str:
-        path = self._folder / "facts.json"
-        facts = json.loads(path.read_text()) if path.exists() else {}
         lines = ["| what | which |", "|---|---|"]
-        lines += [f"| {name} | {value} |" for name, value in facts.items()]
+        lines += [f"| {name} | {value} |" for name, value in facts().items()]
         lines += ["", "| feature | works | seconds | details |", "|---|---|---|---|"]
         for name, row in self._rows.items():
             works = "yes" if row.get("ok") else "no" if row.get("starts") else "not tried"
@@ -236,10 +232,10 @@ def give_up(table: Table, name: str) -> None:
     os._exit(1)
 
 
-def facts_of(run: Run) -> dict[str, Any]:
-    """Return what an issue needs to know: versions, devices, drivers."""
-    module = torch.get_device_module(run.device)
-    tell = getattr(module, "get_device_name", None)
+def facts() -> dict[str, Any]:
+    """Return what an issue needs to know beside the features: versions, devices, drivers."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    tell = getattr(torch.get_device_module(device), "get_device_name", None)
     paths = [(name, Path("/sys/module") / name / "version") for name in DRIVERS]
     drivers = [f"{name} {path.read_text().strip()}" for name, path in paths if path.exists()]
     return {
@@ -248,9 +244,9 @@ def facts_of(run: Run) -> dict[str, Any]:
         "Python": platform.python_version(),
         "Linux": platform.release(),
         "Slurm": os.environ.get("SLURM_VERSION") or os.environ.get("SLURM_JOB_ID", "none"),
-        "device": f"{run.device.type} {tell(run.device) if tell else ''}".strip(),
+        "device": f"{device.type} {tell(device) if tell else ''}".strip(),
         "driver": ", ".join(drivers) or "none known",
-        "ranks": run.world_size,
+        "ranks": os.environ.get("WORLD_SIZE", "1"),
         "nodes": os.environ.get("HPC_DDP_NODES", "").count(" ") + 1,
     }
 
@@ -282,7 +278,6 @@ def main() -> None:
         timer.start()
         try:
             run = start(seed=1, hang_after=60, progress=False, **options)
-            table.facts(run)
             details = work(run)
             table.put(name, **details, seconds=round(time.monotonic() - began, 1))
             if name == LAST:
