@@ -218,7 +218,8 @@ class Table:
         lines += [f"| {name} | {value} |" for name, value in facts().items()]
         lines += ["", "| feature | works | seconds | details |", "|---|---|---|---|"]
         for name, row in self._rows.items():
-            works = "yes" if row.get("ok") else "no" if row.get("starts") else "not tried"
+            tried = "starts" in row or "error" in row  # rank 0 counts starts, any rank may fail
+            works = "yes" if row.get("ok") else "no" if tried else "not tried"
             hidden = ("ok", "starts", "seconds", "error")
             details = [f"{key} {value}" for key, value in row.items() if key not in hidden]
             if works == "no":

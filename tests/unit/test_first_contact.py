@@ -43,7 +43,9 @@ def test_an_error_is_that_of_the_first_rank_but_for_the_planned_kill(tmp_path: P
         _table(tmp_path, 0, "0.0").begin(name)
         table.fail(name, RuntimeError("no such kernel\nand more"))
     assert _table(tmp_path, 0, "0.0").is_left("fp16")  # or a late rank would begin the next one
+    table.fail("bf16", RuntimeError("ended before rank 0 began"))
     again = _table(tmp_path, 0, "0.1")
+    assert "| bf16 | no |  | rank 1: RuntimeError: ended before rank 0 began |" in again.markdown()
     assert again.is_left(LAST)
     assert not again.is_left("fp16")
     assert "| fp16 | no |  | rank 1: RuntimeError: no such kernel |" in again.markdown()
