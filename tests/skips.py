@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 
@@ -12,3 +13,9 @@ def skip_or_fail(reason: str) -> None:
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI must run this test: {reason}")
     pytest.skip(reason)
+
+
+def needs_stand_in() -> None:
+    """Skip or fail where the stand-in accelerator of tests/device can't be compiled."""
+    if shutil.which("g++") is None or shutil.which("ninja") is None:
+        skip_or_fail("the stand-in device is compiled by g++ and ninja (apt: g++ ninja-build)")

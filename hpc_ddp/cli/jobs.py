@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -231,22 +233,37 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
 
 
 @click.command(cls=Grouped)
+@click.option("--train", is_flag=True, help="Try each feature of the training once; here, too.")
 @node_options
-def preflight(as_json: bool, **options: Any) -> None:
+def preflight(as_json: bool, train: bool, **options: Any) -> None:
     """Look whether the nodes of this allocation are fit for a job, and which are not.
 
     Run it inside a salloc. Exit code 1 where a node is not. `submit --preflight` does the same as
-    the first thing in a job, and leaves bad nodes out of the next attempt.
+    the first thing in a job, and leaves bad nodes out of the next attempt. With --train a tiny
+    model is trained on all GPUs of the allocation, or of this machine, and killed once; a table to
+    be pasted into an issue says what works. Exit code 1 where something does not.
     """
     settings = config.load(given(options), Path.cwd(), Path.home())
     if settings.recognised:
         say(f"site: {settings.recognised}")
+    if train:
+        _first_contact(settings, as_json)
     event = launch_preflight.look(settings, Path.cwd(), root_of(settings))
     if as_json:
         click.echo(json.dumps(event))
     elif event["report"]:
         click.echo(report_preflight.table(event))
     sys.exit(not event["ok"])
+
+
+def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
+    os.environ[backends.SHOW_DEVICES] = "1"  # unlike a dry run, this one is about them
+    prepared = launch_preflight.first_contact(settings, Path.cwd(), root_of(settings))
+    say(f"run: {prepared.run.path}; this takes a minute or two")
+    code = _foreground(prepared.run, backends.start(prepared, subprocess.DEVNULL))
+    table = launch_preflight.table_of(prepared)
+    click.echo(json.dumps({"table": table, "run": str(prepared.run.path)}) if as_json else table)
+    sys.exit(bool(code) or "| no |" in table or "| not tried |" in table)
 
 
 @click.command(cls=Grouped)

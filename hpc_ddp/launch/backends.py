@@ -17,12 +17,14 @@ from hpc_ddp import slurm
 from hpc_ddp.launch import template
 from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.launch.render import job_env, node_command, srun_end
+from hpc_ddp.run.accelerators import hiding_env
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
 from hpc_ddp.run.spec import array_indexes
 
 Output = int | IO[bytes] | None  # as Popen takes it; None: to where this process prints
 
+SHOW_DEVICES = "HPC_DDP_DRY_RUN_DEVICES"  # not empty: a dry run may use accelerators
 PICKLE = "supervisor.pkl"
 SET_UP, TEAR_DOWN = ("settings", "setup", "attempt", "preflight"), ("teardown", "verdict")
 # For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
@@ -102,7 +104,10 @@ class AllocationBackend(SlurmBackend):
 
 
 class LocalBackend(SlurmBackend):
-    """The same attempt, supervisors and verdict on this machine, with gloo on CPU."""
+    """The same attempt, supervisors and verdict on this machine, with gloo on CPU.
+
+    It has no accelerators unless `SHOW_DEVICES` is set, a developer's switch: docs/testing.md.
+    """
 
     def start(self, prepared: Prepared, output: Output = None) -> Started:
         bar = output is None and sys.stdout.isatty() and sys.stderr.isatty()
@@ -113,7 +118,8 @@ class LocalBackend(SlurmBackend):
         spec, run = prepared.spec, prepared.run
         env = {**slurm.clean_env(os.environ), **job_env(spec)}
         env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
-        env |= {"CUDA_VISIBLE_DEVICES": ""}
+        if not os.environ.get(SHOW_DEVICES):
+            env |= hiding_env()
         env.setdefault("OMP_NUM_THREADS", "1")
         node = str(run.lib / "node.py")
         _, told = node_command(spec, node, str(prepared.script))

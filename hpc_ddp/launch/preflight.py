@@ -1,4 +1,4 @@
-"""The preflight by hand, inside an allocation: a run of nothing but its preflight."""
+"""The preflight without a job: in an allocation nothing but its checks, or a first training."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hpc_ddp.launch.config import Settings
-from hpc_ddp.launch.prepare import new_run
+from hpc_ddp.launch.prepare import Prepared, new_run
 from hpc_ddp.launch.resources import PACKAGE, folder
+from hpc_ddp.run.accelerators import device_files
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.journal import Event, last_event
 
@@ -36,10 +38,7 @@ def look(settings: Settings, cwd: Path, root: Path) -> Event:
             "preflight looks at the nodes of an allocation, and this shell is in none",
             hint="salloc --nodes 2 hpc-ddp preflight, or hpc-ddp submit --preflight …",
         )
-    of_jobs = ("array", "args", "continue-by", "nodes", "template")
-    values = {key: value for key, value in settings.values.items() if key not in of_jobs}
-    gpus = os.environ.get("SLURM_GPUS_PER_NODE") or values.get("gpus-per-node")
-    values |= {"job-name": NAME, "snapshot": False, "gpus-per-node": gpus, "preflight": True}
+    values = _values(settings) | {"job-name": NAME, "snapshot": False, "preflight": True}
     # A run has a script; this one's is the part of the preflight that needs torch.
     values["script"] = str(PACKAGE / "node" / "bandwidth.py")
     prepared = new_run(Settings(values), cwd, root)
@@ -56,3 +55,45 @@ def look(settings: Settings, cwd: Path, root: Path) -> Event:
     if event is None:
         raise HpcDdpError(f"the preflight ended with exit code {code}", hint="see what it printed")
     return event
+
+
+def first_contact(settings: Settings, cwd: Path, root: Path) -> Prepared:
+    """Prepare a training that tries each feature once, on all of this allocation or machine.
+
+    Without GPUs two workers per node train on the CPU.
+
+    Raises
+    ------
+    UsageError
+        a setting is refused
+    """
+    values = _values(settings) | {"job-name": "first-contact", "max-restarts": 8}
+    if "SLURM_JOB_ID" in os.environ:
+        values |= {"backend": "allocation", "nodes": os.environ.get("SLURM_NNODES", "1")}
+    else:
+        values["backend"] = "local"
+        count = max(device_files().values(), default=0)
+        values["gpus-per-node"] = values["gpus-per-node"] or (str(count) if count else None)
+    values |= {"launcher": "torchrun", "elastic": False}
+    values["nproc-per-node"] = None if values["gpus-per-node"] else 2
+    values["script"] = str(folder("jobs") / "first_contact.py")
+    return new_run(Settings(values), cwd, root)
+
+
+def table_of(prepared: Prepared) -> str:
+    """Return the table of a `first_contact` that has ended; raises HpcDdpError without one."""
+    path = prepared.run.path / "first-contact.md"
+    if not path.exists():
+        raise HpcDdpError(
+            "no feature was tried: the workers ended before",
+            hint=f"hpc-ddp explain {prepared.run.path}",
+        )
+    return path.read_text()
+
+
+def _values(settings: Settings) -> dict[str, Any]:
+    """Return the settings without those of one job, with the GPUs of this allocation."""
+    of_jobs = ("array", "args", "continue-by", "nodes", "template")
+    values = {key: value for key, value in settings.values.items() if key not in of_jobs}
+    gpus = os.environ.get("SLURM_GPUS_PER_NODE") or values.get("gpus-per-node")
+    return {**values, "gpus-per-node": gpus}

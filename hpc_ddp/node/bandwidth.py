@@ -64,7 +64,7 @@ class Meter:
         for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, other)]):
             work.wait()
         if self._device != "cpu":
-            self._torch.cuda.synchronize()
+            self._torch.accelerator.synchronize()
 
     def send(self, other: int) -> float:
         """Send more and more; return the best speed, in MB/s: what disturbs only slows down."""
@@ -106,15 +106,31 @@ class Meter:
 
 def join(torch: Any, go: dict[str, Any], rank: int) -> Meter:
     """Join the others; raises RuntimeError."""
-    dist, world = torch.distributed, len(go["members"])
-    backend, timeout = go["backend"], timedelta(seconds=TIMEOUT_S)
+    dist, world, device = torch.distributed, len(go["members"]), go["device"]
+    timeout = timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore(go["host"], go["port"], world, rank == 0, timeout=timeout)
+    if device != "cpu":
+        torch.accelerator.set_device_index(0)  # the first one that this process may see
+    backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    if backend == "nccl":
-        torch.cuda.set_device(0)
-    meter = Meter(torch, "cuda" if backend == "nccl" else "cpu")
+    meter = Meter(torch, device)
     meter.all_reduce(1)  # connects everybody
     return meter
+
+
+def accelerators(torch: Any) -> tuple[str | None, int]:
+    """Return torch's type of the accelerators here, and their number; None and 0 without any.
+
+    A type whose tensors no backend of this torch sends counts as none: Apple's, or NVIDIA's where
+    torch is built without NCCL.
+    """
+    device, dist = torch.accelerator.current_accelerator(check_available=True), torch.distributed
+    backend = dist.Backend.default_device_backend_map.get(device.type) if device else None
+    if backend is None or not dist.is_backend_available(backend):
+        return None, 0
+    if device.type not in dist.Backend.backend_capability.get(backend, [device.type]):
+        return None, 0
+    return device.type, torch.accelerator.device_count()
 
 
 def measure(meter: Meter, names: list[str], rank: int) -> None:
@@ -152,9 +168,9 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         tell(bad="torch", why=f"import torch: {type(error).__name__}: {_first_line(error)}")
         return 0
-    gpus = torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0
-    told = {"torch": torch.__version__, "cuda": gpus, "import_s": round(time.time() - began, 1)}
-    tell(stage="imported", values=told)
+    device, count = accelerators(torch)
+    values = {"torch": torch.__version__, "device": device, "devices": count}
+    tell(stage="imported", values={**values, "import_s": round(time.time() - began, 1)})
     go = json.loads(sys.stdin.readline() or "null")
     node = os.environ["HPC_DDP_NODE"]
     if go is None or node not in go["members"]:

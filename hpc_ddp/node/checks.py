@@ -27,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ from typing import IO, Any
 
 from hpc_ddp.node import fabric, network
 from hpc_ddp.node.supervisor import NOTICE_SIGNALS, Place
+from hpc_ddp.run.accelerators import VENDORS, device_files, visible
 
 MARK = "hpc-ddp-preflight "  # what a set-up line or a container prints is passed over
 TEXT = 500  # bytes of a reason; Slurm breaks lines of more than 1024
@@ -42,6 +43,7 @@ LINK_S = 8.0  # to answer to a connection
 REVERSE_S = 3.0  # for all reverse look-ups
 VISIBLE_S = 15.0  # until what one node has written is there on another
 GPU_S = 20.0  # for nvidia-smi
+FILES = "nvidia-smi and device files"
 PAYLOAD = 256 << 10  # bytes each way: more than fits into small packets
 TMPDIR_BYTES = 64 << 20  # less space than this is none
 
@@ -94,29 +96,43 @@ def interconnect(place: Place) -> dict[str, Any]:
     return {"fabric": found.name or None, "cards": len(found.cards), **note}
 
 
-def gpus(asked: int, environ: dict[str, str], listed: int | None, devices: int) -> dict[str, Any]:
+def gpus(
+    asked: int, environ: Mapping[str, str], listed: int | None, files: Mapping[str, int]
+) -> dict[str, Any]:
     """Compare the GPUs that were asked for with those that are here.
+
+    Slurm sets the variables of several vendors where its gres.conf names none, so only those of the
+    vendor with the most device files count; without device files, all of them.
 
     Parameters
     ----------
     listed
-        how many nvidia-smi lists, None where there is no such program
-    devices
-        how many device files there are
+        number of GPUs that nvidia-smi lists, None without such a program
+    files
+        number of device files of each vendor that has some
+
+    Raises
+    ------
+    UnfitError
+        fewer GPUs are here
     """
-    text = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("ROCR_VISIBLE_DEVICES")
-    given = len(text.split(",")) if text else None
-    there = listed if listed is not None else devices or None
-    known = [count for count in (given, there) if count is not None]
-    if not known:
+    name = max(files, key=lambda name: files[name], default="NVIDIA" if listed is not None else "")
+    vendors = [VENDORS[name]] if name else VENDORS.values()
+    given: dict[str, int] = {}
+    for vendor in vendors:
+        given |= visible(vendor, environ)
+    there = listed if listed is not None else files.get(name)
+    if there is not None:  # one file may be several devices: as many as were asked for, then
+        given[FILES] = max(there, min(asked, there * VENDORS[name].tiles))
+    if not given:
         note = f"can't tell whether there are {asked} GPUs: no nvidia-smi, no device files"
         return {"gpus": None, "note": note} if asked else {"gpus": 0}
-    count = min(known)
+    source = min(given, key=lambda source: given[source])
+    count = given[source]
     if count < asked:
-        told = "of CUDA_VISIBLE_DEVICES" if count == given else "by nvidia-smi and device files"
-        raise UnfitError(f"{count} GPUs in place of {asked} ({told})")
+        raise UnfitError(f"{count} GPUs in place of {asked} (by {source})")
     if there is None and asked:
-        return {"gpus": count, "note": "only CUDA_VISIBLE_DEVICES tells of GPUs"}
+        return {"gpus": count, "note": f"only {source} tells of GPUs"}
     return {"gpus": count, "gpus_there": there}
 
 
@@ -134,10 +150,17 @@ def _nvidia_smi() -> int | None:
 
 
 def _check_gpus(place: Place, asked: int) -> dict[str, Any]:
+    """Count the GPUs.
+
+    Only nvidia-smi is asked: it names a GPU that has failed while its file is still there. The
+    programs of other vendors are written in Python, and break in a job's environment, or count
+    cards in place of devices.
+    """
     if place.is_local:  # nodes that are processes of one machine, with gloo on CPU
         return {}
-    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return gpus(asked, dict(os.environ), _nvidia_smi() if asked else None, devices)
+    files = device_files()
+    nvidia = "NVIDIA" in files or not files
+    return gpus(asked, os.environ, _nvidia_smi() if asked and nvidia else None, files)
 
 
 def tmpdir(path: Path) -> dict[str, Any]:

@@ -196,8 +196,9 @@ def find_other_torch(told: All) -> None:
         version = each.values.get("torch", usual)
         if version != usual:
             each.bad.append(("torch", f"torch {version}, while others have {usual}"))
-        if each.values.get("cuda") == 0 and each.values.get("gpus_there"):
-            each.bad.append(("torch", "torch sees no GPU here, or is built without NCCL"))
+        if each.values.get("devices") == 0 and each.values.get("gpus_there"):
+            why = "torch sees no GPU here, or is built without their backend, as NCCL"
+            each.bad.append(("torch", why))
 
 
 def find_other_fabric(told: All, used: bool) -> None:
@@ -520,10 +521,9 @@ def _converse(talk: Talk, spec: JobSpec, run: RunFolder, folder: Path) -> None:
     if len(members) < 2:
         return
     first = told[members[0]]
-    cuda = all(told[node].values["cuda"] for node in members)
-    host = first.hello["host"]
-    backend = "nccl" if cuda and spec.gpu_count else "gloo"
-    talk.ask(members=members, host=host, port=first.hello["store_port"], backend=backend)
+    device = _common_device(told, members) if spec.gpu_count else "cpu"
+    host, port = first.hello["host"], first.hello["store_port"]
+    talk.ask(members=members, host=host, port=port, device=device)
     for stage in EXCHANGES:
         talk.until(stage, members)
         find_cut_off(told, "bandwidth")
@@ -540,6 +540,18 @@ def _converse(talk: Talk, spec: JobSpec, run: RunFolder, folder: Path) -> None:
             # That all are slower than each other is nobody's fault.
             too_many = len(slow) == len(members) > 2
             told[node].notes.append(why) if too_many else told[node].bad.append(("bandwidth", why))
+
+
+def _common_device(told: All, members: Sequence[str]) -> str:
+    """Return the type of device that all members send from: the CPU where they differ, noted."""
+    kinds = {node: told[node].values["device"] or "cpu" for node in members}
+    if len(set(kinds.values())) == 1:
+        return kinds[members[0]]
+    for node, kind in kinds.items():
+        told[node].notes.append(
+            f"torch's device is {kind} here; speeds are of CPUs, as they differ"
+        )
+    return "cpu"
 
 
 def _needed(run: RunFolder) -> int:

@@ -27,6 +27,7 @@ from hpc_ddp.node import bandwidth, checks, fabric, network
 from hpc_ddp.node.bandwidth import Meter, measure, turns
 from hpc_ddp.node.checks import UnfitError, Way
 from hpc_ddp.node.supervisor import NOTICE_SIGNALS, Place
+from hpc_ddp.run.accelerators import device_files
 from hpc_ddp.run.folder import RunFolder
 from tests.waiting import wait_until
 
@@ -117,32 +118,49 @@ def test_the_interconnect_of_a_node_among_others(monkeypatch: pytest.MonkeyPatch
     assert checks.interconnect(_place("local-0", "local-1")) == {}
 
 
+NVIDIA, AMD, INTEL = ({name: 4} for name in ("NVIDIA", "AMD", "Intel"))
+CUDA, ROCR, ZE = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"
+FOUR = {"gpus": 4, "gpus_there": 4}
+
+
 @pytest.mark.parametrize(
-    ("asked", "environ", "listed", "devices", "expected"),
+    ("asked", "environ", "listed", "files", "expected"),
     [
-        (2, {"CUDA_VISIBLE_DEVICES": "0,1"}, None, 0, {"gpus": 2, "note": "only CUDA"}),
-        (0, {"CUDA_VISIBLE_DEVICES": "0,1"}, None, 0, {"gpus": 2, "gpus_there": None}),
-        (1, {"ROCR_VISIBLE_DEVICES": "0"}, 0, 4, "0 GPUs in place of 1 .by nvidia-smi"),
-        (2, {"ROCR_VISIBLE_DEVICES": "0"}, None, 4, "1 GPUs in place of 2 .of CUDA_VISIBLE"),
-        (4, {}, 4, 2, {"gpus": 4, "gpus_there": 4}),
-        (4, {}, None, 4, {"gpus": 4, "gpus_there": 4}),
-        (1, {}, None, 0, {"gpus": None, "note": "can't tell whether there are 1 GPUs"}),
-        (0, {}, None, 0, {"gpus": 0}),
-        (0, {}, None, 4, {"gpus": 4, "gpus_there": 4}),
+        (2, {CUDA: "0,1"}, None, {}, {"gpus": 2, "note": "only CUDA"}),
+        (0, {CUDA: "0,1"}, None, {}, {"gpus": 2, "gpus_there": None}),
+        (1, {CUDA: "0"}, 0, NVIDIA, "0 GPUs in place of 1 .by nvidia-smi"),
+        (2, {ROCR: "0"}, None, AMD, "1 GPUs in place of 2 .by ROCR_VISIBLE"),
+        (2, {ROCR: "0,1", "HIP_VISIBLE_DEVICES": "0"}, None, AMD, "1 GPUs .* .by HIP_VISIBLE"),
+        (2, {ROCR: "0", ZE: "0"}, None, NVIDIA, FOUR),  # those of other vendors don't count
+        (1, {CUDA: ""}, None, {}, "0 GPUs in place of 1 .by CUDA_VISIBLE"),
+        (1, {CUDA: "NoDevFiles"}, None, {}, "0 GPUs in place of 1 .by CUDA_VISIBLE"),
+        (2, {CUDA: "0,-1,1"}, None, NVIDIA, "1 GPUs in place of 2"),
+        (2, {"ASCEND_RT_VISIBLE_DEVICES": "3"}, None, {"Ascend": 8}, "1 GPUs in place of 2"),
+        (2, {ZE: "0.0,0.1"}, None, {"Intel": 1}, {"gpus": 2, "gpus_there": 1}),
+        (3, {ZE: "0.0,0.1,1.0"}, None, {"Intel": 1}, "2 GPUs in place of 3 .by nvidia-smi and dev"),
+        (4, {ZE: "", CUDA: "0"}, None, INTEL, FOUR),  # an empty mask hides nothing
+        (4, {"ONEAPI_DEVICE_SELECTOR": "level_zero:gpu"}, None, INTEL, FOUR),
+        (4, {"ONEAPI_DEVICE_SELECTOR": "level_zero:0,2"}, None, INTEL, "2 GPUs in place of 4"),
+        (4, {}, None, {"Intel": 1, "NVIDIA": 4}, FOUR),  # one is on the main board
+        (4, {}, 4, {"NVIDIA": 2}, FOUR),
+        (4, {}, None, NVIDIA, FOUR),
+        (1, {}, None, {}, {"gpus": None, "note": "can't tell whether there are 1 GPUs"}),
+        (0, {}, None, {}, {"gpus": 0}),
+        (0, {}, None, INTEL, FOUR),
     ],
 )
 def test_gpus_by_what_tells_of_them(
     asked: int,
     environ: dict[str, str],
     listed: int | None,
-    devices: int,
+    files: dict[str, int],
     expected: dict[str, Any] | str,
 ) -> None:
     if isinstance(expected, str):
         with pytest.raises(UnfitError, match=expected):
-            checks.gpus(asked, environ, listed, devices)
+            checks.gpus(asked, environ, listed, files)
         return
-    result = checks.gpus(asked, environ, listed, devices)
+    result = checks.gpus(asked, environ, listed, files)
     note = result.pop("note", "")
     assert bool(note) is ("note" in expected)
     assert note.startswith(expected.get("note", ""))
@@ -176,14 +194,33 @@ def test_nvidia_smi_counts(
 
 def test_gpus_are_looked_for_where_some_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int | None]] = []
+    files: dict[str, int] = {}
     monkeypatch.setattr(checks, "_nvidia_smi", lambda: 4)
+    monkeypatch.setattr(checks, "device_files", lambda: files)
     monkeypatch.setattr(
-        checks, "gpus", lambda asked, env, listed, devices: calls.append((asked, listed))
+        checks, "gpus", lambda asked, env, listed, files: calls.append((asked, listed))
     )
     checks._check_gpus(_place(), 4)
     checks._check_gpus(_place(), 0)
     assert checks._check_gpus(_place("local-0"), 4) == {}
-    assert calls == [(4, 4), (0, None)]
+    files["AMD"] = 4
+    checks._check_gpus(_place(), 4)  # an nvidia-smi of an image for all nodes fails there
+    assert calls == [(4, 4), (0, None), (4, None)]
+
+
+def test_device_files_belong_to_the_vendor_of_the_device(tmp_path: Path) -> None:
+    vendors = {"renderD128": "0x1002", "renderD129": "0x1002", "renderD130": "0x8086"}
+    names = ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "davinci3", "davinci_manager")
+    for name in (*names, *(f"dri/{name}" for name in (*vendors, "renderD131"))):
+        (tmp_path / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    assert device_files(tmp_path) == {"NVIDIA": 3, "Ascend": 1}
+    for name, number in vendors.items():
+        folder = tmp_path / "sys/class/drm" / name / "device"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{number}\n")
+    assert device_files(tmp_path) == {"NVIDIA": 3, "AMD": 2, "Intel": 1, "Ascend": 1}
+    assert device_files(tmp_path / "none") == {}
 
 
 def test_space_is_compared_with_what_is_needed(
@@ -835,15 +872,15 @@ def test_a_burst_is_measured(
 def test_a_gpu_is_waited_for() -> None:
     waits: list[int] = []
 
-    class Cuda:
+    class Accelerator:
         def synchronize(self) -> None:
             waits.append(len(fake.theirs))
 
     fake: Any = FakeTorch()
-    fake.cuda = Cuda()
+    fake.accelerator = Accelerator()
     fake.zeros = lambda count, dtype, device: torch.zeros(count)
     fake.mine += [torch.tensor([4.0]), torch.ones(1), torch.tensor([0.0])]
-    Meter(fake, "cuda").receive(1)
+    Meter(fake, "xpu").receive(1)
     assert waits == [0, 0, 1, 1]  # after each of the four moves
 
 
@@ -947,23 +984,37 @@ def asked(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> Callable[..., int | 
     return call
 
 
-GO = {"members": ["n2", "n1"], "host": "h", "port": 5, "backend": "gloo"}
+GO = {"members": ["n2", "n1"], "host": "h", "port": 5, "device": "cpu"}
 
 
-@pytest.mark.parametrize(("nccl", "gpus"), [(True, 3), (False, 0)])
+@pytest.mark.parametrize(
+    ("kind", "backends", "device", "count"),
+    [
+        ("cuda", ["nccl"], "cuda", 3),
+        ("cuda", [], None, 0),  # a torch without NCCL
+        ("xpu", ["xccl"], "xpu", 3),
+        ("npu", ["hccl"], None, 0),  # whose package named no backend
+        ("mps", ["gloo"], None, 0),  # Gloo does not send its tensors
+        (None, ["nccl"], None, 0),
+    ],
+)
 def test_what_torch_is_there_is_told(
     asked: Callable[..., int | None],
     lines: Lines,
     monkeypatch: pytest.MonkeyPatch,
-    nccl: bool,
-    gpus: int,
+    kind: str | None,
+    backends: list[str],
+    device: str | None,
+    count: int,
 ) -> None:
     moments = iter([1000.0, 1002.34])
+    current = SimpleNamespace(type=kind) if kind else None
     monkeypatch.setattr(bandwidth, "time", SimpleNamespace(time=lambda: next(moments)))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: current)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name in backends)
     assert asked() == 0
-    values = {"torch": torch.__version__, "cuda": gpus, "import_s": 2.3}
+    values = {"torch": torch.__version__, "device": device, "devices": count, "import_s": 2.3}
     assert lines() == [{"stage": "imported", "values": values}]
 
 
@@ -1015,8 +1066,10 @@ def test_a_torch_that_can_not_be_imported_is_told(
     assert messages["why"].startswith("import torch: ModuleNotFoundError: import of torch halted")
 
 
-@pytest.mark.parametrize(("backend", "rank"), [("gloo", 0), ("nccl", 1)])
-def test_the_members_join(backend: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "backend", "rank"), [("cpu", "gloo", 0), ("cuda", "nccl", 1), ("xpu", "xccl", 0)]
+)
+def test_the_members_join(device: str, backend: str, rank: int) -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Dist(FakeDist):
@@ -1027,20 +1080,23 @@ def test_the_members_join(backend: str, rank: int) -> None:
         def all_reduce(self, values: torch.Tensor) -> None:
             calls.append(("all-reduce",))
 
+        def get_default_backend_for_device(self, device: str) -> str:
+            return str(torch.distributed.get_default_backend_for_device(device))
+
         def init_process_group(self, backend: str, **values: Any) -> None:
             assert values.pop("timeout").total_seconds() == bandwidth.TIMEOUT_S
             calls.append((backend, values))
 
-    class Cuda:
-        def set_device(self, index: int) -> None:
+    class Accelerator:
+        def set_device_index(self, index: int) -> None:
             calls.append(("device", index))
 
     fake: Any = FakeTorch()
-    fake.distributed, fake.cuda = Dist(fake.mine, fake.theirs), Cuda()
+    fake.distributed, fake.accelerator = Dist(fake.mine, fake.theirs), Accelerator()
     fake.zeros = lambda count, dtype, device: torch.zeros(count)
-    meter = bandwidth.join(fake, {**GO, "backend": backend}, rank)
-    assert meter._device == ("cuda" if backend == "nccl" else "cpu")
+    meter = bandwidth.join(fake, {**GO, "device": device}, rank)
+    assert meter._device == device
     group = (backend, {"store": "store", "rank": rank, "world_size": 2})
-    device = [("device", 0)] if backend == "nccl" else []
+    index = [("device", 0)] if device != "cpu" else []
     connect = ("all-reduce",)
-    assert calls == [("h", 5, 2, rank == 0, bandwidth.TIMEOUT_S), group, *device, connect]
+    assert calls == [("h", 5, 2, rank == 0, bandwidth.TIMEOUT_S), *index, group, connect]

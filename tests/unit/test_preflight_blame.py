@@ -125,7 +125,7 @@ def test_of_two_nodes_the_way_between_them_is_slow() -> None:
 def test_another_torch_and_no_gpu_are_found() -> None:
     told = _told()
     for each, version in zip(told.values(), ("2.5", "2.6", "2.6"), strict=True):
-        each.values |= {"torch": version, "cuda": 0}
+        each.values |= {"torch": version, "devices": 0}
     told["c"].values["gpus_there"] = 4
     find_other_torch(told)
     assert _bad(told) == {"a": ["torch"], "c": ["torch"]}
@@ -202,30 +202,6 @@ def test_everybody_meets_everybody_once(world: int) -> None:
 
 
 # --- one node's checks ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("asked", "environ", "listed", "devices", "found"),
-    [
-        (4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4, 4, {"gpus": 4, "gpus_there": 4}),
-        (0, {}, None, 0, {"gpus": 0}),
-        (2, {}, None, 4, {"gpus": 4, "gpus_there": 4}),
-    ],
-)
-def test_gpus_are_counted(
-    asked: int, environ: dict[str, str], listed: int | None, devices: int, found: dict[str, Any]
-) -> None:
-    assert checks.gpus(asked, environ, listed, devices) == found
-
-
-def test_missing_gpus_are_told_and_what_can_not_be_told_is_noted() -> None:
-    with pytest.raises(checks.UnfitError, match="3 GPUs in place of 4"):
-        checks.gpus(4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, 4)
-    assert (
-        "only CUDA_VISIBLE_DEVICES"
-        in checks.gpus(1, {"CUDA_VISIBLE_DEVICES": "0"}, None, 0)["note"]
-    )
-    assert "can't tell" in checks.gpus(1, {}, None, 0)["note"]
 
 
 def test_space_and_tmpdir(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ class Scripted:
         self.waited.append(f"{stage} {' '.join(nodes)}")
         default: dict[str, Any] = {}
         if stage == "imported":
-            default = {"values": {"cuda": 0, "torch": "2"}}
+            default = {"values": {"device": None, "devices": 0, "torch": "2"}}
         if stage == "hello":
             default = {"port": 5, "store_port": 6}
         for node in nodes:
@@ -304,7 +304,7 @@ def test_nodes_that_are_fit_exchange_once(run: RunFolder) -> None:
         "needed": preflight.NEEDED_BYTES,
     }
     assert ports == {"ports": {"n1": 5, "n2": 5}}
-    assert go == {"members": ["n1", "n2"], "host": "host-n1", "port": 6, "backend": "gloo"}
+    assert go == {"members": ["n1", "n2"], "host": "host-n1", "port": 6, "device": "cpu"}
     stages = ("hello", "checked", "imported", "done")
     assert talk.waited == [f"{stage} n1 n2" for stage in stages]
     assert outcome(talk.told)["ok"]
@@ -317,19 +317,32 @@ def test_one_node_alone_has_nobody_to_exchange_with(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cuda", "backend"),
-    [("4", (4, 4), "nccl"), ("4", (4, 0), "gloo"), (None, (4, 4), "gloo")],
+    ("gpus", "kinds", "device"),
+    [
+        ("4", ("cuda", "cuda"), "cuda"),
+        ("4", ("npu", "npu"), "npu"),
+        ("4", (None, None), "cpu"),
+        ("4", ("cuda", None), "cpu"),
+        ("4", ("cuda", "xpu"), "cpu"),
+        (None, ("cuda", "cuda"), "cpu"),
+    ],
 )
-def test_nccl_is_for_gpus_that_all_see(
-    run: RunFolder, gpus: str | None, cuda: tuple[int, int], backend: str
+def test_speeds_are_of_devices_that_all_have(
+    run: RunFolder, gpus: str | None, kinds: tuple[str | None, str | None], device: str
 ) -> None:
     imported = {
-        node: {"values": {"cuda": count, "torch": "2"}}
-        for node, count in zip(("n1", "n2"), cuda, strict=True)
+        node: {"values": {"device": kind, "devices": 4 if kind else 0, "torch": "2"}}
+        for node, kind in zip(("n1", "n2"), kinds, strict=True)
     }
     talk = _converse(run, "n1", "n2", spec=JobSpec("t.py", gpus_per_node=gpus), imported=imported)
-    assert talk.asked[2]["backend"] == backend
+    assert talk.asked[2]["device"] == device
     assert talk.asked[0]["gpus"] == (4 if gpus else 0)
+    notes = [talk.told[node].notes for node in ("n1", "n2")]
+    if len(set(kinds)) == 1:
+        assert notes == [[], []]
+    else:
+        assert notes[0] == ["torch's device is cuda here; speeds are of CPUs, as they differ"]
+        assert f"torch's device is {kinds[1] or 'cpu'} here" in notes[1][0]
 
 
 @pytest.mark.parametrize(
@@ -358,7 +371,7 @@ def test_links_and_torch_are_looked_at(run: RunFolder) -> None:
         run,
         *("n1", "n2", "n3", "n4"),
         checked={"n1": cut, "n2": cut, "n4": {"values": {"load": 9.0}}},
-        imported={"n4": {"values": {"torch": "1", "cuda": 0}}},
+        imported={"n4": {"values": {"torch": "1", "device": None, "devices": 0}}},
     )
     assert talk.told["n3"].bad == [("link", "n1: no way")]
     assert talk.told["n4"].bad == [("torch", "torch 1, while others have 2")]

@@ -1,0 +1,104 @@
+"""The vendors of accelerators, as a node shows them without torch: variables and device files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+HIDES_ALL = ("-1", "NoDevFiles")  # such an entry ends a list; the second is an old Slurm's
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """One vendor of accelerators.
+
+    Attributes
+    ----------
+    variables
+        names of the variables that list visible devices; all of them apply, the shortest list wins
+    files
+        pattern of the device files below ``/dev``, one file per device
+    hidden
+        variables that hide all devices from torch
+    pci
+        PCI vendor number, where the pattern matches devices of other vendors too
+    tiles
+        largest number of devices that torch may see behind one device file
+    """
+
+    variables: tuple[str, ...]
+    files: str
+    hidden: Mapping[str, str]
+    pci: str = ""
+    tiles: int = 1
+
+
+# An empty HIP_VISIBLE_DEVICES hides nothing (https://github.com/ROCm/hip/issues/3001), and torch
+# counts the entries of ROCR_VISIBLE_DEVICES unless HIP's own list is there too, so both are -1.
+# An empty ZE_AFFINITY_MASK hides nothing either.
+VENDORS = {
+    "NVIDIA": Vendor(("CUDA_VISIBLE_DEVICES",), "nvidia[0-9]*", {"CUDA_VISIBLE_DEVICES": ""}),
+    "AMD": Vendor(
+        ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+        "dri/renderD*",
+        {"ROCR_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"},
+        pci="0x1002",
+    ),
+    "Intel": Vendor(
+        ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
+        "dri/renderD*",
+        {"ONEAPI_DEVICE_SELECTOR": "*:cpu"},
+        pci="0x8086",
+        tiles=2,
+    ),
+    "Ascend": Vendor(
+        ("ASCEND_RT_VISIBLE_DEVICES",), "davinci[0-9]*", {"ASCEND_RT_VISIBLE_DEVICES": ""}
+    ),
+}
+
+
+def visible(vendor: Vendor, environ: Mapping[str, str]) -> dict[str, int]:
+    """Return the number of devices in each of a vendor's variables that lists devices."""
+    counts = {}
+    for name in vendor.variables:
+        text = environ.get(name)
+        if name == "ONEAPI_DEVICE_SELECTOR" and text is not None:
+            _, _, text = text.partition(":")
+            if not text.replace(",", "").isdigit():  # a kind of device, as "level_zero:gpu"
+                continue
+        if text is None or (name == "ZE_AFFINITY_MASK" and not text):
+            continue
+        entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+        ends = [index for index, entry in enumerate(entries) if entry in HIDES_ALL]
+        counts[name] = min([len(entries), *ends])
+    return counts
+
+
+def device_files(root: Path = Path("/")) -> dict[str, int]:
+    """Return the number of device files of each vendor that has some on this node."""
+    counts = {}
+    for name, vendor in VENDORS.items():
+        paths = list((root / "dev").glob(vendor.files))
+        if vendor.pci:
+            drm = root / "sys/class/drm"
+            paths = [path for path in paths if _pci_vendor(drm / path.name) == vendor.pci]
+        if paths:
+            counts[name] = len(paths)
+    return counts
+
+
+def _pci_vendor(device: Path) -> str:
+    try:
+        return (device / "device/vendor").read_text().strip()
+    except OSError:
+        return ""
+
+
+def hiding_env() -> dict[str, str]:
+    """Return the variables that hide all accelerators from torch.
+
+    The last one keeps torch from loading other packages' device types, such as torch_npu's.
+    """
+    hidden = {name: value for v in VENDORS.values() for name, value in v.hidden.items()}
+    return {**hidden, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

@@ -1,0 +1,298 @@
+"""First contact with a node's accelerators: train a tiny model with each feature once.
+
+On this machine, in an allocation, and as a job, which goes on after its own kill::
+
+    hpc-ddp preflight --train
+    salloc --nodes 2 --gpus-per-node 4 hpc-ddp preflight --train
+    hpc-ddp submit --nodes 2 --gpus-per-node 4 --max-restarts 8 jobs/first_contact.py
+
+Rank 0 writes a table of what works and what does not into ``<run folder>/first-contact.md``, to
+be pasted into an issue. A feature that fails ends the workers; torchrun starts them again
+(``--max-restarts``), and they go on with the next feature.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import hpc_ddp
+from hpc_ddp.training import Run, UsageError, start
+
+Details = dict[str, Any]
+BATCH, STEPS_PER_EPOCH, EPOCHS = 16, 8, 2
+SAVED, KILLED = 6, 9  # steps of the last feature: its checkpoint, and the kill of the last rank
+REDUCED = 4 << 20  # elements of an all-reduce, 16 MiB
+PATIENCE_S = 90.0  # for one feature: the first collective of a wrong set-up hangs
+DRIVERS = ("nvidia", "amdgpu", "i915", "xe", "drv_davinci")  # kernel modules
+
+
+class UnexpectedError(Exception):
+    """A feature ran, and the outcome is not the right one."""
+
+
+def make_model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(16, 64),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 1),
+    )
+
+
+def make_data(world_size: int) -> TensorDataset:
+    """Return inputs (n, 16) and targets (n, 1), with n for `STEPS_PER_EPOCH` of all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(world_size * BATCH * STEPS_PER_EPOCH, 16, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True) / 4)
+
+
+def digest(model: nn.Module) -> str:
+    """Return a checksum of all weights of a model that each rank has whole."""
+    text = b"".join(weight.detach().cpu().numpy().tobytes() for weight in model.parameters())
+    return hashlib.sha256(text).hexdigest()[:12]
+
+
+def train(run: Run, *, sharded: bool = False, kill: bool = False) -> Details:
+    """Train for `EPOCHS`; return the loss of the first and last steps, and the weights' digest.
+
+    Raises
+    ------
+    UnexpectedError
+        the loss did not fall
+    """
+    model: nn.Module = make_model()
+    if sharded:
+        model = run.fully_shard(model, [part for part in model.children() if [*part.parameters()]])
+    else:
+        model = run.wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batches = run.loader(make_data(run.world_size), batch_size=BATCH)
+    run.track(model=model, optimizer=optimizer)
+    resumed = run.position.step
+    losses = []
+    for _ in run.epochs(EPOCHS):
+        for inputs, targets in batches:
+            with run.autocast():
+                loss = nn.functional.mse_loss(model(inputs), targets)
+            run.backward(loss)
+            run.update(optimizer, clip_norm=1.0)
+            run.step(loss=loss)
+            losses.append(loss.item())
+            if kill and not resumed and run.position.step == KILLED:
+                wait_for_checkpoint(run)
+                if run.rank == run.world_size - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    first, last = (sum(part) / len(part) for part in (losses[:4], losses[-4:]))
+    if not last < first:
+        raise UnexpectedError(f"the loss went from {first:.3g} to {last:.3g}")
+    details: Details = {"resumed at": resumed} if resumed else {}
+    details["loss"] = f"{first:.3f} to {last:.3f}"
+    return details if sharded else {**details, "weights": digest(model)}
+
+
+def wait_for_checkpoint(run: Run, patience_s: float = 60.0) -> None:
+    """Wait until the checkpoint of step `SAVED` is on the disk; a thread writes it."""
+    end = time.monotonic() + patience_s
+    while not (run.folder.checkpoints / f"step-{SAVED}").exists():
+        if time.monotonic() > end:
+            raise UnexpectedError(f"the checkpoint of step {SAVED} was not there in {patience_s} s")
+        time.sleep(0.05)
+
+
+def all_reduce(run: Run) -> Details:
+    """Add up a tensor of the device over all ranks.
+
+    Raises
+    ------
+    UnexpectedError
+        the sum is wrong
+    """
+    for _ in range(2):  # the first one connects the ranks
+        values = torch.full((REDUCED,), run.rank + 1.0, device=run.device)
+        begin = time.perf_counter()
+        dist.all_reduce(values)
+        right = bool((values == run.world_size * (run.world_size + 1) / 2).all())
+        seconds = time.perf_counter() - begin
+    run.sum()  # no rank leaves while another one still receives
+    if not right:
+        raise UnexpectedError("the sum is wrong")
+    return {"backend": dist.get_backend(), "speed": f"{4 * REDUCED / seconds / 1e9:.2f} GB/s"}
+
+
+FEATURES: dict[str, tuple[dict[str, Any], Callable[[Run], Details]]] = {
+    "all-reduce": ({}, all_reduce),
+    "wrap, fp32": ({}, train),
+    "bf16": ({"precision": "bf16"}, train),
+    "fp16": ({"precision": "fp16"}, train),
+    "FSDP2, bf16": ({"precision": "bf16"}, partial(train, sharded=True)),
+    # The last one is the run itself: its end is the run's.
+    "save, kill, resume": ({"save_every_steps": SAVED}, partial(train, kill=True)),
+}
+LAST = [*FEATURES][-1]
+
+
+class Table:
+    """The outcomes of all features: a JSON file for each, which all ranks read at their start.
+
+    `start` names this start of all workers: rank 0 may have begun a feature before the others read.
+    """
+
+    def __init__(self, folder: Path, rank: int, start: str) -> None:
+        self._folder, self._rank, self._start = folder, rank, start
+        self._rows = {name: self._read(name) for name in FEATURES}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, name: str) -> Path:
+        return self._folder / f"{name.replace(', ', '-').replace(' ', '-').lower()}.json"
+
+    def _read(self, name: str) -> Details:
+        path = self.path(name)
+        mine = f"{path.stem}.{self._start}."  # of a rank that has failed before this one read
+        errors = sorted(path.parent.glob(f"{path.stem}.*.rank-*"))
+        errors = [error for error in errors if not error.name.startswith(mine)]
+        row: Details = json.loads(path.read_text()) if path.exists() else {}
+        return {**row, "error": errors[0].read_text()} if errors else row
+
+    def is_left(self, name: str) -> bool:
+        """Tell whether a feature is to be tried: the kill is planned once, other crashes end it."""
+        row = self._rows[name]
+        return not row.get("ok") and "error" not in row and self._crashes(name) < 1 + (name == LAST)
+
+    def _crashes(self, name: str) -> int:
+        return len({*self._rows[name].get("starts", ())} - {self._start})
+
+    def put(self, name: str, **details: Any) -> None:
+        """Add details to a row, on rank 0."""
+        self._rows[name] = self._rows[name] | details
+        if self._rank == 0:
+            draft = self.path(name).with_suffix(".tmp")
+            draft.write_text(json.dumps(self._rows[name]))
+            draft.replace(self.path(name))
+            self.write()
+
+    def begin(self, name: str) -> None:
+        self.put(name, starts=[*self._rows[name].get("starts", ()), self._start])
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Keep an error, unless it may be that of a rank whose peer was killed as planned."""
+        if name == LAST and not self._crashes(name):
+            return
+        text = f"rank {self._rank}: {type(error).__name__}: {error}".splitlines()[0]
+        path = self.path(name)
+        path.with_name(f"{path.stem}.{self._start}.rank-{self._rank}").write_text(text)
+
+    def compare(self, name: str) -> None:
+        """Check that the killed training resumed, and ended with an undisturbed one's weights.
+
+        Raises
+        ------
+        UnexpectedError
+            it did not
+        """
+        row, undisturbed = self._rows[name], self._rows["wrap, fp32"]
+        if row.get("resumed at") != SAVED:
+            raise UnexpectedError(f"it went on at step {row.get('resumed at')}, not at {SAVED}")
+        if undisturbed.get("weights", row["weights"]) != row["weights"]:
+            raise UnexpectedError("its weights are not those of the undisturbed training")
+
+    def write(self) -> None:
+        self._folder.with_suffix(".md").write_text(self.markdown())
+
+    def markdown(self) -> str:
+        lines = ["| what | which |", "|---|---|"]
+        lines += [f"| {name} | {value} |" for name, value in facts().items()]
+        lines += ["", "| feature | works | seconds | details |", "|---|---|---|---|"]
+        for name, row in self._rows.items():
+            tried = "starts" in row or "error" in row  # rank 0 counts starts, any rank may fail
+            works = "yes" if row.get("ok") else "no" if tried else "not tried"
+            hidden = ("ok", "starts", "seconds", "error")
+            details = [f"{key} {value}" for key, value in row.items() if key not in hidden]
+            if works == "no":
+                details = [row.get("error", "the workers ended without an exception: see the logs")]
+            lines.append(f"| {name} | {works} | {row.get('seconds', '')} | {', '.join(details)} |")
+        return "\n".join([*lines, ""])
+
+
+def give_up(table: Table, name: str) -> None:
+    table.fail(name, UnexpectedError(f"no end within {PATIENCE_S:.0f} s"))
+    os._exit(1)
+
+
+def facts() -> dict[str, Any]:
+    """Return what an issue needs to know beside the features: versions, devices, drivers."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    tell = getattr(torch.get_device_module(device), "get_device_name", None)
+    paths = [(name, Path("/sys/module") / name / "version") for name in DRIVERS]
+    drivers = [f"{name} {path.read_text().strip()}" for name, path in paths if path.exists()]
+    return {
+        "hpc-ddp": hpc_ddp.__version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "Linux": platform.release(),
+        "Slurm": os.environ.get("SLURM_VERSION") or os.environ.get("SLURM_JOB_ID", "none"),
+        "device": f"{device.type} {tell(device) if tell else ''}".strip(),
+        "driver": ", ".join(drivers) or "none known",
+        "ranks": os.environ.get("WORLD_SIZE", "1"),
+        "nodes": os.environ.get("HPC_DDP_NODES", "").count(" ") + 1,
+    }
+
+
+def main() -> None:
+    if "HPC_DDP_RUN" not in os.environ:
+        raise UsageError(
+            "this script needs a run folder, and was started without hpc-ddp",
+            hint="hpc-ddp preflight --train",
+        )
+    folder = Path(os.environ["HPC_DDP_RUN"])
+    rank = int(os.environ["RANK"])
+    number = (os.environ[name] for name in ("HPC_DDP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
+    table = Table(folder / "first-contact", rank, ".".join(number))
+    port = int(os.environ["MASTER_PORT"])
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # rank 0 hosts the stores
+    for index, (name, (options, work)) in enumerate(FEATURES.items(), 1):
+        if not table.is_left(name):
+            continue
+        part = folder if name == LAST else table.path(name).with_suffix("")
+        (part / "checkpoints").mkdir(parents=True, exist_ok=True)
+        os.environ["HPC_DDP_RUN"] = str(part)
+        # A store of its own for each process group: keys of the one before name closed ports.
+        os.environ["MASTER_PORT"] = str(port + index)
+        table.begin(name)
+        began = time.monotonic()
+        timer = threading.Timer(PATIENCE_S, give_up, (table, name))
+        timer.daemon = True
+        timer.start()
+        try:
+            run = start(seed=1, hang_after=60, progress=False, **options)
+            details = work(run)
+            table.put(name, **details, seconds=round(time.monotonic() - began, 1))
+            if name == LAST:
+                table.compare(name)
+        except Exception as error:
+            table.fail(name, error)
+            raise
+        table.put(name, ok=True)
+        run.finish()
+        timer.cancel()
+    if rank == 0:
+        table.write()
+        print(table.markdown(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""GPUs that Slurm gives to a job, played by the stand-in accelerator of tests/device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from harness import BACKENDS, ONE_BY_TWO, REPO, WALK, Hpc, Job, in_one_go, same_weights
+
+from tests.devices import reports_of
+from tests.skips import needs_stand_in
+
+# As many devices as the job's gres has on a node; a real vendor's driver counts them itself.
+STAND_IN = (
+    *("--env", f"PYTHONPATH={REPO / 'tests' / 'device'}"),
+    *("--setup", 'export SIM_DEVICES="$SLURM_GPUS_ON_NODE"'),
+)
+
+
+@pytest.mark.parametrize(
+    "backend", ["slurm", *(pytest.param(name, marks=pytest.mark.more) for name in BACKENDS[1:])]
+)
+def test_preempted_once_it_ends_with_the_cpus_weights(hpc: Hpc, walked: Job, backend: str) -> None:
+    needs_stand_in()
+    words = ("--backend", backend, "--preflight", *ONE_BY_TWO, *STAND_IN)
+    job = hpc.submit(*words, str(WALK))
+    job.at_step(5)
+    job.preempt()
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")], job.output()
+    for event in job.events("preflight"):
+        (node,) = event["report"].values()
+        assert (node["gpus"], node["device"], node["devices"]) == (2, "sim", 2)
+    logs = [path.read_text() for path in job.run.logs.rglob("rank-*.log")]
+    assert len(logs) == 4
+    assert not reports_of("\n".join(logs))
+    assert in_one_go(job)
+    assert same_weights(job, walked)
+
+
+@pytest.mark.more
+def test_a_first_contact_in_an_allocation(hpc: Hpc) -> None:
+    needs_stand_in()
+    env = hpc.cluster.env() | {"HPC_DDP_RUNS": str(hpc.runs), "SIM_DEVICES": "1"}
+    env["PYTHONPATH"] = f"{REPO / 'tests' / 'device'}:{REPO}"
+    argv = ["salloc", "--nodes=2", "--gpus-per-node=1", sys.executable, "-m", "hpc_ddp"]
+    done = subprocess.run([*argv, "preflight", "--train"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("| yes |") == 6
+    assert "| nodes | 2 |" in done.stdout
