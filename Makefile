@@ -88,13 +88,15 @@ INSTALL = $(PYTHON) tools/install.py $(DEPS) $(1) && \
 	$(DEPS)/bin/python -m pip uninstall --quiet --yes hpc-ddp && touch $@
 EXTRAS := $(if $(TORCH),'.[test]','.[test,docs,dev]')
 TORCH_WORD := $(if $(TORCH),'torch==$(TORCH).*',torch)
+# The pinned torchvision is for the pinned torch.
+VISION_WORD := $(if $(TORCH),'torchvision!=$(shell sed -n "s/^torchvision==//p" constraints.txt)')
 LOCKED = mkdir -p $(CACHE) && flock $(CACHE)/install.lock sh -ec
 
 $(DEPS)/demo:
 	@$(LOCKED) "[ -e $@ ] || { rm -rf $(DEPS); $(call INSTALL,. hatchling numpy $(TORCH_WORD)); }"
 
 $(DEPS)/tests: $(DEPS)/demo
-	@$(LOCKED) "[ -e $@ ] || { $(call INSTALL,$(EXTRAS) $(TORCH_WORD)); }"
+	@$(LOCKED) "[ -e $@ ] || { $(call INSTALL,$(EXTRAS) $(TORCH_WORD) $(VISION_WORD)); }"
 
 # Renew the pinned versions: minutes, and the whole suite to be run afterwards.
 constraints:
