@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 PARALLEL := --numprocesses=4 --maxschedchunk=1
 
 .PHONY: demo test test-slurm test-device lint types cluster docs bench test-more soak mutants flakes \
-	constraints clean
+	device-faults constraints clean
 
 demo: $(VENV)/demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/demo.sh
@@ -43,10 +43,11 @@ test-slurm: $(VENV)/ready
 	HPC_DDP_TEST_SLURM=$(SUITE) $(BIN)/python -m pytest tests/slurm $(PARALLEL) \
 		-m "version or not more" --durations=25
 
-# tests/ddp on an accelerator: DEVICE=sim, the stand-in of tests/device, or cuda, a machine's own.
+# What trains, on an accelerator: DEVICE=sim, the stand-in of tests/device, or cuda, a machine's own.
 test-device: export DEVICE ?= sim
 test-device: $(VENV)/ready
-	$(BIN)/python -m pytest tests/ddp --numprocesses=2
+	$(BIN)/python -m pytest tests/ddp tests/cli/test_drill.py tests/cli/test_dry_run.py \
+		--numprocesses=2
 
 cluster: $(VENV)/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell
@@ -56,7 +57,7 @@ cluster: $(VENV)/ready
 TOOL = PYTEST="$(BIN)/python -m pytest" PARALLEL="$(PARALLEL)" $(BIN)/python -m
 TOOL_WORDS = $(if $(REPORT),--report) $(if $(DIRTY),--dirty)
 
-# What is marked `more`: too long for `make test`.
+# What is marked `more`: too long for `make test`; and all that trains, on the stand-in accelerator.
 test-more: $(VENV)/ready
 	@$(TOOL) tools.suites test-more $(TOOL_WORDS)
 
@@ -69,6 +70,10 @@ soak: $(VENV)/ready
 mutants: $(VENV)/ready
 	@$(TOOL) tools.mutants --count $(or $(N),40) --seed $(or $(SEED),7) --room $(or $(ROOM),core) \
 		$(if $(SLURM),--slurm $(SLURM)) $(TOOL_WORDS)
+
+# Do the tests on the stand-in accelerator notice device code that is gone? ALL=1: with more tests.
+device-faults: $(VENV)/ready
+	@$(TOOL) tools.device_faults $(if $(ALL),--all) $(TOOL_WORDS)
 
 # Which tests fail now and then? Each of tests/unit, cli and ddp N times, half of them under load.
 flakes: $(VENV)/ready

@@ -15,6 +15,7 @@ import pytest
 
 from hpc_ddp.run.folder import RunFolder, all_runs
 from hpc_ddp.run.goodput import account
+from tests.devices import device_env
 from tests.frames import frames_of_ours
 from tests.waiting import LIMIT_S, wait_until
 
@@ -29,7 +30,7 @@ class DryRun:
 
     def __init__(self, root: Path, *words: str, **environ: str) -> None:
         self.root = root
-        env = dict(os.environ, HPC_DDP_RUNS=str(root), PYTHONPATH=str(REPO), **environ)
+        env = {**os.environ, **device_env(), "HPC_DDP_RUNS": str(root), **environ}
         argv = [sys.executable, "-m", "hpc_ddp", "dry-run", *words]
         self.out = root.with_suffix(".out")
         with open(self.out, "ab") as out:
