@@ -90,6 +90,16 @@ def test_each_way_of_sharing_a_model_trains_and_goes_on(
     assert not reports_of(launch.output())
 
 
+def test_the_host_waits_for_no_step_and_once_for_a_save(
+    make_sim_crew: Callable[[str], Any],
+) -> None:
+    """But for the first step. Copies of batches and of what is saved leave it free."""
+    output = make_sim_crew("waits").go(1, script="waits.py")
+    (line,) = (line for line in output.splitlines() if line.startswith("waits "))
+    waits = [int(word) for word in line.split()[1:]]
+    assert waits[1:] == [*8 * [0], 1, *10 * [0]]  # step 10 saves
+
+
 def test_an_error_of_a_loader_worker_is_told_once(make_sim_crew: Callable[[str], Any]) -> None:
     """The worker's thread that lends memory to pin may fail as well, when the rank has left."""
     crew = make_sim_crew("loader")
