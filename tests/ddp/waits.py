@@ -1,7 +1,8 @@
-"""A small training on the stand-in accelerator, which prints how often the host waits in each step."""
+"""A small training on the stand-in accelerator; it prints how often the host waits in each step."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_ddp.training import start
 
-C: Any = sys.modules["sim.backend"].C  # type: ignore[attr-defined]
+C: Any = sys.modules["sim.backend"].C
 run = start(save_every_steps=10)
 net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
 model = run.wrap(net)
@@ -25,5 +26,5 @@ for _ in run.epochs(1):
         optimizer.step()
         run.step()
         counts.append(C.waits())
-print("waits", *(after - before for before, after in zip(counts, counts[1:], strict=False)))
+print("waits", *(after - before for before, after in itertools.pairwise(counts)))
 run.finish()
