@@ -29,7 +29,6 @@ STORE = RESULTS / "device-faults.jsonl"
 FOLDER = REPO / "hpc_ddp" / "training"
 FIRST_TESTS = "tests/ddp/test_device.py"
 ENVIRON = {"DEVICE": "sim"}
-NOTHING = "**{}"  # stands for a removed argument
 
 # Calls of which nothing but the effect is wanted: the statement is removed.
 EFFECTS = re.compile(
@@ -40,7 +39,8 @@ EFFECTS = re.compile(
 CONTEXTS = re.compile(r"(^|\.)(device_index|stream|no_sync)$")
 # Calls whose result is kept in an attribute or a dict: that statement is removed.
 STATES = re.compile(r"(^|\.)(random_state|get_rng_state|mark)$")
-ARGUMENTS = {"device", "device_id", "non_blocking", "pin_memory"}
+# Arguments, with their values where they are not given.
+ARGUMENTS = {"device": "None", "device_id": "None", "non_blocking": "False", "pin_memory": "False"}
 SWITCHES = {"require_backward_grad_sync"}  # attributes: what DDP's no_sync sets
 # Waits of the host for threads and processes, which have nothing to do with a device.
 OTHERS = re.compile(r"self\._(known|ended)\.|multiprocessing\.")
@@ -78,14 +78,14 @@ class _Faults(Places):
     def visit_Dict(self, node: ast.Dict) -> None:
         for key, value in zip(node.keys, node.values, strict=True):
             if isinstance(key, ast.Constant) and key.value in ARGUMENTS:
-                self.add(value, "argument", "False" if key.value == "pin_memory" else "None")
+                self.add(value, "argument", ARGUMENTS[key.value])
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         for argument in node.keywords:
             is_fixed = isinstance(argument.value, ast.Constant) and argument.value.value is not True
             if argument.arg in ARGUMENTS and not is_fixed:  # such as device="meta"
-                self._remove(argument)
+                self.add(argument.value, "argument", ARGUMENTS[argument.arg])
         if isinstance(node.func, ast.Attribute):
             receiver = self.text(*self.span(node.func.value))
             if node.func.attr == "to" and node.args and receiver != "self":
@@ -98,11 +98,6 @@ class _Faults(Places):
         """Return what is left of a `.to(device, …)`: a change of the type, or nothing."""
         rest = [self.text(*self.span(argument)) for argument in node.args[1:]]
         return f"{receiver}.to({', '.join(rest)})" if rest else receiver
-
-    def _remove(self, argument: ast.keyword) -> None:
-        name = ast.copy_location(ast.Name("argument"), argument)  # its place is the whole `a=b`
-        name.end_lineno, name.end_col_offset = argument.end_lineno, argument.end_col_offset
-        self.add(name, "argument", NOTHING)
 
 
 def _is_call_of(names: re.Pattern[str], call: ast.Call) -> bool:

@@ -6,6 +6,7 @@ import ast
 import textwrap
 
 from tools.device_faults import all_faults, faults
+from tools.mutations import with_probes
 from tools.store import REPO
 
 PROGRAM = textwrap.dedent(
@@ -34,17 +35,19 @@ def test_each_call_and_argument_of_a_device_is_removed_once() -> None:
         "devices.wait(devices) -> pass",
         "event.record(stream) -> pass",
         "batch.to(device, torch.half, non_blocking=True) -> batch.to(torch.half)",
-        "non_blocking=True -> **{}",
+        "True -> False",
         "batch.to(device) -> batch",
         'state["devices"] = [devices.random_state(device) for device in own] -> pass',
         "model.require_backward_grad_sync = on -> pass",
         "torch.Generator().manual_seed(3) -> torch.Generator()",
-        "device=device -> **{}",
-        "pin_memory=pinned -> **{}",
+        "device -> None",
+        "pinned -> False",
         "pinned -> False",
     ]
 
 
-def test_each_fault_leaves_a_program() -> None:
-    for fault in all_faults():
-        ast.parse(fault.apply((REPO / fault.file).read_bytes()))
+def test_each_fault_and_each_probe_leaves_a_program() -> None:
+    for number, fault in enumerate(all_faults()):
+        source = (REPO / fault.file).read_bytes()
+        ast.parse(fault.apply(source))
+        ast.parse(with_probes(source.decode(), {number: fault}, REPO))
