@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -98,6 +99,19 @@ def test_the_host_waits_for_no_step_and_once_for_a_save(
     (line,) = (line for line in output.splitlines() if line.startswith("waits "))
     waits = [int(word) for word in line.split()[1:]]
     assert waits[1:] == [*8 * [0], 1, *10 * [0]]  # step 10 saves
+
+
+def test_each_device_of_a_worker_draws_by_the_seed_numbers_of_its_own(
+    make_sim_crew: Callable[[str], Any],
+) -> None:
+    """The same on each worker. Its first device is the one that torch takes if none is named."""
+    drawn = set()
+    for seed in ("7", "70"):
+        output = make_sim_crew(seed).go(2, seed, script="placed.py")
+        lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"devices"')]
+        assert [(line["devices"], line["current"]) for line in lines] == [([0, 1], 0), ([2, 3], 2)]
+        drawn |= {tuple(numbers) for line in lines for numbers in line["drawn"]}
+    assert len(drawn) == 4
 
 
 def test_an_error_of_a_loader_worker_is_told_once(make_sim_crew: Callable[[str], Any]) -> None:
