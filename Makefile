@@ -8,27 +8,29 @@ CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-ddp
 KEY := $(shell { sed -n '/^\[build/,/^$$/p; /^requires-/p; /^dependencies/,/^]/p; \
 	/^\[project.opt/,/^\[project.scr/p' pyproject.toml; cat constraints.txt tools/install.py; \
 	$(PYTHON) -VV; } | cksum | tr -c '0-9\n' '-')
-DEPS := $(CACHE)/deps-$(KEY)
-BIN := .venv/bin
+# TORCH=2.9 takes that release in place of the pinned one, in an environment of its own.
+DEPS := $(CACHE)/deps-$(KEY)$(TORCH:%=-torch-%)
+VENV := .venv$(TORCH:%=-torch-%)
+BIN := $(VENV)/bin
 # The tests mostly wait, for Slurm above all: twice as many processes as cores take tests from one
 # list, each with a cluster of its own.
 PARALLEL := --numprocesses=4 --maxschedchunk=1
 
 .PHONY: demo test test-slurm test-device lint types cluster docs bench test-more soak mutants flakes \
-	constraints clean
+	device-faults constraints clean
 
-demo: .venv/demo
+demo: $(VENV)/demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/demo.sh
 
-test: .venv/ready lint types
+test: $(VENV)/ready lint types
 	$(BIN)/python -m pytest $(PARALLEL) --durations=25
 
-lint: .venv/ready
+lint: $(VENV)/ready
 	$(BIN)/python -m ruff check
 
 # What mypy knows of torch serves all checkouts with these packages.
 types: export MYPY_CACHE_DIR := $(DEPS)/mypy
-types: .venv/ready
+types: $(VENV)/ready
 	$(BIN)/python -m mypy hpc_ddp jobs tools tests/unit tests/cli
 	$(BIN)/python -m mypy tests/ddp
 	MYPYPATH=tests/slurm $(BIN)/python -m mypy tests/slurm bench
@@ -37,16 +39,17 @@ types: .venv/ready
 # The Slurm tests with the Slurm of another suite of Debian: bullseye has 20.11, trixie 24.11, sid
 # the newest. It is fetched once, into $(CACHE).
 SUITE ?= trixie
-test-slurm: .venv/ready
+test-slurm: $(VENV)/ready
 	HPC_DDP_TEST_SLURM=$(SUITE) $(BIN)/python -m pytest tests/slurm $(PARALLEL) \
 		-m "version or not more" --durations=25
 
-# tests/ddp on an accelerator: DEVICE=sim, the stand-in of tests/device, or cuda, a machine's own.
+# What trains, on an accelerator: DEVICE=sim, the stand-in of tests/device, or cuda, a machine's own.
 test-device: export DEVICE ?= sim
-test-device: .venv/ready
-	$(BIN)/python -m pytest tests/ddp --numprocesses=2
+test-device: $(VENV)/ready
+	$(BIN)/python -m pytest tests/ddp tests/cli/test_drill.py tests/cli/test_dry_run.py \
+		--numprocesses=2
 
-cluster: .venv/ready
+cluster: $(VENV)/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell
 
 # The tools below take hours, and go on where they were when they are called again; docs/testing.md.
@@ -54,28 +57,32 @@ cluster: .venv/ready
 TOOL = PYTEST="$(BIN)/python -m pytest" PARALLEL="$(PARALLEL)" $(BIN)/python -m
 TOOL_WORDS = $(if $(REPORT),--report) $(if $(DIRTY),--dirty)
 
-# What is marked `more`: too long for `make test`.
-test-more: .venv/ready
+# What is marked `more`: too long for `make test`; and all that trains, on the stand-in accelerator.
+test-more: $(VENV)/ready
 	@$(TOOL) tools.suites test-more $(TOOL_WORDS)
 
 # Every row of docs/bad-days.md, with 200 kills at random moments, of which `make test` does a dozen
 # (another HPC_DDP_SOAK_SEED, other moments); and the Slurm tests with each other version.
-soak: .venv/ready
+soak: $(VENV)/ready
 	@$(TOOL) tools.suites soak $(TOOL_WORDS)
 
 # Can the suite fail? N changes of a ROOM (node, slurm, run, training, core, or a folder of hpc_ddp).
-mutants: .venv/ready
+mutants: $(VENV)/ready
 	@$(TOOL) tools.mutants --count $(or $(N),40) --seed $(or $(SEED),7) --room $(or $(ROOM),core) \
 		$(if $(SLURM),--slurm $(SLURM)) $(TOOL_WORDS)
 
+# Do the tests on the stand-in accelerator notice device code that is gone? ALL=1: with more tests.
+device-faults: $(VENV)/ready
+	@$(TOOL) tools.device_faults $(if $(ALL),--all) $(TOOL_WORDS)
+
 # Which tests fail now and then? Each of tests/unit, cli and ddp N times, half of them under load.
-flakes: .venv/ready
+flakes: $(VENV)/ready
 	@$(TOOL) tools.flakes --count $(or $(N),20) $(if $(TEST),--test "$(TEST)") $(TOOL_WORDS)
 
-docs: .venv/ready
+docs: $(VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --site-dir site
 
-bench: .venv/ready
+bench: $(VENV)/ready
 	$(BIN)/python bench/launch.py
 	$(BIN)/python bench/training.py
 	$(BIN)/python bench/strategies.py
@@ -84,28 +91,31 @@ bench: .venv/ready
 # Another checkout's make may install the same: it is waited for, by the lock.
 INSTALL = $(PYTHON) tools/install.py $(DEPS) $(1) && \
 	$(DEPS)/bin/python -m pip uninstall --quiet --yes hpc-ddp && touch $@
-EXTRAS := '.[test,docs,dev]'
+EXTRAS := $(if $(TORCH),'.[test]','.[test,docs,dev]')
+TORCH_WORD := $(if $(TORCH),'torch==$(TORCH).*',torch)
+# The pinned torchvision is for the pinned torch.
+VISION_WORD := $(if $(TORCH),'torchvision!=$(shell sed -n "s/^torchvision==//p" constraints.txt)')
 LOCKED = mkdir -p $(CACHE) && flock $(CACHE)/install.lock sh -ec
 
 $(DEPS)/demo:
-	@$(LOCKED) "[ -e $@ ] || { rm -rf $(DEPS); $(call INSTALL,. hatchling numpy torch); }"
+	@$(LOCKED) "[ -e $@ ] || { rm -rf $(DEPS); $(call INSTALL,. hatchling numpy $(TORCH_WORD)); }"
 
 $(DEPS)/tests: $(DEPS)/demo
-	@$(LOCKED) "[ -e $@ ] || { $(call INSTALL,$(EXTRAS)); }"
+	@$(LOCKED) "[ -e $@ ] || { $(call INSTALL,$(EXTRAS) $(TORCH_WORD) $(VISION_WORD)); }"
 
 # Renew the pinned versions: minutes, and the whole suite to be run afterwards.
 constraints:
 	$(PYTHON) tools/install.py --renew
 
-.venv/ready: .venv/demo $(DEPS)/tests
+$(VENV)/ready: $(VENV)/demo $(DEPS)/tests
 	@touch $@
 
-.venv/demo: $(DEPS)/demo pyproject.toml Makefile
-	@rm -rf .venv && $(PYTHON) -m venv --without-pip .venv
+$(VENV)/demo: $(DEPS)/demo pyproject.toml Makefile
+	@rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV)
 	@$(DEPS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/deps.pth
 	@$(DEPS)/bin/python -m pip --python $(BIN)/python install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 clean:
-	rm -rf .venv runs dist site
+	rm -rf .venv .venv-torch-* runs dist site

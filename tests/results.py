@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tools.store import CACHE, Line, Store, ToolError, current_commit, require_c
 
 SUITE_VARIABLE = "HPC_DDP_TEST_SLURM"  # names the suite of Debian whose Slurm is used
 OWN = "own"  # the machine's
+NAME_VARIABLE = "HPC_DDP_TEST_SUITE"  # names a suite that does not differ by its Slurm
 PASSED_BEFORE = "passed_before"  # of workerinput
 BAD_DAY = "bad day"  # of a test's properties
 
@@ -86,7 +88,9 @@ class Results:
     def __init__(self, store: Store, commit: str) -> None:
         self._store = store
         self._commit = commit
-        self._suite = os.environ.get(SUITE_VARIABLE) or OWN
+        names = (os.environ.get(variable) for variable in (NAME_VARIABLE, SUITE_VARIABLE))
+        self._suite = next(filter(None, names), OWN)
+        self._versions = {"torch": version("torch")} if NAME_VARIABLE in os.environ else {}
         self._outcomes = Outcomes()
         self._lines: list[Line] = []  # of this session
         self._change = ""
@@ -112,6 +116,7 @@ class Results:
             "outcome": outcome.outcome,
             "seconds": round(outcome.seconds, 1),
             "date": time.strftime("%Y-%m-%d"),
+            **self._versions,
         }
         line |= {"why": outcome.why} if outcome.why else {}
         line |= {"bad_day": properties.pop(BAD_DAY)} if BAD_DAY in properties else {}

@@ -13,7 +13,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,18 +84,28 @@ class Map:
     Each line of the store has the tests that ended within a minute, so that a kill costs no more.
     """
 
-    def __init__(self, store: Store, commit: str, draws: Sequence[Draw]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        commit: str,
+        draws: Sequence[Draw],
+        tests: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take all tests, unless some are named, which run with these variables."""
+        self._tests, self._environ = tests or test_files(), dict(environ or {})
         self._store = store
         self._commit = commit
         self._draws = draws
-        self._name = "reach " + ",".join(f"{each.name}x{len(each.mutations)}" for each in draws)
+        self._prefix = " ".join(("reach", *tests, ""))
+        self._name = self._prefix + ",".join(f"{each.name}x{len(each.mutations)}" for each in draws)
 
     def _lines(self) -> list[Line]:
         """Return the lines of a run with at least these places; of a complete one, if there is."""
         counts = {each.name: len(each.mutations) for each in self._draws}
         runs: dict[str, list[Line]] = {}
         for line in self._store.newest().values():
-            if line["row"].startswith("reach ") and line["commit"] == self._commit:
+            if line["row"].startswith(self._prefix) and line["commit"] == self._commit:
                 runs.setdefault(line["row"].rpartition(" ")[0], []).append(line)
         for lines in runs.values():
             draws = lines[0]["draws"]
@@ -137,7 +147,8 @@ class Map:
         done = [test for test, _, _ in self._ended()]
         count = sum(len(each.mutations) for each in self._draws)
         print(f"running the suite with {count} probes ({len(done)} tests are done)", flush=True)
-        run = copy.test_run(*parallel(), *test_files())
+        run = copy.test_run(*parallel(), *self._tests)
+        run.environ = self._environ
         (run.folder / "done").write_text("".join(f"{test}\n" for test in done))
         run.words.append(f"--done={run.folder / 'done'}")
         originals = self._insert_probes(copy, run.folder)
@@ -237,6 +248,7 @@ class Examination:
     copy: WorkingCopy
     slurm_tests: int
     seconds: float
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._known_errors = set(self.copy.type_errors())
@@ -247,8 +259,7 @@ class Examination:
         original = (self.copy.path / mutation.file).read_bytes()
         self.copy.write(mutation.file, mutation.apply(original))
         try:
-            errors = [e for e in self.copy.type_errors() if e not in self._known_errors]
-            if errors:
+            if errors := self._type_errors():
                 return Verdict("killed", f"types: {errors[0]}")
             verdict = Verdict("survived", "", reaching=len(reach.tests))
             for tests, limit_s in self._stages(mutation, reach):
@@ -259,6 +270,9 @@ class Examination:
             return verdict
         finally:
             self.copy.write(mutation.file, original)
+
+    def _type_errors(self) -> list[str]:
+        return [error for error in self.copy.type_errors() if error not in self._known_errors]
 
     def _stages(self, mutation: Mutation, reach: Reach) -> Iterable[tuple[list[str], float]]:
         for folders in STAGES:
@@ -293,7 +307,7 @@ class Examination:
         if not tests:
             return ""
         run = self.copy.test_run(limit_s=limit_s)
-        run.expected = reach.tests
+        run.expected, run.environ = reach.tests, dict(self.environ)
         names = run.folder / "tests"
         names.write_text("".join(f"{test}\n" for test in tests))
         run.words = ["-x", f"@{names}"]
@@ -319,22 +333,29 @@ class Examination:
 
 def run(draws: Sequence[Draw], store: Store, commit: str, args: argparse.Namespace) -> None:
     """Examine the mutants that have no result at this commit."""
-    store.retain(lambda line: not line["row"].startswith("reach ") or line["commit"] == commit)
-    equivalent = read_equivalent(EQUIVALENT)
-    results = store.newest()
     copy = WorkingCopy("mutants", dirty=args.dirty)
     reached = Map(store, commit, draws)
     reached.complete(copy)
+    examine_all(draws, store, commit, reached, Examination(copy, args.slurm, args.seconds))
+
+
+def examine_all(
+    draws: Sequence[Draw], store: Store, commit: str, reached: Map, examination: Examination
+) -> None:
+    """Keep a verdict on each mutant that has none at this commit."""
+    store.retain(lambda line: not line["row"].startswith("reach ") or line["commit"] == commit)
+    equivalent = read_equivalent(EQUIVALENT)
+    results = store.newest()
+    slurm_tests = examination.slurm_tests
     for test, why in reached.failed().items():
         print(f"fails without a mutation, and is left out: {test}: {why}")
-    examination = Examination(copy, args.slurm, args.seconds)
     for each in draws:
         reasons = reason_by_mutation(each.mutations, equivalent)
         for index, mutation in enumerate(each.mutations):
             row = each.row(index)
             result = results.get(row)
             if mutation in reasons or (
-                _is_result_of(result, mutation, commit) and _is_tried(result, args.slurm)
+                _is_result_of(result, mutation, commit) and _is_tried(result, slurm_tests)
             ):
                 continue
             began = time.monotonic()
@@ -342,7 +363,7 @@ def run(draws: Sequence[Draw], store: Store, commit: str, args: argparse.Namespa
             line: Line = {"row": row, "commit": commit, "place": f"{mutation.file}:{mutation.line}"}
             line |= {"kind": mutation.kind, "change": mutation.change, "text": mutation.text}
             line |= {"outcome": verdict.outcome, "by": verdict.by, "run": verdict.run}
-            line |= {"reaching": verdict.reaching, "slurm": args.slurm}
+            line |= {"reaching": verdict.reaching, "slurm": slurm_tests}
             line |= {"date": time.strftime("%Y-%m-%d")}
             store.append(line)
             took = f"{time.monotonic() - began:.0f} s"

@@ -86,7 +86,9 @@ def mutations(source: str, file: str = "") -> list[Mutation]:
     return [places[key] for key in sorted(places)]
 
 
-class _Collector(ast.NodeVisitor):
+class Places(ast.NodeVisitor):
+    """Collects mutations of a program; subclasses visit the nodes that can be changed."""
+
     def __init__(self, source: str, file: str) -> None:
         self.mutations: list[Mutation] = []
         self._source = source.encode()
@@ -97,27 +99,25 @@ class _Collector(ast.NodeVisitor):
             self._starts.append(self._starts[-1] + len(line))
         self._wording = 0
 
-    # --- places ---
-
-    def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         start = self._starts[node.lineno - 1] + node.col_offset
         return start, self._starts[node.end_lineno - 1] + node.end_col_offset
 
-    def _text(self, start: int, end: int) -> str:
+    def text(self, start: int, end: int) -> str:
         return self._source[start:end].decode()
 
-    def _add(self, node: ast.expr | ast.stmt, kind: str, after: str) -> None:
+    def add(self, node: ast.expr | ast.stmt, kind: str, after: str) -> None:
         if self._wording:
             return
-        start, end = self._span(node)
+        start, end = self.span(node)
         self.mutations.append(
             Mutation(
                 file=self._file,
                 line=node.lineno,
                 kind=kind,
-                before=self._text(start, end),
+                before=self.text(start, end),
                 after=after,
                 start=start,
                 end=end,
@@ -126,18 +126,20 @@ class _Collector(ast.NodeVisitor):
             )
         )
 
+
+class _Collector(Places):
     def _with_operators(self, operands: Sequence[ast.expr], operators: Sequence[str]) -> str:
         """Return the text from the first operand to the last, with other operators between."""
-        spans = [self._span(operand) for operand in operands]
-        text = self._text(*spans[0])
+        spans = [self.span(operand) for operand in operands]
+        text = self.text(*spans[0])
         for (_, end), (start, following), operator in zip(
             spans, spans[1:], operators, strict=False
         ):
-            gap = self._text(end, start)
+            gap = self.text(end, start)
             word = re.search(r"\b(and|or|not\s+in|in|is\s+not|is)\b|[<>=!]=|[<>]", _no_comment(gap))
             assert word, gap
             gap = f"{gap[: word.start()]}{operator or word[0]}{gap[word.end() :]}"
-            text += gap + self._text(start, following)
+            text += gap + self.text(start, following)
         return text
 
     # --- expressions ---
@@ -158,20 +160,20 @@ class _Collector(ast.NodeVisitor):
     def _replace_operators(
         self, node: ast.expr, kind: str, operands: Sequence[ast.expr], operators: Sequence[str]
     ) -> None:
-        start, end = self._span(node)
+        start, end = self.span(node)
         # The node may begin before its first operand does, with a parenthesis around that.
-        first, last = self._span(operands[0])[0], self._span(operands[-1])[1]
+        first, last = self.span(operands[0])[0], self.span(operands[-1])[1]
         text = self._with_operators(operands, operators)
-        self._add(node, kind, self._text(start, first) + text + self._text(last, end))
+        self.add(node, kind, self.text(start, first) + text + self.text(last, end))
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if not isinstance(node.value, (bool, int, float)):
             return
         value = node.value
         if isinstance(value, bool):
-            self._add(node, "constant", str(not value))
+            self.add(node, "constant", str(not value))
         else:
-            self._add(node, "constant", repr(value + 1 if value + 1 != value else value * 2))
+            self.add(node, "constant", repr(value + 1 if value + 1 != value else value * 2))
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
         self._negate(node.test)
@@ -193,7 +195,7 @@ class _Collector(ast.NodeVisitor):
         self._wording -= name in WORDING_CALLS
 
     def _negate(self, condition: ast.expr) -> None:
-        self._add(condition, "negate", f"not ({self._text(*self._span(condition))})")
+        self.add(condition, "negate", f"not ({self.text(*self.span(condition))})")
 
     # --- statements ---
 
@@ -209,37 +211,37 @@ class _Collector(ast.NodeVisitor):
 
     def visit_Return(self, node: ast.Return) -> None:
         if node.value is not None and ast.unparse(node.value) != "None":
-            self._add(node, "return", "return None")
+            self.add(node, "return", "return None")
         self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if isinstance(node.value, (ast.Call, ast.Await)):
-            self._add(node, "drop", "pass")
+            self.add(node, "drop", "pass")
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
             return
         if all(isinstance(target, ast.Attribute) for target in node.targets):
-            self._add(node, "drop", "pass")
+            self.add(node, "drop", "pass")
         self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         if isinstance(node.target, ast.Attribute):
-            self._add(node, "drop", "pass")
+            self.add(node, "drop", "pass")
         self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        self._add(node, "drop", "pass")
+        self.add(node, "drop", "pass")
         self._wording += 1
         self.generic_visit(node)
         self._wording -= 1
 
     def visit_Continue(self, node: ast.Continue) -> None:
-        self._add(node, "drop", "pass")
+        self.add(node, "drop", "pass")
 
     def visit_Break(self, node: ast.Break) -> None:
-        self._add(node, "drop", "pass")
+        self.add(node, "drop", "pass")
 
     def visit_Assert(self, node: ast.Assert) -> None:
         pass
@@ -248,7 +250,7 @@ class _Collector(ast.NodeVisitor):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if isinstance(node.target, ast.Attribute) and node.value is not None:
-            self._add(node, "drop", "pass")
+            self.add(node, "drop", "pass")
         if node.value is not None:
             self.visit(node.value)
 

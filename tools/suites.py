@@ -1,6 +1,7 @@
 """The tests that are too long for `make test`: make test-more, and make soak.
 
-    make test-more             what is marked `more`, on the machine's own Slurm
+    make test-more             what is marked `more`, on the machine's own Slurm; and what trains,
+                               on the stand-in accelerator, with the pinned torch and the oldest
     make soak                  every row of docs/bad-days.md, and the other versions of Slurm
     make test-more REPORT=1    what there is, without running anything (also: make soak REPORT=1)
 
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tests.results import OWN, SUITE_VARIABLE, newest, row_of
+from tests.results import NAME_VARIABLE, OWN, SUITE_VARIABLE, newest, row_of
 from tools.command import make_parser, run_command
 from tools.store import (
     REPO,
@@ -41,13 +42,14 @@ FAULT_REPORT = {"HPC_DDP_FAULT_REPORT": str(FAULTS)}
 
 @dataclass(frozen=True)
 class Selection:
-    """Some of the tests, with one version of Slurm."""
+    """Some of the tests, with one version of Slurm and one of torch."""
 
     name: str
     title: str
     words: tuple[str, ...]  # for pytest
     suite: str = OWN
     environ: dict[str, str] = field(default_factory=dict)
+    torch: str = ""  # the release; the pinned one, if none is named
 
     @property
     def row(self) -> str:
@@ -72,7 +74,22 @@ VERSIONS = tuple(
     )
     for suite in ("bullseye", "trixie", "sid")
 )
-COMMANDS = {"test-more": (MORE,), "soak": (ROWS, *VERSIONS)}
+# All that trains and does not need Slurm, on the stand-in accelerator.
+DEVICE_TESTS = ("tests/ddp", "tests/cli/test_drill.py", "tests/cli/test_dry_run.py")
+DELAYS = {"SIM_STREAM_DELAY_MS": "4", "SIM_COLLECTIVE_DELAY_MS": "2"}
+
+
+def on_device(suite: str, title: str, torch: str = "", **environ: str) -> Selection:
+    words = (*DEVICE_TESTS, "-m", "more or not more")
+    environ |= {"DEVICE": "sim", NAME_VARIABLE: suite}
+    return Selection(suite, f"`make test-more`: {title}", words, suite, environ, torch)
+
+
+DEVICES = (
+    on_device("device", "the stand-in accelerator, with delays", **DELAYS),
+    on_device("device, torch 2.9", "the stand-in accelerator, with torch 2.9", "2.9"),
+)
+COMMANDS = {"test-more": (MORE, *DEVICES), "soak": (ROWS, *VERSIONS)}
 
 
 # --- running -------------------------------------------------------------------------------------
@@ -94,7 +111,7 @@ def run(selection: Selection, copy: WorkingCopy, store_path: str, commit: str) -
     words = [*parallel(), *selection.words, "--durations=25"]
     words += [f"--results={store_path}", "--resume"] if store_path else []
     process = copy.test_run(*words)
-    process.environ = selection.environ
+    process.environ, process.torch = selection.environ, selection.torch
     ended = 0
     for event in process.events():
         if "test" in event:
@@ -111,8 +128,9 @@ def run(selection: Selection, copy: WorkingCopy, store_path: str, commit: str) -
 
 def collect(selection: Selection, copy: WorkingCopy) -> list[str]:
     """Return the tests of a selection."""
+    copy.make_environment(selection.torch)
     process = copy.test_run("--collect-only", "--quiet", *selection.words)
-    process.environ = selection.environ
+    process.environ, process.torch = selection.environ, selection.torch
     tests = [test for event in process.events() for test in event.get("collected", ())]
     if process.code or not tests:
         raise ToolError(f"the tests can't be collected: {process.output()[-2000:]}")
@@ -201,20 +219,27 @@ def state_of(selection: Selection, store: Store, commit: str = "") -> State:
 
 def page(store: Store) -> str:
     """Return docs/results/README.md as it should be, from the kept results alone."""
-    states = [state_of(each, store) for each in (MORE, ROWS, *VERSIONS)]
+    states = [state_of(each, store) for each in (MORE, *DEVICES, ROWS, *VERSIONS)]
     lines = [
         "# Results of the long tests",
         "",
         "Written by `make test-more` and `make soak`, from `tests.jsonl`;"
         " [testing.md](../testing.md) says what they run.",
         "",
-        "| tests | where they stand | from | to | Slurm |",
+        "| tests | where they stand | from | to | versions |",
         "|---|---|---|---|---|",
     ]
     for state in states:
         dates = sorted({line["date"] for line in state.outcomes}) or ["–"]
-        slurm = sorted({line["slurm"] for line in state.outcomes if "slurm" in line})
-        cells = (state.selection.title, state.text, dates[0], dates[-1], ", ".join(slurm) or "–")
+        versions = sorted(
+            {
+                f"{title} {line[name]}"
+                for line in state.outcomes
+                for name, title in (("slurm", "Slurm"), ("torch", "torch"))
+                if name in line
+            }
+        )
+        cells = (state.selection.title, state.text, dates[0], dates[-1], ", ".join(versions) or "–")
         lines.append(f"| {' | '.join(cells)} |")
     lines += _measurements(states)
     sections = {

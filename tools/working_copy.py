@@ -36,6 +36,11 @@ def pytest_command() -> list[str]:
     return shlex.split(os.environ.get("PYTEST", PYTEST))
 
 
+def environment(torch: str = "") -> str:
+    """Return the folder that make fills, with another release of torch if one is named."""
+    return f".venv-torch-{torch}" if torch else ".venv"
+
+
 def parallel() -> list[str]:
     """Return the options with which pytest runs several tests at once."""
     return shlex.split(os.environ.get("PARALLEL", PARALLEL))
@@ -60,8 +65,13 @@ class WorkingCopy:
         if dirty:
             self._take_changes()
         self._clear_bytecode()
+        self.make_environment()
+
+    def make_environment(self, torch: str = "") -> None:
+        """Install what the tests need, with this release of torch if one is given."""
         environ = {k: v for k, v in clean_environ().items() if not k.startswith("MAKE")}
-        command = ["make", "--no-print-directory", ".venv/ready"]
+        environ["TORCH"] = torch
+        command = ["make", "--no-print-directory", f"{environment(torch)}/ready"]
         done = subprocess.run(command, cwd=self.path, env=environ, capture_output=True, text=True)
         if done.returncode:
             raise ToolError(
@@ -156,13 +166,16 @@ class TestRun:
     limit_s: float = 0.0  # for a test beyond ten times of what is expected; 0: without a limit
     environ: dict[str, str] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
+    torch: str = ""  # the release whose environment is taken; ours, if none is named
     hung: str = ""  # the test that ran for too long, or what else did
     code: int = -1  # of pytest, once it has ended by itself
 
     def events(self) -> Generator[Event, None, None]:
         """Run pytest, and yield what its plugin writes, as it does."""
         path = self.folder / "events"
-        command = [*pytest_command(), "-p", "tools.events", f"--events={path}", *self.words]
+        program, *words = pytest_command()
+        program = program.replace(environment(), environment(self.torch), 1)
+        command = [program, *words, "-p", "tools.events", f"--events={path}", *self.words]
         command += [f"--basetemp={self.folder / 't'}", "-p", "no:cacheprovider"]
         # The variables mark all that the tests start, wherever it goes.
         name, _, value = self.mark.partition("=")

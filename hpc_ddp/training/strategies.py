@@ -173,6 +173,8 @@ class Pipeline:
             output_args=between[self._index + 1].requires_grad_(),
             group=self._group,
         )
+        # `_between` has connected the stages; torch 2.9 would, and send an int64 into a float32.
+        vars(stage)["_get_init_p2p_neighbors_ops"] = list
         return get_schedule_class(self._schedule)(stage, self._count, loss_fn=self._loss_fn)
 
     def _between(self, inputs: torch.Tensor) -> list[torch.Tensor]:

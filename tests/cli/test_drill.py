@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.devices import device_env
+
 REPO = Path(__file__).parents[2]
 BROKEN = REPO / "tests" / "cli" / "broken"
 JOBS = REPO / "jobs"
@@ -21,7 +23,7 @@ Done = subprocess.CompletedProcess[str]
 
 def drill(root: Path, *words: str) -> Done:
     # A plain script is disturbed half-way by the clock: its own work has to be the longest part.
-    env = dict(os.environ, HPC_DDP_RUNS=str(root / "runs"), PYTHONPATH=str(REPO), TICKS="15")
+    env = {**os.environ, **device_env(), "HPC_DDP_RUNS": str(root / "runs"), "TICKS": "15"}
     argv = [sys.executable, "-m", "hpc_ddp", "drill", *words]
     root.mkdir(exist_ok=True)
     return subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True)

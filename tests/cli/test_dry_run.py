@@ -15,6 +15,7 @@ import pytest
 
 from hpc_ddp.run.folder import RunFolder, all_runs
 from hpc_ddp.run.goodput import account
+from tests.devices import DEVICE, device_env
 from tests.frames import frames_of_ours
 from tests.waiting import LIMIT_S, wait_until
 
@@ -29,7 +30,7 @@ class DryRun:
 
     def __init__(self, root: Path, *words: str, **environ: str) -> None:
         self.root = root
-        env = dict(os.environ, HPC_DDP_RUNS=str(root), PYTHONPATH=str(REPO), **environ)
+        env = {**os.environ, **device_env(), "HPC_DDP_RUNS": str(root), **environ}
         argv = [sys.executable, "-m", "hpc_ddp", "dry-run", *words]
         self.out = root.with_suffix(".out")
         with open(self.out, "ab") as out:
@@ -210,6 +211,14 @@ def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
     assert looked.end() == 1
     last = looked.printed().splitlines()[-1]
     assert "No module named 'torch' (the same on all nodes); given up" in last
+
+
+def test_a_dry_run_has_no_accelerator_but_the_stand_in(tmp_path: Path) -> None:
+    kind = "torch.accelerator.current_accelerator(check_available=True)"
+    (tmp_path / "kind.py").write_text(f"import torch\nprint('trains on', {kind})\n")
+    job = DryRun(tmp_path / "runs", "--launcher", "srun", str(tmp_path / "kind.py"))
+    assert job.end() == 0, job.printed()
+    assert f"trains on {'sim' if DEVICE == 'sim' else None}" in job.printed()
 
 
 def test_nodes_that_are_fit_are_trained_on(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,9 +58,8 @@ class Model(nn.Module):
 
 run = start(tp=args.tp)
 if args.limit:
-    from sim import backend
-
-    backend.C.set_limit(run.device.index, args.limit)
+    stand_in: Any = sys.modules["sim.backend"]
+    stand_in.C.set_limit(run.device.index, args.limit)
 with torch.device("meta" if args.meta else "cpu"):
     model = Model()
 average = run.ema(model, 0.5) if args.average else None

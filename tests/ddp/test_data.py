@@ -254,7 +254,9 @@ def expected(size: int) -> list[list[float]]:
 def test_micro_batches_have_the_gradient_of_one_big_batch(
     crew: Any, ranks: int, argv: tuple[str, ...], size: int
 ) -> None:
-    lines = [json.loads(line) for line in go(crew, ranks, *argv).splitlines() if line[0] == "["]
+    lines = [
+        json.loads(line) for line in go(crew, ranks, *argv).splitlines() if line.startswith("[[")
+    ]
     gradients, calls, samples = zip(*lines, strict=True)
     assert torch.tensor(gradients).allclose(torch.tensor(expected(size)))
     assert set(calls) == {1}

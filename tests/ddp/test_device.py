@@ -108,6 +108,19 @@ def test_each_device_of_a_worker_has_its_random_numbers_back(
     assert len(set(draws)) == len(draws) == 16  # each rank draws its own
 
 
+def test_each_device_of_a_worker_draws_by_the_seed_numbers_of_its_own(
+    make_sim_crew: Callable[[str], Any],
+) -> None:
+    """The same on each worker. Its first device is the one that torch takes if none is named."""
+    drawn = set()
+    for seed in ("7", "70"):
+        output = make_sim_crew(seed).go(2, seed, script="placed.py")
+        lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"devices"')]
+        assert [(line["devices"], line["current"]) for line in lines] == [([0, 1], 0), ([2, 3], 2)]
+        drawn |= {tuple(numbers) for line in lines for numbers in line["drawn"]}
+    assert len(drawn) == 4
+
+
 def test_an_error_of_a_loader_worker_is_told_once(make_sim_crew: Callable[[str], Any]) -> None:
     """The worker's thread that lends memory to pin may fail as well, when the rank has left."""
     crew = make_sim_crew("loader")

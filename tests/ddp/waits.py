@@ -2,10 +2,11 @@
 
 import argparse
 import pickle
+import sys
 from contextlib import suppress
+from typing import Any
 
 import torch
-from sim import backend
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -19,6 +20,7 @@ args = parser.parse_args()
 metrics.EVERY_S = 0.0  # a line of the journal after each step, but the first
 run.LOOK_EVERY = 1 if args.look else 1 << 40
 
+C: Any = sys.modules["sim.backend"].C
 now = start(precision=args.precision)
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.BatchNorm1d(32), nn.Linear(32, 2))
@@ -35,7 +37,7 @@ for _ in now.epochs(1):
         now.backward(loss)
         norm = now.update(optimizer, clip_norm=1.0, scheduler=scheduler)
         now.step(loss=loss, norm=norm)
-        counts.append(backend.C.waits())
+        counts.append(C.waits())
         if len(counts) == 2:
             looks = -now._parts.pace.exchanges
 looks += now._parts.pace.exchanges

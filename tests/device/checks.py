@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -177,6 +178,24 @@ def a_copy_to_pinned_memory_arrives_when_the_host_has_waited() -> None:
 
 
 @check
+def so_does_a_copy_to_another_layout_or_type() -> None:
+    there = torch.arange(96.0, device=SIM).reshape(2, 3, 4, 4)
+    wide = torch.zeros(2, 3, 4, 8, pin_memory=True)
+    for value, host in (
+        (there.to(memory_format=torch.channels_last), torch.zeros(2, 3, 4, 4, pin_memory=True)),
+        (there, torch.zeros(2, 4, 4, 3, pin_memory=True).permute(0, 3, 1, 2)),
+        (there.half(), torch.zeros(2, 3, 4, 4, pin_memory=True)),
+        (there, wide[..., ::2]),
+    ):
+        host.copy_(value, non_blocking=True)
+        assert host.isnan().all()
+        torch.accelerator.synchronize()
+        assert torch.equal(host.flatten(), torch.arange(96.0))
+    assert not wide[..., 1::2].any()  # what lies between is not the copy's
+    assert REPORTS() == []
+
+
+@check
 def copies_through_one_buffer_in_one_stream_are_in_order() -> None:
     host, there = torch.zeros(4, pin_memory=True), torch.ones(4, device=SIM)
     filled = host.to(SIM, non_blocking=True)
@@ -209,6 +228,19 @@ def a_change_of_pinned_memory_under_way_is_reported() -> None:
     assert there.sum().item() == 0
     (report,) = REPORTS()
     assert "the host changed pinned memory" in report
+
+
+@check
+def so_is_one_that_no_wait_follows() -> None:
+    """The same in another layout and another type; what is done when nobody waits any more."""
+    images = torch.zeros(2, 4, 4, 3, pin_memory=True).permute(0, 3, 1, 2)
+    for host, dtype in ((images, torch.float32), (torch.zeros(4, pin_memory=True), torch.half)):
+        host.to(SIM, dtype, non_blocking=True)
+        assert REPORTS() == []
+        host += 1
+        (report,) = REPORTS()
+        assert "the host changed pinned memory" in report
+    torch.accelerator.synchronize()
 
 
 @check
@@ -257,6 +289,20 @@ def an_event_is_not_over_at_the_first_look() -> None:
 
 
 @check
+def a_delay_keeps_a_stream_and_what_waits_for_it() -> None:
+    side = torch.Stream(SIM)
+    backend.C.set_stream_delay(200)
+    began = time.monotonic()
+    event = torch.Event(SIM)
+    event.record()
+    side.wait_event(event)
+    backend.C.set_stream_delay(1)
+    side.synchronize()
+    assert time.monotonic() - began >= 0.1  # half of the delay, or more
+    backend.C.set_stream_delay(0)
+
+
+@check
 def a_collective_that_is_not_waited_for_is_reported() -> None:
     dist.init_process_group(store=HashStore(), rank=0, world_size=1, device_id=SIM)
     value = torch.ones(4, device=SIM)
@@ -272,6 +318,7 @@ def a_collective_that_is_not_waited_for_is_reported() -> None:
 
 def main() -> int:
     failed = 0
+    backend.C.set_stream_delay(0)  # whatever the environment says: one check sets its own
     for function in checks:
         try:
             function()

@@ -29,7 +29,8 @@ def report(line: Line, slurm_tests: int = 6) -> tuple[bool, list[str]]:
 
 
 class Examination:
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, _: Any, slurm_tests: int, seconds: float) -> None:
+        self.slurm_tests = slurm_tests
 
     def examine(self, *_: Any) -> mutants.Verdict:
         return mutants.Verdict("killed", "tests/slurm/test_a.py::test_a: no", 12, 12)

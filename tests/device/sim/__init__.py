@@ -74,6 +74,7 @@ def _compile(path: Path) -> None:
     release = tuple(int(number) for number in torch.__version__.split(".")[:2])
     folder = path.parent / "build"
     folder.mkdir(exist_ok=True)
+    (folder / "lock").unlink(missing_ok=True)  # torch's own, which a killed process leaves
     load(
         NAME,
         [str(HERE / name) for name in SOURCES],

@@ -171,7 +171,7 @@ class SimCcl final : public c10d::Backend {
     return start(OpType::_ALLGATHER_BASE, {from}, {to}, [this, a = flat_cpu(to), b = flat_cpu(from), options]() mutable { return gloo_->_allgather_base(a, b, options); });
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& to, Tensors& from, const c10d::AllgatherOptions& options) override {
-    return start(OpType::ALLGATHER_INTO_TENSOR_COALESCED, from, to, [this, a = cpu(to), b = cpu(from), options]() mutable { return gloo_->allgather_into_tensor_coalesced(a, b, options); });
+    return start(OpType::COALESCED, from, to, [this, a = cpu(to), b = cpu(from), options]() mutable { return gloo_->allgather_into_tensor_coalesced(a, b, options); });
   }
   WorkPtr gather(std::vector<Tensors>& to, Tensors& from, const c10d::GatherOptions& options) override {
     return start(OpType::GATHER, from, flat(to), [this, a = cpu(to), b = cpu(from), options]() mutable { return gloo_->gather(a, b, options); });
@@ -196,7 +196,7 @@ class SimCcl final : public c10d::Backend {
     auto results = cpu(to);
     auto own = options;
     auto divide = mean(own.reduceOp, results);
-    return start(OpType::REDUCE_SCATTER_TENSOR_COALESCED, from, to, [this, results, b = cpu(from), own]() mutable { return gloo_->reduce_scatter_tensor_coalesced(results, b, own); }, divide);
+    return start(OpType::COALESCED, from, to, [this, results, b = cpu(from), own]() mutable { return gloo_->reduce_scatter_tensor_coalesced(results, b, own); }, divide);
   }
   WorkPtr alltoall_base(at::Tensor& to, at::Tensor& from, std::vector<int64_t>& to_sizes, std::vector<int64_t>& from_sizes, const c10d::AllToAllOptions& options) override {
     check(to), check(from);

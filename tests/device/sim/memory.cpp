@@ -144,22 +144,56 @@ REGISTER_ALLOCATOR(kDevice, &device_memory);
 
 std::map<uintptr_t, size_t> pinned;  // size by address
 
-struct Copy {
-  char* host;
+struct Extent {  // the memory between a tensor's first element and its last
+  char* begin;
   size_t bytes;
+  explicit Extent(const at::Tensor& tensor) : begin(static_cast<char*>(tensor.data_ptr())), bytes(tensor.itemsize()) {
+    for (int64_t dim = 0; dim < tensor.dim(); dim++)
+      bytes += size_t((tensor.size(dim) - 1) * tensor.stride(dim)) * tensor.itemsize();
+  }
+  Extent(void* address, size_t size) : begin(static_cast<char*>(address)), bytes(size) {}
+};
+
+struct Piece {
+  size_t offset, bytes;
+};
+
+// What of its extent is a tensor's: all of it where it has no gaps, and else each element.
+std::vector<Piece> pieces_of(const at::Tensor& tensor) {
+  if (tensor.is_non_overlapping_and_dense()) return {{0, tensor.nbytes()}};
+  std::vector<Piece> pieces{{0, size_t(tensor.itemsize())}};
+  for (int64_t dim = 0; dim < tensor.dim(); dim++) {
+    const auto row = std::exchange(pieces, {});
+    for (int64_t i = 0; i < tensor.size(dim); i++)
+      for (const auto& piece : row)
+        pieces.push_back({piece.offset + size_t(i * tensor.stride(dim)) * tensor.itemsize(), piece.bytes});
+  }
+  return pieces;
+}
+
+struct Copy {
+  Extent host;
+  std::vector<Piece> pieces;
   std::vector<char> numbers;  // to arrive on the host; or as they were when the copy was started
   bool to_host;
   int lane;
   uint64_t when;
-  bool overlaps(const char* begin, size_t size) const { return host < begin + size && begin < host + bytes; }
+  bool overlaps(const Extent& other) const {
+    return host.begin < other.begin + other.bytes && other.begin < host.begin + host.bytes;
+  }
+  bool is_of_changed_source() const {
+    return !to_host && std::any_of(pieces.begin(), pieces.end(), [this](const Piece& piece) {
+      return std::memcmp(host.begin + piece.offset, numbers.data() + piece.offset, piece.bytes);
+    });
+  }
 };
 std::deque<Copy> copies;
 
 void finish(const Copy& copy) {
-  if (copy.to_host)
-    std::memcpy(copy.host, copy.numbers.data(), copy.bytes);
-  else if (std::memcmp(copy.host, copy.numbers.data(), copy.bytes))
+  if (copy.is_of_changed_source())
     report("the host changed pinned memory while " + lane_name(copy.lane) + " was copying it");
+  for (const auto& [offset, bytes] : copy.pieces)
+    if (copy.to_host) std::memcpy(copy.host.begin + offset, copy.numbers.data() + offset, bytes);
 }
 
 template <class Condition>
@@ -177,7 +211,7 @@ void finish_where(Condition condition) {
 void free_pinned(void* address) {
   std::lock_guard lock(mutex);
   const auto place = pinned.find(reinterpret_cast<uintptr_t>(address));
-  finish_where([&](const Copy& copy) { return copy.overlaps(static_cast<char*>(address), place->second); });
+  finish_where([&](const Copy& copy) { return copy.overlaps({address, place->second}); });
   pinned.erase(place);
   std::free(address);
 }
@@ -269,26 +303,31 @@ void deliver_copies() {
   finish_where([](const Copy& copy) { return is_over(copy.lane, copy.when, kHost); });
 }
 
-void order_copies(const char* host, size_t bytes, int lane) {
+void report_changed_sources() {
   std::lock_guard lock(mutex);
+  finish_where([](const Copy& copy) { return copy.is_of_changed_source(); });
+}
+
+void order_copies(const at::Tensor& host, int lane) {
+  if (!host.numel()) return;
+  std::lock_guard lock(mutex);
+  const Extent extent(host);
   finish_where([&](const Copy& copy) {
-    return copy.overlaps(host, bytes) && (copy.lane == lane || is_over(copy.lane, copy.when, lane));
+    return copy.overlaps(extent) && (copy.lane == lane || is_over(copy.lane, copy.when, lane));
   });
   for (const auto& copy : copies)
-    if (copy.to_host && copy.overlaps(host, bytes))
+    if (copy.to_host && copy.overlaps(extent))
       report(lane_name(lane) + " copies pinned memory that " + lane_name(copy.lane) +
              " is writing; nothing orders the two");
 }
 
-void start_copy_to_host(char* host, const char* device, size_t bytes, int lane, uint64_t when) {
+void start_copy(const at::Tensor& host, const at::Tensor& numbers, bool to_host, int lane, uint64_t when) {
   std::lock_guard lock(mutex);
-  copies.push_back({host, bytes, std::vector<char>(device, device + bytes), true, lane, when});
-  std::memset(host, 0xFF, bytes);
-}
-
-void start_copy_from_host(const char* host, size_t bytes, int lane, uint64_t when) {
-  std::lock_guard lock(mutex);
-  copies.push_back({const_cast<char*>(host), bytes, std::vector<char>(host, host + bytes), false, lane, when});
+  const Extent extent(host), sent(numbers);
+  const auto pieces = pieces_of(host);
+  copies.push_back({extent, pieces, std::vector<char>(sent.begin, sent.begin + sent.bytes), to_host, lane, when});
+  for (const auto& [offset, bytes] : pieces)
+    if (to_host) std::memset(extent.begin + offset, 0xFF, bytes);
 }
 
 int64_t bytes_held(c10::DeviceIndex device) { return accounts[device].held; }

@@ -3,6 +3,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -16,6 +17,14 @@ void define_collectives(pybind11::module_& module);
 void use_cpu_kernels(const std::vector<std::string>& names) {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   for (const auto& name : names) library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+}
+
+// Newer releases of torch have it: what autograd does with operators that it has no rule for.
+void add_autograd_fallback() {
+  constexpr auto key = c10::DispatchKey::AutogradPrivateUse1;
+  if (c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(key)) return;
+  static torch::Library library(torch::Library::IMPL, "_", key, __FILE__, __LINE__);
+  library.fallback(torch::autograd::basicAutogradNotImplementedFallback());
 }
 }  // namespace sim
 
@@ -38,12 +47,14 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   sim::register_hooks();
+  sim::add_autograd_fallback();
   sim::define_collectives(module);
   module.def("use_cpu_kernels", &sim::use_cpu_kernels);
   module.def("device_count", &sim::device_count);
   module.def("default_generator", [](int device) { return sim::default_generator(c10::DeviceIndex(device)); });
   module.def("take_reports", &sim::take_reports);
   module.def("waits", &sim::waits);
+  module.def("set_stream_delay", &sim::set_stream_delay);
   module.def("set_limit", [](int device, int64_t bytes) { sim::set_limit(c10::DeviceIndex(device), bytes); });
   module.def("bytes_held", [](int device) { return sim::bytes_held(c10::DeviceIndex(device)); });
   module.def("bytes_at_peak", [](int device) { return sim::bytes_at_peak(c10::DeviceIndex(device)); });

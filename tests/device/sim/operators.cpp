@@ -194,11 +194,12 @@ class Call {
     bool writes = !results_.empty();
     for (const auto& argument : arguments_) writes |= argument.is_written;
     if (!writes && !tells_host_) return;  // a view
-    std::lock_guard lock(mutex);
+    std::unique_lock lock(mutex);
     const int lane = current_lane(device().index());
     const auto when = begin(lane);
     for (const auto& argument : arguments_) note_access(argument.sim, lane, when, argument.is_written);
     for (const auto& result : results_) note_access(result, lane, when, true);
+    lock.unlock();
     if (tells_host_) host_waits_for(clock_of(lane));
   }
 
@@ -249,8 +250,6 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const Doing now("copy");
   const bool to_host = to.is_cpu(), from_host = from.is_cpu(), crosses = to_host != from_host;
   const auto source = from_host ? from : as_cpu(from), target = to_host ? to : as_cpu(to);
-  const bool is_plain = from.is_contiguous() && to.is_contiguous() && from.dtype() == to.dtype() &&
-                        from.sizes() == to.sizes() && from.nbytes();
   const int lane = current_lane((to_host ? from : to).device().index());
   std::unique_lock lock(mutex);
   const bool is_between_devices = !crosses && from.device() != to.device();
@@ -260,21 +259,15 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (is_between_devices) advance(other, clock_of(lane));  // before its memory is used again
   note_access(from, lane, when, false);
   note_access(to, lane, when, true);
-  auto* host = static_cast<char*>((to_host ? target : source).data_ptr());
-  if (crosses) order_copies(host, from.nbytes(), lane);
-  const bool is_later = non_blocking && is_plain && crosses && is_pinned(host);
-  if (is_later && to_host) {
-    start_copy_to_host(host, static_cast<char*>(source.data_ptr()), from.nbytes(), lane, when);
-    return to;
-  }
+  const auto& host = to_host ? target : source;
+  if (crosses) order_copies(host, lane);
+  const bool is_later = non_blocking && crosses && from.numel() && to.numel() && is_pinned(host.data_ptr());
   lock.unlock();  // the CPU's kernel may start threads
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    target.copy_(source);
-  }
-  lock.lock();
+  at::AutoDispatchBelowADInplaceOrView below;
+  const auto numbers = is_later && to_host ? at::empty_strided(to.sizes(), to.strides(), target.options()) : target;
+  numbers.copy_(source);
   if (is_later)
-    start_copy_from_host(host, from.nbytes(), lane, when);
+    start_copy(host, to_host ? numbers : source, to_host, lane, when);
   else if (crosses)
     host_waits_for(clock_of(lane));
   return to;

@@ -102,6 +102,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto* ours = static_cast<Event*>(event);
     if (!ours || host_has_seen(ours->clock)) return true;
     if (!std::exchange(ours->was_queried, true)) return false;  // never over at the first look
+    if (is_delayed(ours->clock)) return false;
     host_hears_of(ours->clock);
     return true;
   }

@@ -3,7 +3,9 @@
 // Operators run at once, by the CPU's kernels over the same bytes, so the numbers are the CPU's.
 // What a GPU leaves to chance goes wrong each time: memory is full of NaN when it is new, a copy to
 // pinned memory arrives when the host has synchronised and not before, and an access that no stream
-// or event orders is reported.
+// or event orders is reported. SIM_STREAM_DELAY_MS lets what a stream was given be over after half of that
+// time to all of it, and SIM_COLLECTIVE_DELAY_MS lets a collective begin so much later: the threads of
+// the host and the ranks then pass each other in other orders.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -43,9 +45,11 @@ extern std::recursive_mutex mutex;  // guards all that follows
 Clock clock_of(int lane);
 void advance(int lane, const Clock& clock);  // the lane waits for what the clock tells of
 uint64_t begin(int lane);                    // an operation, which comes after what the host has seen
-void host_waits_for(const Clock& clock);
-void host_hears_of(const Clock& clock);  // without a wait: it asked, and it is over
+void host_waits_for(const Clock& clock);     // without the mutex: it may sleep
+void host_hears_of(const Clock& clock);      // without a wait: it asked, and it is over
 bool host_has_seen(const Clock& clock);
+bool is_delayed(const Clock& clock);         // something that the clock tells of is not over yet
+void set_stream_delay(int64_t milliseconds);
 
 // Names what runs in this thread, for reports.
 struct Doing {
@@ -75,9 +79,10 @@ void note_access(const at::Tensor& tensor, int lane, uint64_t when, bool writes)
 bool is_pinned(const void* pointer);
 
 // Copies between pinned memory and a device that the host has not waited for.
-void start_copy_to_host(char* host, const char* device, size_t bytes, int lane, uint64_t when);
-void start_copy_from_host(const char* host, size_t bytes, int lane, uint64_t when);
-void order_copies(const char* host, size_t bytes, int lane);  // before another one of this memory
+// Both are tensors of the CPU, with the same strides; `numbers` are those that arrive, or were sent.
+void start_copy(const at::Tensor& host, const at::Tensor& numbers, bool to_host, int lane, uint64_t when);
+void order_copies(const at::Tensor& host, int lane);  // before another one of this memory
+void report_changed_sources();  // of copies to a device that the host has not waited for
 
 int64_t bytes_held(c10::DeviceIndex device);
 int64_t bytes_at_peak(c10::DeviceIndex device);

@@ -5,7 +5,10 @@
 
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
+#include <random>
+#include <thread>
 #include <utility>
 
 namespace sim {
@@ -17,9 +20,21 @@ thread_local std::array<int, kMaxDevices> current_streams{};
 namespace {
 std::array<Clock, kHost + 1> clocks{};
 std::vector<std::string> reports;
+
+using Time = std::chrono::steady_clock;
+std::array<Time::time_point, kHost> over_at{};  // when what a lane was given last is over
+int64_t delay_ms = setting("SIM_STREAM_DELAY_MS", 0);
 thread_local const char* name = "";
 int64_t host_waits = 0;
 pid_t user = 0;  // the process that has used a device
+
+// When the operations that a clock tells of, and the host has not waited for, are over.
+Time::time_point end_of(const Clock& clock) {
+  Time::time_point end{};
+  for (int lane = 0; lane < kHost; lane++)
+    if (clock[lane] > clocks[kHost][lane]) end = std::max(end, over_at[lane]);
+  return end;
+}
 
 void join(Clock& clock, const Clock& other) {
   for (size_t lane = 0; lane < clock.size(); lane++) clock[lane] = std::max(clock[lane], other[lane]);
@@ -55,6 +70,12 @@ void advance(int lane, const Clock& clock) {
 uint64_t begin(int lane) {
   std::lock_guard lock(mutex);
   join(clocks[lane], clocks[kHost]);
+  if (delay_ms) {
+    static std::minstd_rand random(getpid());  // begun after a fork, so that the ranks differ
+    const auto half = std::chrono::milliseconds(delay_ms) / 2;
+    const auto taken = half + std::chrono::microseconds(random() % (500 * delay_ms + 1));
+    over_at[lane] = std::max(over_at[lane], Time::now() + taken);
+  }
   return ++clocks[lane][lane];
 }
 
@@ -63,6 +84,16 @@ bool host_has_seen(const Clock& clock) {
   for (int lane = 0; lane < kHost; lane++)
     if (clock[lane] > clocks[kHost][lane]) return false;
   return true;
+}
+
+bool is_delayed(const Clock& clock) {
+  std::lock_guard lock(mutex);
+  return Time::now() < end_of(clock);
+}
+
+void set_stream_delay(int64_t milliseconds) {
+  std::lock_guard lock(mutex);
+  delay_ms = milliseconds;
 }
 
 void deliver_copies();  // memory.cpp
@@ -74,7 +105,13 @@ void host_hears_of(const Clock& clock) {
 }
 
 void host_waits_for(const Clock& clock) {
-  std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
+  if (delay_ms) {
+    const auto end = end_of(clock);
+    lock.unlock();
+    std::this_thread::sleep_until(end);
+    lock.lock();
+  }
   host_waits++;
   host_hears_of(clock);
 }
@@ -105,6 +142,7 @@ void report(const std::string& text) {
 
 std::vector<std::string> take_reports() {
   std::lock_guard lock(mutex);
+  report_changed_sources();
   return std::exchange(reports, {});
 }
 
