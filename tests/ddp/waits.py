@@ -16,12 +16,13 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--precision", default="fp32")
 parser.add_argument("--look", action="store_true", help="at the weights, after every exchange")
 parser.add_argument("--sharded", action="store_true")
+parser.add_argument("--save-every-steps", type=int)
 args = parser.parse_args()
 metrics.EVERY_S = 0.0  # a line of the journal after each step, but the first
 run.LOOK_EVERY = 1 if args.look else 1 << 40
 
 C: Any = sys.modules["sim.backend"].C
-now = start(precision=args.precision)
+now = start(precision=args.precision, save_every=None, save_every_steps=args.save_every_steps)
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.BatchNorm1d(32), nn.Linear(32, 2))
 model = now.fully_shard(net, [net[0]]) if args.sharded else now.wrap(net)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 from training_fakes import Alone, Saves
 
 from hpc_ddp.run.journal import Journal, read_events
+from hpc_ddp.training import metrics as metrics_module
 from hpc_ddp.training.exchange import Decision, next_period
 from hpc_ddp.training.metrics import Metrics
 from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.pace import Pace
+from hpc_ddp.training.run import Run
 from hpc_ddp.training.schedule import Schedule, between_failures, slowest_save
 from tests.waiting import LIMIT_S
 
@@ -147,6 +150,33 @@ def test_metrics_are_written_rarely_and_at_the_end(tmp_path: Path) -> None:
     assert 1 <= len(events) <= 2
     assert (events[-1]["step"], events[-1]["loss"]) == (99, 99.0)
     assert "total_steps" not in events[-1]
+
+
+def test_a_line_of_metrics_is_left_to_the_journals_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics_module, "EVERY_S", 0.0)
+    calls: list[tuple[str, str, int]] = []
+    journal: Any = SimpleNamespace(
+        write=lambda event, **fields: calls.append(("now", event, fields["step"])),
+        write_later=lambda event, **fields: calls.append(("later", event, fields["step"])),
+    )
+    metrics = Metrics(journal, 1, ["a"])
+    for step in (1, 2):
+        metrics.add(Position(step=step), 4, {"loss": torch.tensor(1.0)})
+    metrics.flush()
+    assert calls == [("now", "first_step", 1), ("later", "metrics", 1), ("later", "metrics", 2)]
+
+
+def test_the_weights_are_read_an_exchange_after_a_look() -> None:
+    calls: list[tuple[int, str]] = []
+    run: Any = SimpleNamespace(_look_at=0, _look_answers_at=None)
+    for exchanges in (0, 0, 1, 1, 9, 10, 10, 12, 13):
+        precision = SimpleNamespace(look=lambda at=exchanges: calls.append((at, "look")))
+        run._parts = SimpleNamespace(precision=precision)
+        run._refuse_poison = lambda at=exchanges: calls.append((at, "read"))
+        Run._watch_weights(run, exchanges)
+    assert calls == [(0, "look"), (1, "read"), (10, "look"), (12, "read")]
 
 
 def test_a_save_that_is_due_is_heard_of_where_all_wait() -> None:
