@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # list, each with a cluster of its own.
 PARALLEL := --numprocesses=4 --maxschedchunk=1
 
-.PHONY: demo test test-slurm test-device lint types cluster docs bench test-more soak mutants flakes \
+.PHONY: demo test test-slurm test-device test-gpu lint types cluster docs bench test-more soak mutants flakes \
 	device-faults constraints clean
 
 demo: $(VENV)/demo
@@ -48,6 +48,13 @@ test-device: export DEVICE ?= sim
 test-device: $(VENV)/ready
 	$(BIN)/python -m pytest tests/ddp tests/cli/test_drill.py tests/cli/test_dry_run.py \
 		--numprocesses=2
+
+# All that has a GPU to try, on a machine with some: the tests, each feature once, and the bench.
+test-gpu: export DEVICE := cuda
+test-gpu: test-device
+	$(BIN)/hpc-ddp preflight --train
+	$(BIN)/python bench/gpu.py --write \
+		--workers $$($(BIN)/python -c 'import torch; print(torch.accelerator.device_count())')
 
 cluster: $(VENV)/ready
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/cluster.py shell

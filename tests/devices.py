@@ -29,6 +29,17 @@ def device_env(device: str = DEVICE) -> dict[str, str]:
     return {**hidden, "PYTHONPATH": paths, "SIM_DEVICES": str(SIM_DEVICES)}
 
 
+def skip_unless_fitting(device: str, ranks: int) -> None:
+    """Skip a test of more ranks than this machine has GPUs, where it is to train on these."""
+    if device != "cuda":
+        return
+    import torch  # seconds
+
+    count = torch.accelerator.device_count()
+    if ranks > count:
+        pytest.skip(f"{ranks} ranks need as many GPUs, and there are {count} here")
+
+
 def reports_of(output: str) -> list[str]:
     """Return what the stand-in device found wrong, of what processes have printed."""
     return [line for line in output.splitlines() if line.startswith(REPORT)]

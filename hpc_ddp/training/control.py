@@ -36,8 +36,8 @@ def choose_devices(info: DistInfo, each: int = 1) -> list[torch.device]:
     first = 0 if own else info.local_rank * each
     if first + each > count:
         needs = f" of {each} GPUs" if each > 1 else ""
-        variable = devices.hiding_variable()
-        hide = f", or hide the GPUs with {variable}=''" if variable else ""
+        words = devices.hiding_words()
+        hide = f", or hide the GPUs with {words}" if words else ""
         fitting = f"start {count // each} workers per node" if count >= each else "take fewer GPUs"
         raise HpcDdpError(
             f"{info.local_world_size} workers{needs} on this node, but {count} visible GPU(s)",
@@ -57,14 +57,16 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     """
     backend = asked or devices.default_backend(device)
     why = ""
-    if backend == "mpi" and not dist.is_mpi_available():
-        why = "this torch was built without MPI"
+    if not dist.is_backend_available(backend):
+        why = f"this torch was built without {backend.upper()}"
     elif not devices.carries(backend, device):
         why = f"it sends no tensors of {device.type}" if devices.count() else "there is no GPU here"
     if why:
         raise HpcDdpError(
             f"the backend {backend!r} can't be used: {why}",
-            hint=f"leave it out: this run's own is {devices.default_backend(device)!r}",
+            hint=f"leave it out: this run's own is {devices.default_backend(device)!r}"
+            if asked
+            else "install a torch that has it; slower: HPC_DDP_BACKEND=gloo",
         )
     return backend
 

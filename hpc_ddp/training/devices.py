@@ -2,11 +2,12 @@
 
 Everything goes through torch's device-independent interface (`torch.accelerator`, `torch.Event`,
 `torch.get_device_module`), so NVIDIA, AMD, Intel and Ascend devices, and the tests' own, take the
-same path. What is one vendor's own stands in `VENDORS`.
+same path. What is one vendor's own stands in `KINDS`.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,22 +15,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpc_ddp.run import accelerators
+
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Vendor:
+class Kind:
     """What torch's device type alone does not tell.
 
-    `hidden_by` is the variable that hides all devices from torch when it is empty, None where none
-    is known. `binds` tells whether the backend takes a ``device_id``, to connect at once.
+    `vendor` is a name in `accelerators.VENDORS`. `binds` tells whether the backend takes a
+    ``device_id``, to connect at once.
     """
 
-    hidden_by: str | None
+    vendor: str
     binds: bool = False
 
 
-VENDORS = {"cuda": Vendor("CUDA_VISIBLE_DEVICES", binds=True)}  # AMD's are "cuda" to torch, too
+KINDS = {
+    "cuda": Kind("AMD" if torch.version.hip else "NVIDIA", binds=True),
+    "xpu": Kind("Intel"),
+    "npu": Kind("Ascend"),
+}
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -46,11 +53,12 @@ def usable() -> torch.device | None:
     return device if device and backend and carries(backend, device) else None
 
 
-def hiding_variable() -> str | None:
-    """Return the variable that hides this machine's accelerators, None where none is known."""
+def hiding_words() -> str:
+    """Return the shell's assignments that hide this machine's accelerators, "" if not known."""
     device = usable()
-    vendor = VENDORS.get(device.type) if device else None
-    return vendor.hidden_by if vendor else None
+    kind = KINDS.get(device.type) if device else None
+    hidden = accelerators.VENDORS[kind.vendor].hidden if kind else {}
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in hidden.items())
 
 
 def count() -> int:
@@ -78,8 +86,8 @@ def carries(backend: str, device: torch.device) -> bool:
 
 def bound(backend: str, device: torch.device) -> dict[str, Any]:
     """Return the option that binds a process group to a device, where its backend takes one."""
-    vendor = VENDORS.get(device.type)
-    binds = vendor is not None and vendor.binds and backend == default_backend(device)
+    kind = KINDS.get(device.type)
+    binds = kind is not None and kind.binds and backend == default_backend(device)
     return {"device_id": device} if binds else {}
 
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports 
 
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event
-from tests.devices import DEVICE, device_env, reports_of
+from tests.devices import DEVICE, device_env, reports_of, skip_unless_fitting
 from tests.waiting import LIMIT_S, is_pending, wait_until
 
 HERE = Path(__file__).parent
@@ -28,6 +28,7 @@ HERE = Path(__file__).parent
 class Zygote:
     def __init__(self, device: str = DEVICE) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **device_env(device)}
+        self.device = device
         self.running: set[int] = set()
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "zygote.py")],
@@ -132,6 +133,7 @@ class Crew:
 
         A world size of 0 is one process to which nobody says anything of ranks.
         """
+        skip_unless_fitting(self.zygote.device, world_size)
         self.attempt += 1
         (self.run.logs / f"attempt-{self.attempt}").mkdir()
         # Served here, as by torchrun's agent: a port that is free now may be taken by the time

@@ -54,7 +54,7 @@ def test_backends_are_known_by_what_they_carry() -> None:
 def test_without_an_accelerator_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     give_gpus(monkeypatch, 0)
     assert devices.count() == 0
-    assert devices.hiding_variable() is None
+    assert devices.hiding_words() == ""
     assert devices.name(devices.CPU) == ""
 
 

@@ -376,7 +376,11 @@ def test_each_worker_has_gpus_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("kind", "hidden"), [("cuda", ", or hide the GPUs with CUDA_VISIBLE_DEVICES=''"), ("xpu", "")]
+    ("kind", "hidden"),
+    [
+        ("cuda", ", or hide the GPUs with CUDA_VISIBLE_DEVICES=''"),
+        ("xpu", ", or hide the GPUs with ONEAPI_DEVICE_SELECTOR='*:cpu'"),
+    ],
 )
 def test_a_hint_names_a_variable_that_is_known_to_work(
     monkeypatch: pytest.MonkeyPatch, kind: str, hidden: str
@@ -396,13 +400,14 @@ def test_a_hint_names_a_variable_that_is_known_to_work(
         ("gloo", "cuda", "gloo"),
         ("nccl", "cpu", "there is no GPU here"),
         ("mpi", "cpu", "built without MPI"),
-        ("ucc", "cpu", "ucc"),
+        ("ucc", "cpu", "built without UCC"),
     ],
 )
 def test_the_backend_follows_the_device(
     monkeypatch: pytest.MonkeyPatch, asked: str | None, device: str, backend: str
 ) -> None:
-    monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
+    available = {"gloo", "nccl", "xccl"}
+    monkeypatch.setattr(dist, "is_backend_available", available.__contains__)
     if " " in backend:
         with pytest.raises(HpcDdpError, match=backend):
             choose_backend(asked, torch.device(device))
