@@ -16,9 +16,12 @@ import json
 import os
 import platform
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,9 @@ Details = dict[str, Any]
 BATCH, STEPS_PER_EPOCH, EPOCHS = 16, 8, 2
 SAVED, KILLED = 6, 9  # steps of the last feature: its checkpoint, and the kill of the last rank
 REDUCED = 4 << 20  # elements of an all-reduce, 16 MiB
-PATIENCE_S = 90.0  # for one feature: the first collective of a wrong set-up hangs
+# For a feature: the first collective of a wrong set-up hangs. And for the first one of a start, in
+# which many nodes load their libraries from one disk.
+PATIENCE_S, FIRST_PATIENCE_S = 90.0, 300.0
 DRIVERS = ("nvidia", "amdgpu", "i915", "xe", "drv_davinci")  # kernel modules
 
 
@@ -165,8 +170,30 @@ class Table:
         mine = f"{path.stem}.{self._start}."  # of a rank that has failed before this one read
         errors = sorted(path.parent.glob(f"{path.stem}.*.rank-*"))
         errors = [error for error in errors if not error.name.startswith(mine)]
+        errors.sort(key=lambda error: error.stat().st_mtime_ns)  # others follow from the first
         row: Details = json.loads(path.read_text()) if path.exists() else {}
         return {**row, "error": errors[0].read_text()} if errors else row
+
+    def meet(self, name: str) -> int:
+        """Return a port that rank 0 found free, for the ranks of a feature to meet at.
+
+        Raises
+        ------
+        UnexpectedError
+            rank 0 named none
+        """
+        path = self.path(name).with_suffix(f".{self._start}.port")
+        if self._rank == 0:
+            with socket.create_server(("", 0)) as server:
+                draft = path.with_suffix(".tmp")
+                draft.write_text(str(server.getsockname()[1]))
+                draft.replace(path)
+        end = time.monotonic() + PATIENCE_S
+        while not path.exists():
+            if time.monotonic() > end:
+                raise UnexpectedError(f"rank 0 named no port within {PATIENCE_S:.0f} s")
+            time.sleep(0.05)
+        return int(path.read_text())
 
     def is_left(self, name: str) -> bool:
         """Tell whether a feature is to be tried: the kill is planned once, other crashes end it."""
@@ -219,7 +246,9 @@ class Table:
         lines += ["", "| feature | works | seconds | details |", "|---|---|---|---|"]
         for name, row in self._rows.items():
             tried = "starts" in row or "error" in row  # rank 0 counts starts, any rank may fail
-            works = "yes" if row.get("ok") else "no" if tried else "not tried"
+            works = (
+                "yes" if row.get("ok") and "error" not in row else "no" if tried else "not tried"
+            )
             hidden = ("ok", "starts", "seconds", "error")
             details = [f"{key} {value}" for key, value in row.items() if key not in hidden]
             if works == "no":
@@ -228,8 +257,8 @@ class Table:
         return "\n".join([*lines, ""])
 
 
-def give_up(table: Table, name: str) -> None:
-    table.fail(name, UnexpectedError(f"no end within {PATIENCE_S:.0f} s"))
+def give_up(table: Table, name: str, patience_s: float) -> None:
+    table.fail(name, UnexpectedError(f"no end within {patience_s:.0f} s"))
     os._exit(1)
 
 
@@ -244,12 +273,21 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "Linux": platform.release(),
-        "Slurm": os.environ.get("SLURM_VERSION") or os.environ.get("SLURM_JOB_ID", "none"),
+        "Slurm": slurm_version(),
         "device": f"{device.type} {tell(device) if tell else ''}".strip(),
         "driver": ", ".join(drivers) or "none known",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
         "nodes": os.environ.get("HPC_DDP_NODES", "").count(" ") + 1,
     }
+
+
+def slurm_version() -> str:
+    if "SLURM_JOB_ID" not in os.environ:
+        return "none"
+    with suppress(OSError, subprocess.SubprocessError):
+        words = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, timeout=10)
+        return words.stdout.strip().removeprefix("slurm ") or "unknown"
+    return "unknown"
 
 
 def main() -> None:
@@ -262,32 +300,34 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     number = (os.environ[name] for name in ("HPC_DDP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
     table = Table(folder / "first-contact", rank, ".".join(number))
-    port = int(os.environ["MASTER_PORT"])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # rank 0 hosts the stores
-    for index, (name, (options, work)) in enumerate(FEATURES.items(), 1):
+    patience_s = FIRST_PATIENCE_S
+    for name, (options, work) in FEATURES.items():
         if not table.is_left(name):
             continue
         part = folder if name == LAST else table.path(name).with_suffix("")
         (part / "checkpoints").mkdir(parents=True, exist_ok=True)
         os.environ["HPC_DDP_RUN"] = str(part)
-        # A store of its own for each process group: keys of the one before name closed ports.
-        os.environ["MASTER_PORT"] = str(port + index)
         table.begin(name)
         began = time.monotonic()
-        timer = threading.Timer(PATIENCE_S, give_up, (table, name))
+        timer = threading.Timer(patience_s, give_up, (table, name, patience_s))
         timer.daemon = True
         timer.start()
+        patience_s = PATIENCE_S
         try:
+            # A store of its own for each process group: keys of the one before name closed ports.
+            os.environ["MASTER_PORT"] = str(table.meet(name))
             run = start(seed=1, hang_after=60, progress=False, **options)
             details = work(run)
             table.put(name, **details, seconds=round(time.monotonic() - began, 1))
             if name == LAST:
                 table.compare(name)
+            run.sum()  # all ranks are well, or this one fails here
+            run.finish()
         except Exception as error:
             table.fail(name, error)
             raise
         table.put(name, ok=True)
-        run.finish()
         timer.cancel()
     if rank == 0:
         table.write()

@@ -13,7 +13,7 @@ from typing import Any
 from hpc_ddp.launch.config import Settings
 from hpc_ddp.launch.prepare import Prepared, new_run
 from hpc_ddp.launch.resources import PACKAGE, folder
-from hpc_ddp.run.accelerators import device_files
+from hpc_ddp.run.accelerators import VENDORS, device_files, visible
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.journal import Event, last_event
 
@@ -72,12 +72,23 @@ def first_contact(settings: Settings, cwd: Path, root: Path) -> Prepared:
         values |= {"backend": "allocation", "nodes": os.environ.get("SLURM_NNODES", "1")}
     else:
         values["backend"] = "local"
-        count = max(device_files().values(), default=0)
-        values["gpus-per-node"] = values["gpus-per-node"] or (str(count) if count else None)
+        values["gpus-per-node"] = values["gpus-per-node"] or str(devices_here())
     values |= {"launcher": "torchrun", "elastic": False}
-    values["nproc-per-node"] = None if values["gpus-per-node"] else 2
+    if values["gpus-per-node"] in (None, "0", 0):
+        values |= {"gpus-per-node": None, "nproc-per-node": 2}
+    else:
+        values["nproc-per-node"] = None
     values["script"] = str(folder("jobs") / "first_contact.py")
     return new_run(Settings(values), cwd, root)
+
+
+def devices_here() -> int:
+    """Return the number of accelerators of this machine that its variables do not hide."""
+    counts = [
+        min([count, *visible(VENDORS[name], os.environ).values()])
+        for name, count in device_files().items()
+    ]
+    return max(counts, default=0)
 
 
 def table_of(prepared: Prepared) -> str:

@@ -133,7 +133,8 @@ def gpus(
         raise UnfitError(f"{count} GPUs in place of {asked} (by {source})")
     if there is None and asked:
         return {"gpus": count, "note": f"only {source} tells of GPUs"}
-    return {"gpus": count, "gpus_there": there}
+    # Where none was asked for, torch need not see one: a CPU node may have a display's.
+    return {"gpus": count, **({"gpus_there": there} if asked else {})}
 
 
 def _nvidia_smi() -> int | None:
@@ -146,7 +147,9 @@ def _nvidia_smi() -> int | None:
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines()
         raise UnfitError(f"nvidia-smi: {said[0] if said else f'exit code {done.returncode}'}")
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    whole, parts = (sum(line.startswith(f"{word} ") for line in lines) for word in ("GPU", "MIG"))
+    return max(whole, parts)
 
 
 def _check_gpus(place: Place, asked: int) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ _COMMUNICATION = re.compile(
     r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat",
 )
 _UNREADABLE = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .{1,400}", re.M)
-_EXPLAINED = re.compile(r"^error: (.{1,500})", re.M)  # see hpc_ddp.training.failure
 _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -88,14 +89,25 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 def last_exception(log: Path) -> str:
     """Return the last line of the last traceback of a log's last start, '' when it has none.
 
-    A script that can't be parsed has no traceback, only that line; nor has an error that
-    `hpc_ddp.training` explains to people.
+    A script that can't be parsed has no traceback, only that line.
     """
     text = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
     _, found, after = text.rpartition("Traceback (most recent call last):\n")
-    if explained := _EXPLAINED.findall(after if found else text):
-        return str(explained[-1])
     if not found:
         return next(iter(_UNREADABLE.findall(text)), "")
     lines = (line for line in after.splitlines() if line and not line[0].isspace())
     return next(lines, "")[:500]
+
+
+def journaled_error(journal: Path, since: float) -> str:
+    """Return the error that a worker journaled last, '' when there is none since a time.
+
+    `hpc_ddp.training` explains an error of its own to people, without a traceback in the log.
+    """
+    for line in reversed(read_tail(journal, TAIL_BYTES).splitlines()):
+        with suppress(ValueError, TypeError, KeyError):
+            event = json.loads(line)
+            if event["event"] == "failed" and event["time"] >= since:
+                kind, _, message = event["error"].partition(": ")
+                return str(message if kind.startswith("hpc_ddp.") else event["error"])[:500]
+    return ""

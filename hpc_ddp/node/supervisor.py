@@ -44,6 +44,7 @@ from hpc_ddp.run.patience import patiently
 LOOK_EVERY_S = 1.0
 FENCE_EVERY_S = 10.0  # listing a folder costs an NFS server more than opening a file
 TEARDOWN_S = 4.0  # an aware worker is gone after 2; what is left then hangs
+JOURNALED_S = 60.0  # how long before its end a worker may have journaled its error
 PEERS_S = 8.0  # how long a failed node waits for its peers' ends before srun kills them
 
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -468,8 +469,7 @@ class Supervisor:
         told, now = read_json(self.folder.failures), time.time()
         found = self._failed_workers(code, told)
         for each in found:
-            log = self.folder.rank_log(each["rank"])
-            each["error"] = failure.last_exception(log) if each["code"] > 0 else ""
+            each["error"] = self._error_of(each) if each["code"] > 0 else ""
         if not found:
             found = [{"rank": None, "code": code, "time": now, "error": told.get("agent", "")}]
         if oom.kills() > self._oom_kills:
@@ -477,6 +477,14 @@ class Supervisor:
                 if each["code"] == -signal.SIGKILL:
                     each["error"] = oom.KILLED
         return found
+
+    def _error_of(self, failed: dict[str, Any]) -> str:
+        rank = failed["rank"]
+        journal = self.place.run.path / "journal" / f"rank-{rank}.jsonl"
+        since = failed["time"] - JOURNALED_S  # not that of a start before
+        return failure.last_exception(self.folder.rank_log(rank)) or failure.journaled_error(
+            journal, since
+        )
 
     def _failed_workers(self, code: int, told: dict[str, Any]) -> list[dict[str, Any]]:
         """Return rank, code and time of each worker that failed, as torchrun has told them."""

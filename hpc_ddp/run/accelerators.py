@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+EMPTY_HIDES_NOTHING = ("HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 HIDES_ALL = ("-1", "NoDevFiles")  # such an entry ends a list; the second is an old Slurm's
 
 
@@ -44,6 +45,7 @@ VENDORS = {
         "dri/renderD*",
         {"ROCR_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"},
         pci="0x1002",
+        tiles=8,  # an MI300 in partitions, of which one has a PCI device's file
     ),
     "Intel": Vendor(
         ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
@@ -64,10 +66,11 @@ def visible(vendor: Vendor, environ: Mapping[str, str]) -> dict[str, int]:
     for name in vendor.variables:
         text = environ.get(name)
         if name == "ONEAPI_DEVICE_SELECTOR" and text is not None:
-            _, _, text = text.partition(":")
-            if not text.replace(",", "").isdigit():  # a kind of device, as "level_zero:gpu"
+            kind, _, text = text.partition(":")
+            # Else a kind of device, as "level_zero:gpu", or what is left out, as "!level_zero:0".
+            if kind.startswith("!") or not text.replace(",", "").isdigit():
                 continue
-        if text is None or (name == "ZE_AFFINITY_MASK" and not text):
+        if text is None or (not text and name in EMPTY_HIDES_NOTHING):
             continue
         entries = [entry.strip() for entry in text.split(",") if entry.strip()]
         ends = [index for index, entry in enumerate(entries) if entry in HIDES_ALL]

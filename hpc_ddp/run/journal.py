@@ -47,6 +47,7 @@ class Journal:
         self.attempt = attempt
         self._warned = False
         self._later: SimpleQueue[bytes | threading.Event] | None = None
+        self._thread_of = 0  # the process that has the thread
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event; `fields` must be JSON values."""
@@ -60,15 +61,15 @@ class Journal:
 
         The process may end without it, unless it calls `drain`.
         """
-        if self._later is None:
-            self._later = SimpleQueue()
+        if self._later is None or self._thread_of != os.getpid():  # a fork has no such thread
+            self._later, self._thread_of = SimpleQueue(), os.getpid()
             threading.Thread(target=self._write_queued, args=[self._later], daemon=True).start()
             atexit.register(self.drain, DRAIN_S)
         self._later.put(self._line(event, fields))
 
     def drain(self, seconds: float) -> None:
         """Wait until the events of `write_later` are written, at most so long."""
-        if self._later is not None:
+        if self._later is not None and self._thread_of == os.getpid():
             written = threading.Event()
             self._later.put(written)
             written.wait(seconds)

@@ -127,7 +127,7 @@ FOUR = {"gpus": 4, "gpus_there": 4}
     ("asked", "environ", "listed", "files", "expected"),
     [
         (2, {CUDA: "0,1"}, None, {}, {"gpus": 2, "note": "only CUDA"}),
-        (0, {CUDA: "0,1"}, None, {}, {"gpus": 2, "gpus_there": None}),
+        (0, {CUDA: "0,1"}, None, {}, {"gpus": 2}),
         (1, {CUDA: "0"}, 0, NVIDIA, "0 GPUs in place of 1 .by nvidia-smi"),
         (2, {ROCR: "0"}, None, AMD, "1 GPUs in place of 2 .by ROCR_VISIBLE"),
         (2, {ROCR: "0,1", "HIP_VISIBLE_DEVICES": "0"}, None, AMD, "1 GPUs .* .by HIP_VISIBLE"),
@@ -146,7 +146,10 @@ FOUR = {"gpus": 4, "gpus_there": 4}
         (4, {}, None, NVIDIA, FOUR),
         (1, {}, None, {}, {"gpus": None, "note": "can't tell whether there are 1 GPUs"}),
         (0, {}, None, {}, {"gpus": 0}),
-        (0, {}, None, INTEL, FOUR),
+        (0, {}, None, INTEL, {"gpus": 4}),  # a display's: torch need not see it
+        (4, {"HIP_VISIBLE_DEVICES": ""}, None, AMD, FOUR),
+        (4, {"ONEAPI_DEVICE_SELECTOR": "!level_zero:0"}, None, INTEL, FOUR),
+        (8, {}, None, {"AMD": 1}, {"gpus": 8, "gpus_there": 1}),  # one in partitions
     ],
 )
 def test_gpus_by_what_tells_of_them(
@@ -172,6 +175,7 @@ def test_gpus_by_what_tells_of_them(
     [
         (None, None),
         ("echo 'GPU 0: a'; echo ' MIG'; echo 'GPU 1: a'", 2),
+        ("echo 'GPU 0: a'; echo '  MIG 1g: a'; echo '  MIG 1g: a'", 2),
         ("echo; echo broken >&2; echo more; exit 9", "nvidia-smi: more"),
         ("exit 9", "nvidia-smi: exit code 9"),
         ("exec sleep 60", "nvidia-smi gave no answer within 0 s"),

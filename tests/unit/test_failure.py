@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -7,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.node.failure import Failure, first_cause, from_record, last_exception
+from hpc_ddp.node.failure import (
+    Failure,
+    first_cause,
+    from_record,
+    journaled_error,
+    last_exception,
+)
+from hpc_ddp.run.journal import Journal
 
 
 def _failure(rank: int, code: int = 1, error: str = "", time: float = 0.0) -> Failure:
@@ -109,11 +117,18 @@ def test_last_exception_of_a_log(tmp_path: Path) -> None:
     log.write_text("all fine\n")
     assert last_exception(log) == ""
     assert last_exception(tmp_path / "none") == ""
-    trace = "Traceback (most recent call last):\n  x\nKeyError: 1\n"
-    log.write_text(f"{trace}[rank0]: error: no\n[rank0]: hint: y\n")
-    assert last_exception(log) == "no"
-    log.write_text(f"error: no\n{trace}")
-    assert last_exception(log) == "KeyError: 1"
+
+
+def test_an_error_that_was_explained_to_people_is_in_the_journal(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "rank-0")
+    assert journaled_error(journal.path, 0.0) == ""
+    journal.write("failed", error="hpc_ddp.run.errors.HpcDdpError: 3 saves failed: why")
+    assert journaled_error(journal.path, 0.0) == "3 saves failed: why"
+    assert journaled_error(journal.path, time.time() + 60) == ""  # of an earlier start
+    journal.write("failed", error="ValueError: boom")
+    with open(journal.path, "a") as file:
+        file.write('{"event": "failed", "tim')
+    assert journaled_error(journal.path, 0.0) == "ValueError: boom"
 
 
 def test_an_exception_before_a_restart_is_not_that_of_the_end(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,23 @@ def test_an_error_is_that_of_the_first_rank_but_for_the_planned_kill(tmp_path: P
     assert again.is_left(LAST)
     assert not again.is_left("fp16")
     assert "| fp16 | no |  | rank 1: RuntimeError: no such kernel |" in again.markdown()
+
+
+def test_an_error_of_any_rank_is_a_no_and_the_first_one_counts(tmp_path: Path) -> None:
+    table = _table(tmp_path, 0, "0.0")
+    table.begin("fp16")
+    _table(tmp_path, 1, "0.0").fail("fp16", RuntimeError("the cause"))
+    table.fail("fp16", RuntimeError("a connection closed"))
+    table.put("fp16", ok=True)
+    again = _table(tmp_path, 0, "0.1")
+    assert "| fp16 | no |  | rank 1: RuntimeError: the cause |" in again.markdown()
+
+
+def test_ranks_meet_at_a_port_that_is_free(tmp_path: Path) -> None:
+    port = _table(tmp_path, 0, "0.0").meet("fp16")
+    assert _table(tmp_path, 1, "0.0").meet("fp16") == port
+    with socket.create_server(("", port)):
+        assert _table(tmp_path, 0, "0.1").meet("fp16") != port
 
 
 def test_the_killed_training_resumes_to_the_weights_of_the_undisturbed_one(tmp_path: Path) -> None:

@@ -56,6 +56,20 @@ def test_what_is_written_later_is_there_after_a_drain(tmp_path: Path) -> None:
     journal.drain(LIMIT_S)  # a line that can't be written is left out
 
 
+def test_a_forked_process_has_a_thread_of_its_own(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "a")
+    journal.write_later("one")
+    journal.drain(LIMIT_S)
+    pid = os.fork()
+    if pid == 0:
+        journal.drain(LIMIT_S)  # waits for nothing
+        journal.write_later("two")
+        journal.drain(LIMIT_S)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert [event["event"] for event in read_events(tmp_path)] == ["one", "two"]
+
+
 def test_a_failing_disk_is_said_once_and_ends_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
