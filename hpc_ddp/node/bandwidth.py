@@ -112,9 +112,15 @@ def join(torch: Any, go: dict[str, Any], rank: int) -> Meter:
     if device != "cpu":
         torch.accelerator.set_device_index(0)  # the first one that this process may see
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    # Unbound, NCCL of torch 2.15 takes the device that has the rank's number. And it would end the
+    # process at a timeout, where an exception can name the peer.
+    bound = {"device_id": torch.device(device, 0)} if device == "cuda" else {}
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timeout, **bound
+    )
     meter = Meter(torch, device)
-    meter.all_reduce(1)  # connects everybody
+    meter.all_reduce(REDUCED)  # connects all, as the measured one needs it
     return meter
 
 

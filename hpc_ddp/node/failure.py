@@ -22,6 +22,9 @@ _COMMUNICATION = re.compile(
     r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat",
 )
 _UNREADABLE = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .{1,400}", re.M)
+_ABORTED = re.compile(
+    r"^.*(?:ProcessGroupNCCL|Watchdog caught|watchdog thread terminated|c10::Dist).*$", re.M
+)
 _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -40,7 +43,7 @@ class Failure:
         """``torn down``, ``communication``, ``signal``, ``hang``, ``exception`` or ``exit``."""
         if self.code in _TORN_DOWN:
             return "torn down"
-        if self.code < 0:
+        if self.code < 0 and not _COMMUNICATION.search(self.error):
             return "signal"
         if self.error.startswith("HangError: "):
             return "hang"
@@ -97,6 +100,15 @@ def last_exception(log: Path) -> str:
         return next(iter(_UNREADABLE.findall(text)), "")
     lines = (line for line in after.splitlines() if line and not line[0].isspace())
     return next(lines, "")[:500]
+
+
+def abort_reason(log: Path) -> str:
+    """Return what NCCL's watchdog has logged before it aborted a worker, '' if nothing.
+
+    It does so where a peer is gone, so such a worker is not the cause.
+    """
+    lines = _ABORTED.findall(read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2])
+    return str(lines[-1])[:500] if lines else ""
 
 
 def journaled_error(journal: Path, since: float) -> str:

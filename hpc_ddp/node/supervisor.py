@@ -469,7 +469,7 @@ class Supervisor:
         told, now = read_json(self.folder.failures), time.time()
         found = self._failed_workers(code, told)
         for each in found:
-            each["error"] = self._error_of(each) if each["code"] > 0 else ""
+            each["error"] = self._error_of(each)
         if not found:
             found = [{"rank": None, "code": code, "time": now, "error": told.get("agent", "")}]
         if oom.kills() > self._oom_kills:
@@ -479,7 +479,10 @@ class Supervisor:
         return found
 
     def _error_of(self, failed: dict[str, Any]) -> str:
-        rank = failed["rank"]
+        rank, code = failed["rank"], failed["code"]
+        if code < 0:
+            aborted = code == -signal.SIGABRT
+            return failure.abort_reason(self.folder.rank_log(rank)) if aborted else ""
         journal = self.place.run.path / "journal" / f"rank-{rank}.jsonl"
         since = failed["time"] - JOURNALED_S  # not that of a start before
         return failure.last_exception(self.folder.rank_log(rank)) or failure.journaled_error(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.sharded import fsdp_modules, is_sharded
@@ -25,19 +27,37 @@ def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
             hint="average = run.ema(model), then run.fully_shard for the model and for"
             " average.module",
         )
-    average: Any = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # as torch has it
+    return Average(model, decay)
 
-    def step(ours: Any, theirs: Any, count: Any) -> None:
-        # Tensor parallelism leaves DTensors and plain ones, which torch takes in no one call.
-        for sharded in (False, True):
-            both = zip(ours, theirs, strict=True)
-            pairs = [pair for pair in both if is_sharded(pair[0]) is sharded]
-            if not pairs:
-                continue
-            own, other = map(list, zip(*pairs, strict=True))
-            if own[0].is_floating_point():
-                average(own, other, count)
+
+class Average(AveragedModel):
+    """torch's averaged model, which here neither reads its count on a device, nor waits for one.
+
+    Tensors are averaged in as few calls as there are devices and types of them: DTensors and plain
+    ones, which tensor parallelism leaves side by side, go in no one call.
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        super().__init__(model, use_buffers=True)
+        self._decay = decay
+
+    @torch.no_grad()
+    def update_parameters(self, model: torch.nn.Module) -> None:
+        """Average the weights, and the statistics, of a model in; the first time copy them."""
+        groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for mean, new in zip(_tensors(self.module), _tensors(model), strict=True):
+            key = mean.device, mean.dtype, is_sharded(mean)
+            means, news = groups.setdefault(key, ([], []))
+            means.append(mean.detach())
+            news.append(new.detach().to(mean.device))
+        for (_, dtype, _), (means, news) in groups.items():
+            if self.n_averaged > 0 and dtype.is_floating_point:
+                torch._foreach_lerp_(means, news, 1 - self._decay)
             else:
-                torch._foreach_copy_(own, other)
+                for mean, new in zip(means, news, strict=True):
+                    mean.copy_(new)
+        self.n_averaged += 1
 
-    return AveragedModel(model, multi_avg_fn=step, use_buffers=True)
+
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return chain(model.parameters(), model.buffers())

@@ -74,6 +74,12 @@ def take(first: int, number: int) -> list[torch.device]:
     return [torch.device(kind.type, first + i) for i in range(number)]
 
 
+def use(device: torch.device) -> None:
+    """Make a device the current one of this thread, whose first call would else take the first."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device.index)
+
+
 def default_backend(device: torch.device) -> str:
     """Return what torch carries a device's tensors with: NCCL, XCCL, HCCL, Gloo for the CPU."""
     return dist.get_default_backend_for_device(device)
@@ -97,9 +103,9 @@ def name(device: torch.device) -> str:
     return str(tell(device)) if tell and is_accelerator(device) else ""
 
 
-def mark(device: torch.device) -> torch.Event:
+def mark(device: torch.device, *, timed: bool = False) -> torch.Event:
     """Return an event that is recorded in the device's current stream."""
-    event = torch.Event(device, enable_timing=True)
+    event = torch.Event(device, enable_timing=timed)
     event.record(torch.accelerator.current_stream(device))
     return event
 
@@ -145,7 +151,7 @@ def _start_copy(value: Any) -> Any:
     if not _is_away(value) or value.numel() != 1:  # `plain` refuses a tensor of several
         return value
     there = value.detach()
-    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+    here = torch.empty(there.shape, dtype=there.dtype, device="cpu", pin_memory=True)
     return here.copy_(there, non_blocking=True)
 
 

@@ -133,7 +133,7 @@ class Effort:
         model._sync_buffers = timed  # type: ignore[method-assign]
 
     def _mark(self) -> Mark:
-        return devices.mark(self._device) if self._on_gpu else time.perf_counter()
+        return devices.mark(self._device, timed=True) if self._on_gpu else time.perf_counter()
 
     def _add_up(self) -> None:
         """Count the measured steps that are over; the GPU may be behind."""
@@ -162,7 +162,7 @@ class Effort:
         steps = max(self._steps, 1)
         own_s = self._own_s / self._samples if self._samples else math.nan
         mine = [self._wall_s / steps, own_s, self._data_s / steps, float(self._steps)]
-        sent = self._control.start_gather(torch.tensor(mine, dtype=torch.float64))
+        sent = self._control.start_gather(torch.tensor(mine, dtype=torch.float64, device="cpu"))
         self._gathered = self._position.step, *sent
         self._clear()
 

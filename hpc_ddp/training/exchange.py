@@ -64,5 +64,6 @@ class Exchange:
 
     def send(self, reason: int, save: bool, gather: bool, step_s: float) -> None:
         """Send this rank's word, and how long its steps take on average, in seconds."""
-        values = torch.tensor([reason, int(save), int(gather), int(step_s * 1e6)])
+        word = [reason, int(save), int(gather), int(step_s * 1e6)]
+        values = torch.tensor(word, device="cpu")
         self._pending = (values, self._control.start_max(values))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.training import randomness, state
+from hpc_ddp.training import devices, randomness, state
 from hpc_ddp.training.checkpoint import Checkpoints, Content
 from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.order import Position, derive
@@ -159,6 +159,7 @@ class Keeper:
 
     def _bytes(self) -> list[memoryview]:
         """Return what the data file is to hold, once it has come from the device."""
+        devices.use(self._devices[0])  # in the thread that saves
         self._buffer.wait()
         return self._buffer.bytes
 

@@ -213,7 +213,8 @@ def _watched(batches: DataLoader[tuple[Share, Any]]) -> Iterator[tuple[Share, An
     iterator: Any = None
     try:
         try:
-            iterator = iter(batches)
+            with torch.device("cpu"):  # it draws by a generator of the CPU
+                iterator = iter(batches)
             yield from iterator
         except HpcDdpError as error:
             if "in DataLoader worker process" in error.message:  # and a traceback in front of it
@@ -343,7 +344,7 @@ class _Seeded(Dataset[tuple[Share, Any]]):
     def __getitem__(self, key: tuple[int, list[int], Share]) -> tuple[Share, Any]:
         epoch, indices, share = key
         if self._tensors is not None:  # nothing is drawn, so all come at once
-            return share, [each[indices] for each in self._tensors]
+            return share, [_rows(tensor, indices) for tensor in self._tensors]
         if get_worker_info() is not None:
             return share, self._batch(epoch, indices)
         with randomness.untouched():
@@ -367,6 +368,14 @@ def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
     ignore_in_loader(worker)
     if then is not None:
         then(worker)
+
+
+def _rows(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    """Return rows of a tensor; the host does not wait for a device that has it."""
+    if not is_accelerator(tensor.device):
+        return tensor[indices]
+    index = torch.tensor(indices, device="cpu").pin_memory()
+    return tensor[index.to(tensor.device, non_blocking=True)]
 
 
 def _is_there(dataset: Dataset[Any]) -> bool:

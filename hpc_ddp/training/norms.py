@@ -40,7 +40,8 @@ def _is_spread(tensors: Sequence[torch.Tensor], grid: Grid) -> bool:
 def _norm(tensors: Sequence[torch.Tensor], grid: Grid, device: torch.device) -> torch.Tensor:
     """One number travels, whatever the mix: each rank adds up what it has the first copy of."""
     mine = [_local(each) for each in tensors if _is_first(each, grid)]
-    norm = get_total_norm([each for each in mine if each.numel()])
+    ours = [each for each in mine if each.numel()]
+    norm = get_total_norm(ours) if ours else torch.zeros((), device=device)
     square = norm.to(device, torch.float64) ** 2
     dist.all_reduce(square)
     return square.sqrt().float()

@@ -136,4 +136,4 @@ def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(derive(seed, epoch))
     # The order is the same in either type, and takes half the memory in int32.
     dtype = torch.int32 if samples < 2**31 else torch.int64
-    return torch.randperm(samples, generator=generator, dtype=dtype)
+    return torch.randperm(samples, generator=generator, dtype=dtype, device="cpu")

@@ -113,7 +113,7 @@ class Buffer:
     def _allocate(self, pieces: list[Piece], size: int) -> None:
         self._segments, self._blocks = [], []  # free the old ones first
         pinned = devices.is_accelerator(self._device)
-        self._blocks = list(_blocks(size)) if pinned else [torch.empty(size, dtype=torch.uint8)]
+        self._blocks = list(_blocks(size)) if pinned else [_allocate(size)]
         self._segments = [_segments(piece, self._blocks) for piece in pieces]
         self.pieces = pieces
 
@@ -139,11 +139,16 @@ def _blocks(size: int) -> Iterator[torch.Tensor]:
         power = 1 << (size.bit_length() - 1)
         length = min(power, LARGEST_BLOCK) if power >= LEAST_BLOCK else size
         try:
-            block = torch.empty(length, dtype=torch.uint8, pin_memory=True)
+            block = _allocate(length, pin_memory=True)
         except RuntimeError:  # no more memory may be locked; the copies take longer then
-            block = torch.empty(length, dtype=torch.uint8)
+            block = _allocate(length)
         yield block
         size -= length
+
+
+def _allocate(size: int, pin_memory: bool = False) -> torch.Tensor:
+    """Return bytes of the host, shape (size,), whatever torch's default device is."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
 
 
 def _segments(piece: Piece, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -261,11 +266,12 @@ class Reader:
             if extent == size:
                 return part
             if made is None:
-                made = torch.empty(size, dtype=part.dtype)
+                made = torch.empty(size, dtype=part.dtype, device="cpu")
             made[_slices(low, extent, start)] = part
             found += part.numel()
         if made is None:
-            made = torch.empty(size, dtype=dtype_named(self._pieces[name][0][1].dtype))
+            dtype = dtype_named(self._pieces[name][0][1].dtype)
+            made = torch.empty(size, dtype=dtype, device="cpu")
         if found != made.numel():
             raise HpcDdpError(f"{name}: only {found} of {made.numel()} numbers are stored")
         return made
@@ -284,6 +290,6 @@ def _map(path: Path) -> torch.Tensor:
     """Return a file's bytes, shape (size,); changes to them stay in this process."""
     with open(path, "rb") as file:
         if path.stat().st_size == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return _allocate(0)
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return torch.frombuffer(content, dtype=torch.uint8)

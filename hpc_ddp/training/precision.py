@@ -52,6 +52,10 @@ class Precision:
     ) -> torch.Tensor | None:
         """See `Run.update`."""
         norm = None
+        if self._scaler and id(optimizer) in self._updated:  # again in this step, as a GAN's critic
+            self._lost_overflow = self._lost_overflow or self._overflowed
+            self._scaler.update(self._scaler.get_scale())
+            self._updated.clear()
         if clip_norm is not None:
             if self._scaler:
                 self._scaler.unscale_(optimizer)
@@ -68,10 +72,6 @@ class Precision:
         if self._scaler is None:
             optimizer.step()
             return True
-        if id(optimizer) in self._updated:  # again in this step, as a GAN's critic is
-            self._lost_overflow = self._lost_overflow or self._overflowed
-            self._scaler.update(self._scaler.get_scale())
-            self._updated.clear()
         self._updated.add(id(optimizer))
         self._scaler.step(optimizer)
         overflows = self._scaler._found_inf_per_device(optimizer).values()

@@ -34,14 +34,14 @@ def snapshot(places: Sequence[torch.device] = ()) -> dict[str, Any]:
     """Return the state of the generators, loadable with ``weights_only=True``."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": [version, torch.tensor(words), gauss],
+        "python": [version, torch.tensor(words, device="cpu"), gauss],
         "torch": torch.get_rng_state(),
     }
     if own := _accelerators(places):
         state["devices"] = [devices.random_state(device) for device in own]
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [name, torch.tensor(keys.astype("int64")), *rest]
+        state["numpy"] = [name, torch.tensor(keys.astype("int64"), device="cpu"), *rest]
     return state
 
 

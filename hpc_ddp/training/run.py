@@ -35,7 +35,7 @@ from hpc_ddp.training.notice import NONE, REASONS
 from hpc_ddp.training.order import Share, make_cut
 from hpc_ddp.training.parts import Parts, assemble
 from hpc_ddp.training.settle import settle
-from hpc_ddp.training.sharded import is_sharded, step_apart
+from hpc_ddp.training.sharded import gathered, is_sharded, step_apart
 from hpc_ddp.training.state import unwrap
 from hpc_ddp.training.watchdog import beat
 
@@ -581,6 +581,7 @@ class Run:
         self._parts.precision.end_step()
         self.position.step += 1
         self._parts.watchdog.step_done()
+        values = {name: gathered(value) for name, value in values.items()}
         if self._check_values:
             check_values(values)
             self._check_values = False
@@ -693,7 +694,7 @@ class Run:
         """
         counts = self._parts.grid.counts
         mine = [float(value) if counts else 0.0 for value in values]
-        sums = torch.tensor(mine, dtype=torch.float64)
+        sums = torch.tensor(mine, dtype=torch.float64, device="cpu")
         self._parts.control.sum(sums)
         beat()
         numbers: list[float] = sums.tolist()

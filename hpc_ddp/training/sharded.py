@@ -20,6 +20,17 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def gathered(value: Any) -> Any:
+    """Return a tensor without its graph, a DTensor's as each rank has it whole; all ranks call it.
+
+    Other values are returned as they are.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    plain: Any = value.detach()
+    return plain.full_tensor() if is_sharded(plain) else plain
+
+
 def fsdp_modules(model: torch.nn.Module) -> list[Any]:
     """Return the parts of a model that FSDP2 gathers, one at a time."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")

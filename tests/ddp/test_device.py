@@ -208,6 +208,8 @@ def test_a_loss_may_travel_in_bf16_between_stages(make_sim_crew: Callable[[str],
     [
         (("--precision", "bf16"), 0),
         (("--sharded",), 0),
+        (("--average",), 0),
+        (("--default-device",), 0),
         (("--sharded", "--look"), None),  # once for each look, an exchange later
         (("--save-every-steps", "16"), 3),  # the thread that saves
     ],

@@ -16,6 +16,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--precision", default="fp32")
 parser.add_argument("--look", action="store_true", help="at the weights, after every exchange")
 parser.add_argument("--sharded", action="store_true")
+parser.add_argument("--average", action="store_true")
+parser.add_argument("--default-device", action="store_true", help="torch's: the data lie there")
 parser.add_argument("--save-every-steps", type=int)
 args = parser.parse_args()
 metrics.EVERY_S = 0.0  # a line of the journal after each step, but the first
@@ -24,10 +26,13 @@ run.LOOK_EVERY = 1 if args.look else 1 << 40
 C: Any = sys.modules["sim.backend"].C
 now = start(precision=args.precision, save_every=None, save_every_steps=args.save_every_steps)
 torch.manual_seed(0)
+if args.default_device:
+    torch.set_default_device(now.device)
 net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.BatchNorm1d(32), nn.Linear(32, 2))
 model = now.fully_shard(net, [net[0]]) if args.sharded else now.wrap(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+average = now.ema(model) if args.average else None
 batches = now.loader(TensorDataset(torch.randn(512, 8), torch.randint(2, (512,))), 4)
 now.track(model=model, optimizer=optimizer, scheduler=scheduler)
 counts = []
@@ -36,8 +41,11 @@ for _ in now.epochs(1):
         with now.autocast():
             loss = nn.functional.cross_entropy(model(x), y)
         now.backward(loss)
+        whole = nn.utils.clip_grad_norm_(model.parameters(), 9.0)  # a DTensor, where sharded
         norm = now.update(optimizer, clip_norm=1.0, scheduler=scheduler)
-        now.step(loss=loss, norm=norm)
+        if average:
+            average.update_parameters(model)
+        now.step(loss=loss, norm=norm, whole=whole)
         counts.append(C.waits())
         if len(counts) == 2:
             looks = -now._parts.pace.exchanges

@@ -829,7 +829,7 @@ class FakeDist:
 
 
 class FakeTorch:
-    float32 = torch.float32
+    device, float32 = torch.device, torch.float32
     zeros = staticmethod(torch.zeros)
 
     def __init__(self) -> None:
@@ -1073,7 +1073,9 @@ def test_a_torch_that_can_not_be_imported_is_told(
 @pytest.mark.parametrize(
     ("device", "backend", "rank"), [("cpu", "gloo", 0), ("cuda", "nccl", 1), ("xpu", "xccl", 0)]
 )
-def test_the_members_join(device: str, backend: str, rank: int) -> None:
+def test_the_members_join(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str, rank: int
+) -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Dist(FakeDist):
@@ -1098,9 +1100,13 @@ def test_the_members_join(device: str, backend: str, rank: int) -> None:
     fake: Any = FakeTorch()
     fake.distributed, fake.accelerator = Dist(fake.mine, fake.theirs), Accelerator()
     fake.zeros = lambda count, dtype, device: torch.zeros(count)
+    monkeypatch.setattr(bandwidth, "REDUCED", 16)
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     meter = bandwidth.join(fake, {**GO, "device": device}, rank)
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
     assert meter._device == device
-    group = (backend, {"store": "store", "rank": rank, "world_size": 2})
+    bound = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}
+    group = (backend, {"store": "store", "rank": rank, "world_size": 2, **bound})
     index = [("device", 0)] if device != "cpu" else []
     connect = ("all-reduce",)
     assert calls == [("h", 5, 2, rank == 0, bandwidth.TIMEOUT_S), *index, group, connect]

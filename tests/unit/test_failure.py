@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import replace
 from itertools import combinations
@@ -10,6 +11,7 @@ import pytest
 
 from hpc_ddp.node.failure import (
     Failure,
+    abort_reason,
     first_cause,
     from_record,
     journaled_error,
@@ -129,6 +131,20 @@ def test_an_error_that_was_explained_to_people_is_in_the_journal(tmp_path: Path)
     with open(journal.path, "a") as file:
         file.write('{"event": "failed", "tim')
     assert journaled_error(journal.path, 0.0) == "ValueError: boom"
+
+
+def test_a_worker_that_nccl_aborts_is_not_the_cause(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_text("[rank0]:[E1122 ProcessGroupNCCL.cpp:700] Watchdog caught collective\nbye\n")
+    reason = abort_reason(log)
+    assert reason.endswith("Watchdog caught collective")
+    log.write_text("free(): invalid pointer\n")
+    assert abort_reason(log) == ""
+    aborted = Failure(1, "n2", -signal.SIGABRT, 1.0, reason)
+    own = replace(aborted, error="")
+    left = Failure(0, "n1", 3, 2.0, "")
+    assert first_cause([aborted, left]) is left
+    assert first_cause([own, left]) is own
 
 
 def test_an_exception_before_a_restart_is_not_that_of_the_end(tmp_path: Path) -> None:

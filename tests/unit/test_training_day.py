@@ -127,15 +127,16 @@ def test_two_optimizers_unscale_by_one_scale() -> None:
     assert precision.state_dict()["scale"] == 2.0**15
 
 
+@pytest.mark.parametrize("clip", [None, 100.0])
 @pytest.mark.parametrize("factor", [1.0, float("inf")])
-def test_an_optimizer_may_be_updated_twice_in_a_step(factor: float) -> None:
+def test_an_optimizer_may_be_updated_twice_in_a_step(factor: float, clip: float | None) -> None:
     """The scale stays within the step, also after an overflow, which lowers it at the end."""
     precision = Precision("fp16", CPU, stop_on_nan=True)
     model, optimizer, _ = make_step(precision, factor)
-    precision.update(optimizer, None, None)
+    precision.update(optimizer, clip, None)
     precision.backward(model(torch.full((2, 3), 2.0)).mean())
     before = model.weight.detach().clone()
-    precision.update(optimizer, None, None)
+    precision.update(optimizer, clip, None)
     assert torch.allclose(before - model.weight, torch.full((1, 3), 2.0))
     precision.end_step()
     assert precision.state_dict()["scale"] == (2.0**16 if factor == 1.0 else 2.0**15)
