@@ -62,7 +62,8 @@ class Content:
     own
         this rank's own plain values, ``pieces`` of its data file among them
     data
-        returns the bytes of the data file, in order; waits for them, behind the training
+        returns the bytes of the data file, in order, and for how many seconds a device was busy
+        to copy them; waits for them, behind the training
     layout
         a sum of the names and shapes of all tensors, which must be the same on all ranks of a
     stage
@@ -70,14 +71,14 @@ class Content:
     is_sound
         tells whether it is fit to go on from; asked behind the training
     stall_s
-        for how long the training has been held up so far, in seconds
+        for how long the host has been held up so far, in seconds
     """
 
     step: int
     facts: dict[str, Any]
     shared: dict[str, Any]
     own: dict[str, Any]
-    data: Callable[[], Sequence[memoryview]]
+    data: Callable[[], tuple[Sequence[memoryview], float]]
     layout: int
     stage: int
     is_sound: Callable[[], bool]
@@ -223,7 +224,8 @@ class Checkpoints:
         try:
             files: dict[str, Sequence[bytes | memoryview]] = {}
             files[f"rank-{rank}.pt"] = [_dump(content.own)]
-            data = content.data()
+            data, copy_s = content.data()
+            self.stall_s = content.stall_s + copy_s
             if content.own["pieces"]:  # of tensors without numbers it is empty
                 files[f"tensors-{rank}.bin"] = data
             if rank == 0:
@@ -293,7 +295,7 @@ class Checkpoints:
         elif kind == _SAVED:
             since = self._awaited_since  # the training waits for it: that is a stall, too
             waited = 0.0 if since is None else time.monotonic() - since
-            stall = content.stall_s + waited
+            stall = self.stall_s + waited
             self._journal.write(
                 "checkpoint",
                 step=content.step,

@@ -157,11 +157,11 @@ class Keeper:
             )
         )
 
-    def _bytes(self) -> list[memoryview]:
-        """Return what the data file is to hold, once it has come from the device."""
+    def _bytes(self) -> tuple[list[memoryview], float]:
+        """Return what the data file is to hold, and how long a device has copied it, in seconds."""
         devices.use(self._devices[0])  # in the thread that saves
-        self._buffer.wait()
-        return self._buffer.bytes
+        copy_s = self._buffer.wait()
+        return self._buffer.bytes, copy_s
 
     def judge(self, value: float, higher: bool) -> bool:
         """Compare a value (rank 0's) with the best so far; all ranks get the same answer."""

@@ -88,7 +88,7 @@ class Buffer:
         self._device = device
         self._blocks: list[torch.Tensor] = []
         self._segments: list[list[torch.Tensor]] = []  # of each piece, in the order of its numbers
-        self._copied: list[torch.Event] = []
+        self._copies: list[tuple[torch.Event, torch.Event]] = []  # begin and end, by device
         self.pieces: list[Piece] = []
 
     def fill(self, parts: Mapping[str, Part]) -> None:
@@ -100,15 +100,19 @@ class Buffer:
         pieces, size = _lay_out(parts)
         if pieces != self.pieces:
             self._allocate(pieces, size)
+        there = {part.numbers.device for part in parts.values()}
+        there = {device for device in there if devices.is_accelerator(device)}
+        begins = [devices.mark(device, timed=True) for device in there]
         for segments, part in zip(self._segments, parts.values(), strict=True):
             _copy(part.numbers.detach(), segments)
-        there = {part.numbers.device for part in parts.values()}
-        self._copied = [devices.mark(device) for device in there if devices.is_accelerator(device)]
+        ends = [devices.mark(device, timed=True) for device in there]
+        self._copies = list(zip(begins, ends, strict=True))
 
-    def wait(self) -> None:
-        """Wait until the parts are here; any thread may."""
-        for event in self._copied:
-            event.synchronize()
+    def wait(self) -> float:
+        """Wait until the parts are here, in any thread; return how long a device copied, in s."""
+        for _, end in self._copies:
+            end.synchronize()
+        return max((begin.elapsed_time(end) / 1000 for begin, end in self._copies), default=0.0)
 
     def _allocate(self, pieces: list[Piece], size: int) -> None:
         self._segments, self._blocks = [], []  # free the old ones first

@@ -75,7 +75,7 @@ def make(run: RunFolder) -> Make:
 def _content(step: int, **values: Any) -> Content:
     fields: dict[str, Any] = {
         **{"facts": {"epoch": 1, "best": None}, "shared": {"tree": {"a": step}}},
-        **{"own": {"rank": 0, "pieces": {}}, "data": lambda: [memoryview(b"")], "layout": 7},
+        **{"own": {"rank": 0, "pieces": {}}, "data": lambda: ([memoryview(b"")], 0.0), "layout": 7},
         **{"stage": 0, "is_sound": lambda: True, "stall_s": 0.25},
     }
     return Content(step, **{**fields, **values})
@@ -141,6 +141,7 @@ def test_a_save_is_in_flight_until_it_is_durable(run: RunFolder, make: Make) -> 
 
 def test_a_save_that_a_step_waits_for_is_a_stall(run: RunFolder, make: Make) -> None:
     saver = make()
+    saver.stall_s = 0.25
     saver._awaited_since = checkpoint.time.monotonic() - 5  # type: ignore[attr-defined]
     saver._outcome = ("saved", "10")
     saver._report(_content(3), 1.23456)
@@ -261,7 +262,7 @@ def test_space_is_looked_for_before_it_is_written(
     background.world_size = 4
     background.peers = [Answer(0, 7, {})] * 3
     own = {"rank": 0, "pieces": [("x", "uint8", (1000,), (0,), (1000,), 0)]}
-    _save(make(background=background), 1, data=lambda: [b"x" * 400, b"x" * 600], own=own)
+    _save(make(background=background), 1, data=lambda: ([b"x" * 400, b"x" * 600], 0.5), own=own)
     folder = run.checkpoints / "step-1"
     size = sum(
         (folder / name).stat().st_size for name in ("rank-0.pt", "state.pt", "tensors-0.bin")
@@ -546,10 +547,12 @@ def test_random_numbers_go_on(make: Make) -> None:
 
 def test_a_save_that_nobody_waits_for_is_no_longer_stall(run: RunFolder, make: Make) -> None:
     saver = make()
+    _save(saver, 3, data=lambda: ([b""], 0.5))  # a device was busy for half a second
     saver._outcome = ("saved", "10")
+    saver._awaited_since = None
     saver._report(_content(3), 1.0)
-    (event,) = _events(run, "checkpoint")
-    assert event["stall_s"] == 0.25
+    event = _events(run, "checkpoint")[-1]
+    assert event["stall_s"] == saver.stall_s == 0.75
 
 
 def test_pickled_code_is_not_run(run: RunFolder, make: Make) -> None:
