@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -33,16 +34,23 @@ def test_lines_that_are_no_events_are_skipped(tmp_path: Path) -> None:
 
 
 def test_a_disk_in_trouble_holds_up_only_the_thread_that_writes(tmp_path: Path) -> None:
-    """The disk is a pipe here, which blocks until there is a reader."""
-    path = tmp_path / "a.jsonl"
-    os.mkfifo(path)
-    journal = Journal(tmp_path, "a")
+    gate, us = threading.Event(), threading.current_thread()
+
+    class Held(Journal):
+        def _append(self, line: bytes) -> None:
+            if threading.current_thread() is not us:
+                assert gate.wait(LIMIT_S)
+            super()._append(line)
+
+    journal = Held(tmp_path, "a")
     for step in range(3):
         journal.write_later("metrics", step=step)
     journal.drain(0.0)
-    path.unlink()
     journal.write("stopped")  # by this thread
     assert [event["event"] for event in read_events(tmp_path)] == ["stopped"]
+    gate.set()
+    journal.drain(LIMIT_S)
+    assert len(read_events(tmp_path)) == 4
 
 
 def test_what_is_written_later_is_there_after_a_drain(tmp_path: Path) -> None:
