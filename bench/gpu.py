@@ -137,11 +137,11 @@ def measure(model_name: str, way: str, small: bool) -> dict[str, Any]:
 
     def seconds(side: str, steps: int) -> float:
         torch.distributed.barrier()
-        devices.wait(run.devices)
+        _synchronize(run.device)
         begin = time.perf_counter()
         for _ in range(steps):
             next(sides[side])
-        devices.wait(run.devices)
+        _synchronize(run.device)
         return (time.perf_counter() - begin) / steps
 
     steps, rounds = (3, 2) if small else (STEPS, ROUNDS)
@@ -163,6 +163,13 @@ def measure(model_name: str, way: str, small: bool) -> dict[str, Any]:
     return {"device": name, "mfu": mfu, **counts, **medians}
 
 
+def _synchronize(device: Any) -> None:
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def _copy_seconds(model: Any, device: Any) -> float:
     """Return how long this rank's share of weights and AdamW's state takes to pinned memory."""
     import torch
@@ -172,10 +179,10 @@ def _copy_seconds(model: Any, device: Any) -> float:
     numbers = 3 * sum(parameter.numel() for parameter in model.parameters())
     there = torch.empty(numbers // torch.distributed.get_world_size(), device=device)
     here = torch.empty(there.shape, pin_memory=devices.is_accelerator(device))
-    devices.wait([device])
+    _synchronize(device)
     begin = time.perf_counter()
     here.copy_(there, non_blocking=True)
-    devices.wait([device])
+    _synchronize(device)
     return time.perf_counter() - begin
 
 

@@ -12,7 +12,6 @@ be pasted into an issue. A feature that fails ends the workers; torchrun starts 
 """
 
 import hashlib
-import json
 import os
 import platform
 import signal
@@ -32,7 +31,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import hpc_ddp
-from hpc_ddp.training import Run, UsageError, start
+from hpc_ddp.run.folder import read_json, write_json
+from hpc_ddp.training import Run, UsageError, devices, start
 
 Details = dict[str, Any]
 BATCH, STEPS_PER_EPOCH, EPOCHS = 16, 8, 2
@@ -41,6 +41,7 @@ REDUCED = 4 << 20  # elements of an all-reduce, 16 MiB
 # For a feature: the first collective of a wrong set-up hangs. And for the first one of a start, in
 # which many nodes load their libraries from one disk.
 PATIENCE_S, FIRST_PATIENCE_S = 90.0, 300.0
+SAVE_S = 60.0  # for a small checkpoint
 DRIVERS = ("nvidia", "amdgpu", "i915", "xe", "drv_davinci")  # kernel modules
 
 
@@ -99,7 +100,9 @@ def train(run: Run, *, sharded: bool = False, kill: bool = False) -> Details:
             run.step(loss=loss)
             losses.append(loss.item())
             if kill and not resumed and run.position.step == KILLED:
-                wait_for_checkpoint(run)
+                # A thread writes it.
+                saved = run.folder.checkpoints / f"step-{SAVED}"
+                wait_for(saved, f"the checkpoint of step {SAVED}", SAVE_S)
                 if run.rank == run.world_size - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
     first, last = (sum(part) / len(part) for part in (losses[:4], losses[-4:]))
@@ -110,12 +113,12 @@ def train(run: Run, *, sharded: bool = False, kill: bool = False) -> Details:
     return details if sharded else {**details, "weights": digest(model)}
 
 
-def wait_for_checkpoint(run: Run, patience_s: float = 60.0) -> None:
-    """Wait until the checkpoint of step `SAVED` is on the disk; a thread writes it."""
+def wait_for(path: Path, what: str, patience_s: float) -> None:
+    """Wait until a file or folder is there; raises UnexpectedError, which says what was missing."""
     end = time.monotonic() + patience_s
-    while not (run.folder.checkpoints / f"step-{SAVED}").exists():
+    while not path.exists():
         if time.monotonic() > end:
-            raise UnexpectedError(f"the checkpoint of step {SAVED} was not there in {patience_s} s")
+            raise UnexpectedError(f"{what} was not there within {patience_s:.0f} s")
         time.sleep(0.05)
 
 
@@ -171,7 +174,7 @@ class Table:
         errors = sorted(path.parent.glob(f"{path.stem}.*.rank-*"))
         errors = [error for error in errors if not error.name.startswith(mine)]
         errors.sort(key=lambda error: error.stat().st_mtime_ns)  # others follow from the first
-        row: Details = json.loads(path.read_text()) if path.exists() else {}
+        row: Details = read_json(path)
         return {**row, "error": errors[0].read_text()} if errors else row
 
     def meet(self, name: str) -> int:
@@ -185,15 +188,9 @@ class Table:
         path = self.path(name).with_suffix(f".{self._start}.port")
         if self._rank == 0:
             with socket.create_server(("", 0)) as server:
-                draft = path.with_suffix(".tmp")
-                draft.write_text(str(server.getsockname()[1]))
-                draft.replace(path)
-        end = time.monotonic() + PATIENCE_S
-        while not path.exists():
-            if time.monotonic() > end:
-                raise UnexpectedError(f"rank 0 named no port within {PATIENCE_S:.0f} s")
-            time.sleep(0.05)
-        return int(path.read_text())
+                write_json(path, {"port": server.getsockname()[1]})
+        wait_for(path, "a port of rank 0", PATIENCE_S)
+        return int(read_json(path)["port"])
 
     def is_left(self, name: str) -> bool:
         """Tell whether a feature is to be tried: the kill is planned once, other crashes end it."""
@@ -207,9 +204,7 @@ class Table:
         """Add details to a row, on rank 0."""
         self._rows[name] = self._rows[name] | details
         if self._rank == 0:
-            draft = self.path(name).with_suffix(".tmp")
-            draft.write_text(json.dumps(self._rows[name]))
-            draft.replace(self.path(name))
+            write_json(self.path(name), self._rows[name])
             self.write()
 
     def begin(self, name: str) -> None:
@@ -264,8 +259,7 @@ def give_up(table: Table, name: str, patience_s: float) -> None:
 
 def facts() -> dict[str, Any]:
     """Return what an issue needs to know beside the features: versions, devices, drivers."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    tell = getattr(torch.get_device_module(device), "get_device_name", None)
+    device = devices.usable() or devices.CPU
     paths = [(name, Path("/sys/module") / name / "version") for name in DRIVERS]
     drivers = [f"{name} {path.read_text().strip()}" for name, path in paths if path.exists()]
     return {
@@ -274,7 +268,7 @@ def facts() -> dict[str, Any]:
         "Python": platform.python_version(),
         "Linux": platform.release(),
         "Slurm": slurm_version(),
-        "device": f"{device.type} {tell(device) if tell else ''}".strip(),
+        "device": f"{device.type} {devices.name(device)}".strip(),
         "driver": ", ".join(drivers) or "none known",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
         "nodes": os.environ.get("HPC_DDP_NODES", "").count(" ") + 1,

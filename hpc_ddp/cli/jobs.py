@@ -233,7 +233,9 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
 
 
 @click.command(cls=Grouped)
-@click.option("--train", is_flag=True, help="Try each feature of the training once; here, too.")
+@click.option(
+    "--train", is_flag=True, help="Train with each feature once, also outside of an allocation."
+)
 @node_options
 def preflight(as_json: bool, train: bool, **options: Any) -> None:
     """Look whether the nodes of this allocation are fit for a job, and which are not.

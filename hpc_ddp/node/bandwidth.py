@@ -18,6 +18,7 @@ from typing import Any
 
 from hpc_ddp.node.checks import tell
 from hpc_ddp.node.worker import die_with_parent
+from hpc_ddp.run.accelerators import usable
 
 ROUNDS = 4  # how many others each node is measured with, at most
 TIMEOUT_S = 20.0
@@ -130,11 +131,10 @@ def accelerators(torch: Any) -> tuple[str | None, int]:
     A type whose tensors no backend of this torch sends counts as none: Apple's, or NVIDIA's where
     torch is built without NCCL.
     """
-    device, dist = torch.accelerator.current_accelerator(check_available=True), torch.distributed
-    backend = dist.Backend.default_device_backend_map.get(device.type) if device else None
-    if backend is None or not dist.is_backend_available(backend):
-        return None, 0
-    if device.type not in dist.Backend.backend_capability.get(backend, [device.type]):
+    device, dist = usable(torch), torch.distributed
+    if device is None or not dist.is_backend_available(
+        dist.get_default_backend_for_device(device.type)
+    ):
         return None, 0
     return device.type, torch.accelerator.device_count()
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp.node.worker import AGAIN
 from hpc_ddp.run.folder import read_tail
+from hpc_ddp.run.journal import parse_event
 
 TAIL_BYTES = 64 * 1024
 
@@ -117,9 +116,9 @@ def journaled_error(journal: Path, since: float) -> str:
     `hpc_ddp.training` explains an error of its own to people, without a traceback in the log.
     """
     for line in reversed(read_tail(journal, TAIL_BYTES).splitlines()):
-        with suppress(ValueError, TypeError, KeyError):
-            event = json.loads(line)
-            if event["event"] == "failed" and event["time"] >= since:
-                kind, _, message = event["error"].partition(": ")
-                return str(message if kind.startswith("hpc_ddp.") else event["error"])[:500]
+        event = parse_event(line)
+        if event and event["event"] == "failed" and event["time"] >= since:
+            error = str(event.get("error", ""))
+            kind, _, message = error.partition(": ")
+            return (message if kind.startswith("hpc_ddp.") else error)[:500]
     return ""

@@ -480,14 +480,12 @@ class Supervisor:
 
     def _error_of(self, failed: dict[str, Any]) -> str:
         rank, code = failed["rank"], failed["code"]
+        log = self.folder.rank_log(rank)
         if code < 0:
-            aborted = code == -signal.SIGABRT
-            return failure.abort_reason(self.folder.rank_log(rank)) if aborted else ""
-        journal = self.place.run.path / "journal" / f"rank-{rank}.jsonl"
+            return failure.abort_reason(log) if code == -signal.SIGABRT else ""
+        journal = self.place.run.journal(f"rank-{rank}").path
         since = failed["time"] - JOURNALED_S  # not that of a start before
-        return failure.last_exception(self.folder.rank_log(rank)) or failure.journaled_error(
-            journal, since
-        )
+        return failure.last_exception(log) or failure.journaled_error(journal, since)
 
     def _failed_workers(self, code: int, told: dict[str, Any]) -> list[dict[str, Any]]:
         """Return rank, code and time of each worker that failed, as torchrun has told them."""

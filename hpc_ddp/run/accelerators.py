@@ -1,10 +1,11 @@
-"""The vendors of accelerators, as a node shows them without torch: variables and device files."""
+"""The accelerators of a node: as its variables and device files show them, and as torch does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 EMPTY_HIDES_NOTHING = ("HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 HIDES_ALL = ("-1", "NoDevFiles")  # such an entry ends a list; the second is an old Slurm's
@@ -96,6 +97,23 @@ def _pci_vendor(device: Path) -> str:
         return (device / "device/vendor").read_text().strip()
     except OSError:
         return ""
+
+
+def carries(torch: Any, backend: str, kind: str) -> bool:
+    """Tell whether a backend sends tensors of a type of device, as far as torch knows of it."""
+    return kind in torch.distributed.Backend.backend_capability.get(backend, [kind])
+
+
+def usable(torch: Any) -> Any:
+    """Return torch's kind of accelerator here, None where only the CPU is left.
+
+    That is also so for one whose tensors no backend of torch can send, such as Apple's. The module
+    torch is passed: what has no torch imports this one, too.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    backends = torch.distributed.Backend.default_device_backend_map
+    backend = backends.get(device.type) if device else None
+    return device if backend and carries(torch, backend, device.type) else None
 
 
 def hiding_env() -> dict[str, str]:

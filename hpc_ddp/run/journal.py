@@ -64,10 +64,10 @@ class Journal:
         if self._later is None or self._thread_of != os.getpid():  # a fork has no such thread
             self._later, self._thread_of = SimpleQueue(), os.getpid()
             threading.Thread(target=self._write_queued, args=[self._later], daemon=True).start()
-            atexit.register(self.drain, DRAIN_S)
+            atexit.register(self.drain)
         self._later.put(self._line(event, fields))
 
-    def drain(self, seconds: float) -> None:
+    def drain(self, seconds: float = DRAIN_S) -> None:
         """Wait until the events of `write_later` are written, at most so long."""
         if self._later is not None and self._thread_of == os.getpid():
             written = threading.Event()
@@ -136,10 +136,10 @@ def read_briefly(folder: Path) -> list[Event]:
                     "line": line,
                 }
                 events.append(last)
-            elif event := _event(line):
+            elif event := parse_event(line):
                 events.append(event)
         if last:
-            last.update(_event(last["line"]) or {})
+            last.update(parse_event(last["line"]) or {})
     return sorted(events, key=_order)
 
 
@@ -156,11 +156,12 @@ def _order(event: Event) -> tuple[int, float]:
 def events_of(path: Path) -> Iterator[Event]:
     """Yield the events of one writer, as they were written."""
     for line in path.read_bytes().splitlines():
-        if event := _event(line):
+        if event := parse_event(line):
             yield event
 
 
-def _event(line: bytes) -> Event | None:
+def parse_event(line: bytes | str) -> Event | None:
+    """Return the event of a line, None for what is none, or damaged."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):

@@ -8,7 +8,7 @@ same path. What is one vendor's own stands in `KINDS`.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +44,9 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def usable() -> torch.device | None:
-    """Return the kind of accelerator to train on, None where the CPU is to be taken.
-
-    That is also so for one whose tensors no backend of torch can send, such as Apple's.
-    """
-    device = torch.accelerator.current_accelerator(check_available=True)
-    backend = dist.Backend.default_device_backend_map.get(device.type) if device else None
-    return device if device and backend and carries(backend, device) else None
+    """Return the kind of accelerator to train on, None where the CPU is to be taken."""
+    device: torch.device | None = accelerators.usable(torch)
+    return device
 
 
 def hiding_words() -> str:
@@ -87,7 +83,7 @@ def default_backend(device: torch.device) -> str:
 
 def carries(backend: str, device: torch.device) -> bool:
     """Tell whether a backend sends a device's tensors, as far as torch knows of it."""
-    return device.type in dist.Backend.backend_capability.get(backend, [device.type])
+    return accelerators.carries(torch, backend, device.type)
 
 
 def bound(backend: str, device: torch.device) -> dict[str, Any]:
@@ -153,13 +149,6 @@ def _start_copy(value: Any) -> Any:
     there = value.detach()
     here = torch.empty(there.shape, dtype=there.dtype, device="cpu", pin_memory=True)
     return here.copy_(there, non_blocking=True)
-
-
-def wait(devices: Iterable[torch.device]) -> None:
-    """Wait until what the current streams of these devices have been given is done."""
-    for device in devices:
-        if is_accelerator(device):
-            torch.accelerator.current_stream(device).synchronize()
 
 
 def seed(device: torch.device, value: int) -> None:

@@ -15,7 +15,7 @@ import traceback
 from types import TracebackType
 
 from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.journal import DRAIN_S, Journal
+from hpc_ddp.run.journal import Journal
 from hpc_ddp.training.checkpoint import SupersededError
 from hpc_ddp.training.facts import DistInfo
 from hpc_ddp.training.order import Position
@@ -75,7 +75,7 @@ class FailureHook:
         self.journal.write(
             "failed", rank=self._info.rank, node=self._node, step=step, error=line, traceback=text
         )
-        self.journal.drain(DRAIN_S)
+        self.journal.drain()
 
     def _show(self, error: BaseException, text: str) -> None:
         if isinstance(error, HpcDdpError):

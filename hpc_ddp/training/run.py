@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from hpc_ddp.run import goodput, journal
+from hpc_ddp.run import goodput
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import control as groups
 from hpc_ddp.training.averaging import averaged
@@ -912,7 +912,7 @@ class Run:
         parts.watchdog.end()
         if self.rank == 0:
             parts.metrics.flush()
-            parts.journal.drain(journal.DRAIN_S)
+            parts.journal.drain()
             parts.journal.write_surely(event, step=self.position.step, **fields)
         for end in [each.end for each in (parts.board, parts.progress, parts.profiler) if each]:
             end()
