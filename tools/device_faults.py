@@ -1,7 +1,8 @@
 """Do the tests on the stand-in accelerator notice what is wrong with device code?
 
     make device-faults             removes one call or argument at a time; tests/ddp/test_device.py
-    make device-faults ALL=1       survivors again, with all that `make test-device` runs
+    make device-faults ALL=1       survivors again, with tests/unit and all of `make test-device`;
+                                   and which branches of device code these tests take
     make device-faults REPORT=1    what there is, without running anything
 
 The list is made from the code of `hpc_ddp/training`: each wait, event, stream, pinned memory, move
@@ -18,8 +19,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools import device_branches
 from tools.command import make_parser, run_command
-from tools.mutants import Draw, Examination, Map, Reach, examine_all, report
+from tools.mutants import EQUIVALENT, Draw, Examination, Map, Reach, examine_all, report
 from tools.mutations import Mutation, Places
 from tools.store import REPO, RESULTS, Store, current_commit
 from tools.suites import DEVICE_TESTS
@@ -28,6 +30,7 @@ from tools.working_copy import WorkingCopy
 STORE = RESULTS / "device-faults.jsonl"
 FOLDER = REPO / "hpc_ddp" / "training"
 FIRST_TESTS = "tests/ddp/test_device.py"
+ALL_TESTS = (*DEVICE_TESTS, "tests/unit")
 ENVIRON = {"DEVICE": "sim"}
 HANG_S = 60.0  # more than ten times what a test took: a collective that has no peer
 
@@ -130,10 +133,8 @@ class DeviceExamination(Examination):
         yield self._shortest([test for test in reach.tests if test not in first], reach), HANG_S
 
 
-def run(draw: Draw, store: Store, commit: str, args: argparse.Namespace) -> None:
+def run(draw: Draw, reached: Map, store: Store, commit: str, args: argparse.Namespace) -> None:
     copy = WorkingCopy("device-faults", dirty=args.dirty)
-    tests = DEVICE_TESTS if args.all else (FIRST_TESTS,)
-    reached = Map(store, commit, [draw], tests, ENVIRON)
     reached.complete(copy)
     examination = DeviceExamination(copy, int(args.all), args.seconds, ENVIRON)
     examine_all([draw], store, commit, reached, examination)
@@ -141,21 +142,29 @@ def run(draw: Draw, store: Store, commit: str, args: argparse.Namespace) -> None
 
 def main() -> int:
     parser = make_parser("make device-faults", __doc__)
-    parser.add_argument("--all", action="store_true", help="ALL: the tests of `make test-device`")
+    parser.add_argument(
+        "--all", action="store_true", help="ALL: tests/unit and those of `make test-device`, too"
+    )
     parser.add_argument(
         "--seconds", type=float, default=600, help="of the further tests, for each fault"
     )
-    parser.add_argument("--list", action="store_true", help="show the faults")
+    parser.add_argument("--list", action="store_true", help="show the faults and the branches")
 
     def act(args: argparse.Namespace) -> bool:
         draw = Draw("device", 0, all_faults())
+        branches = Draw(device_branches.ROOM, 0, device_branches.all_branches())
         if args.list:
-            print(*draw.mutations, sep="\n")
+            print(*draw.mutations, *branches.mutations, sep="\n")
             return True
         commit, store = current_commit(), Store(None if args.dirty else STORE)
+        draws, tests = ([draw, branches], ALL_TESTS) if args.all else ([draw], (FIRST_TESTS,))
+        reached = Map(store, commit, draws, tests, ENVIRON)
         if not args.report:
-            run(draw, store, commit, args)
-        return report([draw], store, commit, int(args.all))
+            run(draw, reached, store, commit, args)
+        is_whole = report([draw], store, commit, int(args.all))
+        if args.all:
+            is_whole &= device_branches.report(branches, reached, EQUIVALENT, print)
+        return is_whole
 
     return run_command(parser, act)
 

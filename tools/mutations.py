@@ -41,6 +41,8 @@ FLIPPED: dict[type[ast.cmpop], str] = {
 # The arguments of these calls, and of what is raised, are wording: a change there changes no more
 # than what a person reads.
 WORDING_CALLS = {"print", "warn", "say", "_say", "echo", "secho"}
+# Kinds of places whose probe records an outcome of a condition, or the call of a function.
+IS_TRUE, IS_FALSE, ENTERED = "is true", "is false", "is entered"
 
 
 @dataclass(frozen=True)
@@ -356,6 +358,11 @@ def _mutant_probe(place, _seen=set()):
             os.close(number)
     except Exception:
         pass
+
+def _outcome_probe(place, wanted, value):
+    if bool(value) is wanted:
+        _mutant_probe(place)
+    return value
 """
 
 
@@ -369,8 +376,11 @@ def with_probes(source: str, places: Mapping[int, Mutation], folder: Path) -> st
         else:
             # Where places nest, the longer one opens first and closes last.
             length = place.end - place.start
-            edits.append((place.start, -length, f"(_mutant_probe({number}) or (".encode()))
-            edits.append((place.end, length - len(content), b"))"))
+            before, after = f"(_mutant_probe({number}) or (", "))"
+            if place.kind in (IS_TRUE, IS_FALSE):
+                before, after = f"(_outcome_probe({number}, {place.kind == IS_TRUE}, (", ")))"
+            edits.append((place.start, -length, before.encode()))
+            edits.append((place.end, length - len(content), after.encode()))
     edits.append((_after_imports_of_the_future(source), -len(content) - 1, _probe_line(folder)))
     for offset, _, text in sorted(edits, key=lambda edit: edit[:2], reverse=True):
         content = content[:offset] + text + content[offset:]
