@@ -26,7 +26,8 @@ def device_env(device: str = DEVICE) -> dict[str, str]:
     if device != "sim":
         raise pytest.UsageError(f"DEVICE is {device!r}; accepted: cpu, sim, cuda")
     paths = f"{ROOT / 'tests' / 'device'}{os.pathsep}{ROOT}"
-    return {**hidden, "PYTHONPATH": paths, "SIM_DEVICES": str(SIM_DEVICES)}
+    visible = {"SIM_DEVICES": str(SIM_DEVICES), "HPC_DDP_DRY_RUN_DEVICES": "1"}
+    return {**hidden, **visible, "PYTHONPATH": paths}
 
 
 def skip_unless_fitting(device: str, ranks: int) -> None:

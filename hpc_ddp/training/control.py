@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports it untyped
 
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.facts import DistInfo
 
 TEARDOWN_S = 10.0
 TIMEOUT_S = 1800.0  # torch's own for gloo
+_launched_runs: list[DistInfo] = []  # of this process, of which there can be one
 
 
 def choose_devices(info: DistInfo, each: int = 1) -> list[torch.device]:
@@ -78,11 +79,28 @@ def join(
 
     Collectives wait longer than `hang_after_s`: the watchdog comes first, which says more.
     `asked` names the backend, None for the device's own.
+
+    Raises
+    ------
+    UsageError
+        there is a group already; or there was one that met in torchrun's store, in which a second
+        group of the same process would read the first one's keys, and hang
     """
+    if dist.is_initialized():
+        raise UsageError(
+            "torch's process group exists already; accepted: start() makes it",
+            hint="remove init_process_group, or call run.finish() before another start()",
+        )
+    if info.launched and _launched_runs:
+        raise UsageError(
+            "start() was called again in a process that torchrun has started; accepted: once",
+            hint="start the second run in a process of its own",
+        )
     backend = choose_backend(asked, device)
     bind = devices.bound(backend, device)
     timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else None
     if info.launched:
+        _launched_runs.append(info)
         dist.init_process_group(backend, timeout=timeout, **bind)
     else:  # a store in memory: a process alone needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)

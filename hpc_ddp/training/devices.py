@@ -25,17 +25,18 @@ class Kind:
     """What torch's device type alone does not tell.
 
     `vendor` is a name in `accelerators.VENDORS`. `binds` tells whether the backend takes a
-    ``device_id``, to connect at once.
+    ``device_id``, to connect at once; `adds_float64`, whether it adds up float64.
     """
 
     vendor: str
     binds: bool = False
+    adds_float64: bool = True
 
 
 KINDS = {
     "cuda": Kind("AMD" if torch.version.hip else "NVIDIA", binds=True),
     "xpu": Kind("Intel"),
-    "npu": Kind("Ascend"),
+    "npu": Kind("Ascend", adds_float64=False),
 }
 
 
@@ -91,6 +92,17 @@ def bound(backend: str, device: torch.device) -> dict[str, Any]:
     kind = KINDS.get(device.type)
     binds = kind is not None and kind.binds and backend == default_backend(device)
     return {"device_id": device} if binds else {}
+
+
+def sum_type(device: torch.device) -> torch.dtype:
+    """Return in which type numbers of a device are added up over ranks: float64 where it can be.
+
+    Intel's Arc has no float64, and HCCL adds up none (HCCL's API reference, HcclAllReduce).
+    """
+    tell = getattr(torch.get_device_module(device), "get_device_properties", None)
+    has_float64 = getattr(tell(device), "has_fp64", True) if tell else True
+    kind = KINDS.get(device.type)
+    return torch.float64 if has_float64 and (not kind or kind.adds_float64) else torch.float32
 
 
 def name(device: torch.device) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from hpc_ddp.training.devices import sum_type
 from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.sharded import holds_first_copy, is_sharded, reduced
 
@@ -42,7 +43,7 @@ def _norm(tensors: Sequence[torch.Tensor], grid: Grid, device: torch.device) -> 
     mine = [_local(each) for each in tensors if _is_first(each, grid)]
     ours = [each for each in mine if each.numel()]
     norm = get_total_norm(ours) if ours else torch.zeros((), device=device)
-    square = norm.to(device, torch.float64) ** 2
+    square = norm.to(device, sum_type(device)) ** 2
     dist.all_reduce(square)
     return square.sqrt().float()
 

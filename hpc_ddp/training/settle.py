@@ -24,8 +24,9 @@ class _StandIn(torch.nn.Module):
         self._parameters_of_model = tuple(parameters)  # a tuple, so nothing is registered
 
     def forward(self, _: None) -> torch.Tensor:
-        total = torch.zeros((), device=self._parameters_of_model[0].device)
-        for parameter in self._parameters_of_model:
+        first, *others = self._parameters_of_model
+        total = first.sum() * 0
+        for parameter in others:
             # autograd runs later nodes first: this term's before those of the terms so far
             total = total + (parameter.sum() * 0).to(total)
         return total

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import _random
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from hpc_ddp.run.errors import UsageError
@@ -32,7 +33,14 @@ SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
 def make_mesh(grid: Grid, device: torch.device) -> DeviceMesh:
     """Return the ranks as torch's mesh; all ranks make it at the same time."""
     shape = (grid.pp, grid.dp, grid.tp)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+    if devices.is_accelerator(device):
+        # torch would make it at the first random operation on a DTensor, and give all ranks rank
+        # 0's random numbers by a broadcast: one that stages without such an operation never join,
+        # and that a resumed run repeats in the midst of its numbers. `Run.epochs` has seeded the
+        # ranks that share a layer alike.
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+    return mesh
 
 
 def share_layers(

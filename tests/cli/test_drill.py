@@ -118,6 +118,7 @@ def test_what_can_not_be_drilled_is_said(tmp_path: Path) -> None:
     assert "| ValueError: no data here" in done.stderr
 
 
+KILLS_ITSELF = {"first_contact.py"}
 SMALL = {
     "linear_regression.py": "--epochs 3",
     "gpt.py": "--layers 2 --width 24 --heads 2 --length 32 --epochs 1 --batch-size 256",
@@ -128,7 +129,7 @@ SMALL = {
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("job", sorted(path.name for path in JOBS.glob("*.py")))
+@pytest.mark.parametrize("job", sorted({path.name for path in JOBS.glob("*.py")} - KILLS_ITSELF))
 def test_every_job_resumes_right(job: str, tmp_path: Path) -> None:
     argv = SMALL.get(job, "").split()
     if "houses" in argv:

@@ -27,6 +27,8 @@ class Choosy(nn.Module):
 NOT_NUMBERS: dict[str, Any] = {"best None": None, "best word": "1", "best two": torch.ones(2)}
 EXAMPLES: dict[str, Any] = {"export tuple": (torch.ones(1, 4),), "export scalar": torch.ones(())}
 case = sys.argv[1]
+if case == "own group":
+    torch.distributed.init_process_group("gloo")
 if case == "stages":  # the optimizer on one stage only
     run = start(pp=2)
     stage = run.wrap(nn.Linear(4, 4))
@@ -96,4 +98,6 @@ else:
     run.finish(**results.get(case, {}))
     if case == "export late":
         run.export(model, x)
+    if case == "two starts":
+        start()
     run.finish()

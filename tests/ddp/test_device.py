@@ -121,6 +121,37 @@ def test_each_device_of_a_worker_draws_by_the_seed_numbers_of_its_own(
     assert len(drawn) == 4
 
 
+COUNTED = {"SIM_COUNTED_RANDOM": "1"}  # as a GPU's: DTensors set the offset
+
+
+def losses_of(crew: Any, *words: str, script: str, **env: str) -> list[str]:
+    """Return a line for each step of each rank."""
+    output = crew.go(4, *words, script=script, **env)
+    return sorted(line for line in output.splitlines() if line.startswith("LOSS"))
+
+
+def test_random_numbers_of_ranks_that_share_a_layer_go_on(
+    make_sim_crew: Callable[[str], Any],
+) -> None:
+    """torch would give all ranks rank 0's at a process's first one."""
+    whole = losses_of(make_sim_crew("once"), "--epochs", "2", script="dropped.py", **COUNTED)
+    crew = make_sim_crew("twice")
+    parts = [
+        line
+        for epochs in ("1", "2")
+        for line in losses_of(crew, "--epochs", epochs, script="dropped.py", **COUNTED)
+    ]
+    assert sorted(parts) == whole
+    last = [line.split()[3] for line in whole if line.split()[2] == "7"]
+    assert len(last) == 4
+    assert len(set(last)) == 2  # one for each pair of ranks that share the model
+
+
+def test_a_stage_may_draw_alone(make_sim_crew: Callable[[str], Any]) -> None:
+    """torch would wait for all ranks of the run at its first random number."""
+    assert losses_of(make_sim_crew("stages"), "--pp", "2", script="dropped.py", **COUNTED)
+
+
 def test_an_error_of_a_loader_worker_is_told_once(make_sim_crew: Callable[[str], Any]) -> None:
     """The worker's thread that lends memory to pin may fail as well, when the rank has left."""
     crew = make_sim_crew("loader")
@@ -224,3 +255,15 @@ def test_a_step_does_not_wait_for_its_device(
     assert steps == 64
     assert "simccl:all_reduce" in output or RELEASE < (2, 15)  # what a hang would leave
     assert waits <= (looks if most is None else most)
+
+
+@pytest.mark.skipif(RELEASE < (2, 15), reason="earlier releases record NCCL's collectives alone")
+@pytest.mark.parametrize(
+    ("words", "name"), [((), "all_reduce"), (("--sharded",), "reduce_scatter")]
+)
+def test_gradients_that_accumulate_travel_once(
+    make_sim_crew: Callable[[str], Any], words: tuple[str, ...], name: str
+) -> None:
+    output = make_sim_crew("once").go(2, *words, "--accumulate", "8", script="waits.py")
+    (flight,) = (line for line in output.splitlines() if line.startswith("FLIGHT"))
+    assert 0 < flight.count(name) < 64  # micro-batches

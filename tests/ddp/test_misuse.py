@@ -42,6 +42,8 @@ GLOO = (1, REFUSED.format("gloo", "it sends no tensors of sim")) if DEVICE == "s
         ("export scalar", "run.export was given a Tensor of no dimension as an example"),
         ("export pair", "hint: export a module whose forward takes one tensor"),
         ("export late", "run.export was called after run.finish"),
+        ("own group", "torch's process group exists already; accepted: start() makes it"),
+        ("two starts", "start() was called again in a process that torchrun has started"),
         ("untraceable", "torch.export can't make a program of the model: Could not guard"),
     ],
 )

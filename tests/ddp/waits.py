@@ -19,11 +19,13 @@ parser.add_argument("--sharded", action="store_true")
 parser.add_argument("--average", action="store_true")
 parser.add_argument("--default-device", action="store_true", help="torch's: the data lie there")
 parser.add_argument("--save-every-steps", type=int)
+parser.add_argument("--accumulate", type=int, default=1)
 args = parser.parse_args()
 metrics.EVERY_S = 0.0  # a line of the journal after each step, but the first
 run.LOOK_EVERY = 1 if args.look else 1 << 40
 
 C: Any = sys.modules["sim.backend"].C
+C.set_stream_delay(0)  # with a line each step, a late device would be waited for
 now = start(precision=args.precision, save_every=None, save_every_steps=args.save_every_steps)
 torch.manual_seed(0)
 if args.default_device:
@@ -33,7 +35,9 @@ model = now.fully_shard(net, [net[0]]) if args.sharded else now.wrap(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 average = now.ema(model) if args.average else None
-batches = now.loader(TensorDataset(torch.randn(512, 8), torch.randint(2, (512,))), 4)
+batches = now.loader(
+    TensorDataset(torch.randn(512, 8), torch.randint(2, (512,))), 4, accumulate=args.accumulate
+)
 now.track(model=model, optimizer=optimizer, scheduler=scheduler)
 counts = []
 for _ in now.epochs(1):

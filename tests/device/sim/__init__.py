@@ -13,7 +13,9 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ SOURCES = (
     "module.cpp",
 )
 NAME = "sim_extension"
+UNUSED_S = 7 * 24 * 3600.0
 
 
 def wanted() -> bool:
@@ -64,7 +67,17 @@ def build() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             _compile(path)
+            _remove_unused(path.parent.parent)
+    path.touch()
     return path
+
+
+def _remove_unused(cache: Path) -> None:
+    """Remove what was built from other sources, and not used for a week."""
+    for other in cache.glob("sim-*"):
+        newest = max((file.stat().st_mtime for file in other.glob("*")), default=0.0)
+        if time.time() - newest > UNUSED_S:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _compile(path: Path) -> None:

@@ -247,8 +247,9 @@ class SimCcl final : public c10d::Backend {
   }
 
   // Sends and receives pass each other: a queue would wait for a peer whose queue waits for this one.
+  // Gloo has them from here, so those to one peer are in order.
   WorkPtr start_beside(OpType type, Tensors reads, Tensors writes, Begin begin) {
-    auto [work, job] = prepare(type, std::move(reads), std::move(writes), std::move(begin), [] {});
+    auto [work, job] = prepare(type, std::move(reads), std::move(writes), [begun = begin()] { return begun; }, [] {});
     std::thread(job).detach();
     return work;
   }

@@ -18,17 +18,41 @@ struct Generator final : c10::GeneratorImpl {
       : c10::GeneratorImpl(c10::Device(kDevice, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         inner(at::detail::createCPUGenerator()) {}
   at::Generator inner;
+  // As a GPU's: numbers follow from a seed and an offset, which are the whole state, and DTensors
+  // count on that. They are not the CPU's then.
+  static bool counts() { return setting("SIM_COUNTED_RANDOM", 0) != 0; }
+  uint64_t chosen = c10::default_rng_seed_val, offset = 0;
+  void begin_operation() {
+    if (!counts()) return;
+    inner.set_current_seed((chosen * 0x9E3779B97F4A7C15u + offset * 0xBF58476D1CE4E5B9u) >> 32);
+    offset += 4;
+  }
   c10::GeneratorImpl* impl() const { return inner.unsafeGetGeneratorImpl(); }
-  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
-  void set_offset(uint64_t) override { TORCH_CHECK(false, "sim generators have no offset"); }
-  uint64_t get_offset() const override { TORCH_CHECK(false, "sim generators have no offset"); }
-  uint64_t current_seed() const override { return inner.current_seed(); }
+  void set_current_seed(uint64_t seed) override {
+    inner.set_current_seed(seed);
+    chosen = seed, offset = 0;
+  }
+  void set_offset(uint64_t value) override { offset = value; }
+  uint64_t get_offset() const override { return offset; }
+  uint64_t current_seed() const override { return counts() ? chosen : inner.current_seed(); }
   uint64_t seed() override { return impl()->seed(); }
-  void set_state(const c10::TensorImpl& state) override { impl()->set_state(state); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return impl()->get_state(); }
+  void set_state(const c10::TensorImpl& state) override {
+    if (!counts()) return impl()->set_state(state);
+    TORCH_CHECK(state.numel() == 16, "sim: a state of ", state.numel(), " bytes; a counted one has 16");
+    const auto* bytes = static_cast<const uint64_t*>(state.data());
+    chosen = bytes[0], offset = bytes[1];
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    if (!counts()) return impl()->get_state();
+    auto state = at::empty({16}, at::TensorOptions(at::kByte).device(at::kCPU));
+    auto* bytes = static_cast<uint64_t*>(state.mutable_data_ptr());
+    bytes[0] = chosen, bytes[1] = offset;
+    return state.getIntrusivePtr();
+  }
   Generator* clone_impl() const override {
     auto* other = new Generator(device().index());
     other->inner = inner.clone();
+    other->chosen = chosen, other->offset = offset;
     return other;
   }
 };
@@ -37,7 +61,7 @@ struct Generator final : c10::GeneratorImpl {
 
 struct Event {
   Clock clock{};
-  std::chrono::steady_clock::time_point moment;
+  Time::time_point moment, end;  // when it was recorded, and when what is before it is over
   bool was_queried = false;
 };
 
@@ -93,7 +117,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!*event) *event = new Event;
     auto* ours = static_cast<Event*>(*event);
     begin(lane_of(stream));
-    *ours = {clock_of(lane_of(stream)), std::chrono::steady_clock::now(), false};
+    const auto clock = clock_of(lane_of(stream));
+    *ours = {clock, Time::now(), end_of(clock), false};
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event) advance(lane_of(stream), static_cast<Event*>(event)->clock);
@@ -102,12 +127,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto* ours = static_cast<Event*>(event);
     if (!ours || host_has_seen(ours->clock)) return true;
     if (!std::exchange(ours->was_queried, true)) return false;  // never over at the first look
-    if (is_delayed(ours->clock)) return false;
+    if (Time::now() < ours->end) return false;
     host_hears_of(ours->clock);
     return true;
   }
   void synchronizeEvent(void* event) const override {
-    if (event) host_waits_for(static_cast<Event*>(event)->clock);
+    if (const auto* ours = static_cast<Event*>(event)) host_waits_for(ours->clock, ours->end);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
@@ -159,7 +184,11 @@ const at::Generator& default_generator(c10::DeviceIndex device) {
   return generators.at(device < 0 ? current_device : device);
 }
 
-at::Generator inner_generator(const at::Generator& generator) { return generator.get<Generator>()->inner; }
+at::Generator inner_generator(const at::Generator& generator) {
+  auto* impl = generator.get<Generator>();
+  impl->begin_operation();
+  return impl->inner;
+}
 
 void register_hooks() { at::RegisterPrivateUse1HooksInterface(&hooks); }
 

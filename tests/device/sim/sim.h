@@ -5,7 +5,8 @@
 // pinned memory arrives when the host has synchronised and not before, and an access that no stream
 // or event orders is reported. SIM_STREAM_DELAY_MS lets what a stream was given be over after half of that
 // time to all of it, and SIM_COLLECTIVE_DELAY_MS lets a collective begin so much later: the threads of
-// the host and the ranks then pass each other in other orders.
+// the host and the ranks then pass each other in other orders. SIM_COUNTED_RANDOM=1 gives the generators
+// the seed and offset that a GPU's have, on which DTensors build, and so other numbers than the CPU's.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,6 +16,7 @@
 #include <c10/core/Stream.h>
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -45,10 +47,12 @@ extern std::recursive_mutex mutex;  // guards all that follows
 Clock clock_of(int lane);
 void advance(int lane, const Clock& clock);  // the lane waits for what the clock tells of
 uint64_t begin(int lane);                    // an operation, which comes after what the host has seen
-void host_waits_for(const Clock& clock);     // without the mutex: it may sleep
+using Time = std::chrono::steady_clock;
+Time::time_point end_of(const Clock& clock);  // when what it tells of is over
+void host_waits_for(const Clock& clock);      // without the mutex: it may sleep
+void host_waits_for(const Clock& clock, Time::time_point end);
 void host_hears_of(const Clock& clock);      // without a wait: it asked, and it is over
 bool host_has_seen(const Clock& clock);
-bool is_delayed(const Clock& clock);         // something that the clock tells of is not over yet
 void set_stream_delay(int64_t milliseconds);
 
 // Names what runs in this thread, for reports.
@@ -96,7 +100,7 @@ at::Tensor as_cpu(const at::Tensor& tensor);  // the same bytes as a tensor of t
 at::Tensor as_sim(const c10::Storage& storage, const at::Tensor& like);
 const at::Generator& default_generator(c10::DeviceIndex device);
 at::Generator new_generator(c10::DeviceIndex device);
-at::Generator inner_generator(const at::Generator& generator);  // the CPU's that it is made of
+at::Generator inner_generator(const at::Generator& generator);  // the CPU's, for one operation
 
 void note_use();     // of a device, by this process
 void refuse_fork();  // raises where a process that has used a device has forked this one

@@ -21,20 +21,11 @@ namespace {
 std::array<Clock, kHost + 1> clocks{};
 std::vector<std::string> reports;
 
-using Time = std::chrono::steady_clock;
 std::array<Time::time_point, kHost> over_at{};  // when what a lane was given last is over
 int64_t delay_ms = setting("SIM_STREAM_DELAY_MS", 0);
 thread_local const char* name = "";
 int64_t host_waits = 0;
 pid_t user = 0;  // the process that has used a device
-
-// When the operations that a clock tells of, and the host has not waited for, are over.
-Time::time_point end_of(const Clock& clock) {
-  Time::time_point end{};
-  for (int lane = 0; lane < kHost; lane++)
-    if (clock[lane] > clocks[kHost][lane]) end = std::max(end, over_at[lane]);
-  return end;
-}
 
 void join(Clock& clock, const Clock& other) {
   for (size_t lane = 0; lane < clock.size(); lane++) clock[lane] = std::max(clock[lane], other[lane]);
@@ -86,9 +77,12 @@ bool host_has_seen(const Clock& clock) {
   return true;
 }
 
-bool is_delayed(const Clock& clock) {
+Time::time_point end_of(const Clock& clock) {
   std::lock_guard lock(mutex);
-  return Time::now() < end_of(clock);
+  Time::time_point end{};
+  for (int lane = 0; lane < kHost; lane++)
+    if (clock[lane] > clocks[kHost][lane]) end = std::max(end, over_at[lane]);
+  return end;
 }
 
 void set_stream_delay(int64_t milliseconds) {
@@ -104,14 +98,11 @@ void host_hears_of(const Clock& clock) {
   deliver_copies();
 }
 
-void host_waits_for(const Clock& clock) {
-  std::unique_lock lock(mutex);
-  if (delay_ms) {
-    const auto end = end_of(clock);
-    lock.unlock();
-    std::this_thread::sleep_until(end);
-    lock.lock();
-  }
+void host_waits_for(const Clock& clock) { host_waits_for(clock, end_of(clock)); }
+
+void host_waits_for(const Clock& clock, Time::time_point end) {
+  std::this_thread::sleep_until(end);
+  std::lock_guard lock(mutex);
   host_waits++;
   host_hears_of(clock);
 }
