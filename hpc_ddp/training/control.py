@@ -18,7 +18,7 @@ from hpc_ddp.training.facts import DistInfo
 
 TEARDOWN_S = 10.0
 TIMEOUT_S = 1800.0  # torch's own for gloo
-_launched_runs: list[DistInfo] = []  # of this process, of which there can be one
+_met_at_agents: list[DistInfo] = []  # this process's runs that use torchrun's store: one at most
 
 
 def choose_devices(info: DistInfo, each: int = 1) -> list[torch.device]:
@@ -91,7 +91,8 @@ def join(
             "torch's process group exists already; accepted: start() makes it",
             hint="remove init_process_group, or call run.finish() before another start()",
         )
-    if info.launched and _launched_runs:
+    at_agents = info.launched and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if at_agents and _met_at_agents:
         raise UsageError(
             "start() was called again in a process that torchrun has started; accepted: once",
             hint="start the second run in a process of its own",
@@ -99,8 +100,9 @@ def join(
     backend = choose_backend(asked, device)
     bind = devices.bound(backend, device)
     timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else None
+    if at_agents:
+        _met_at_agents.append(info)
     if info.launched:
-        _launched_runs.append(info)
         dist.init_process_group(backend, timeout=timeout, **bind)
     else:  # a store in memory: a process alone needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)

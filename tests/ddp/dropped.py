@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,8 @@ class Dropped(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         whole = DTensor.from_local(self.linear(x), run.mesh["tp"], [Replicate()])
         parts = whole.redistribute(placements=[Shard(1)])
-        output: torch.Tensor = nn.functional.dropout(parts, 0.5, self.training).full_tensor()
+        drawn: Any = nn.functional.dropout(parts, 0.5, self.training)
+        output: torch.Tensor = drawn.full_tensor()
         return output
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from training_fakes import give_gpus
 
 from hpc_ddp.training import devices, randomness
+from hpc_ddp.training.order import derive
 
 TRAINING = Path(devices.__file__).parent
 
@@ -69,11 +71,11 @@ def test_each_device_of_a_worker_has_a_generator_of_its_own(
     places = [torch.device("cuda", index) for index in (2, 3)]
     with randomness.untouched():
         randomness.seed_all(7, places)
-        assert states == dict(zip(places, (7, 8), strict=True))
+        assert states == dict(zip(places, (7, derive(7, 1)), strict=True))
         saved = randomness.snapshot(places)
         states.clear()
         randomness.restore(saved, places)
-        assert states == dict(zip(places, (7, 8), strict=True))
+        assert states == dict(zip(places, (7, derive(7, 1)), strict=True))
         assert "devices" not in randomness.snapshot([devices.CPU])
 
 
@@ -83,3 +85,23 @@ def test_only_what_a_backend_can_send_is_trained_on(
 ) -> None:
     give_gpus(monkeypatch, 2, kind)
     assert devices.count() == count
+
+
+def test_numbers_are_added_up_in_a_type_that_the_device_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for has_fp64, wanted in ((True, torch.float64), (False, torch.float32)):
+        properties = SimpleNamespace(has_fp64=has_fp64)
+        module = SimpleNamespace(get_device_properties=lambda device, of=properties: of)
+        monkeypatch.setattr(torch, "get_device_module", lambda device, of=module: of)
+        assert devices.sum_type(torch.device("xpu", 0)) is wanted
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    assert devices.sum_type(devices.CPU) is torch.float64
+    assert devices.sum_type(SimpleNamespace(type="npu")) is torch.float32  # type: ignore[arg-type]
+
+
+def test_only_a_backend_that_takes_a_device_is_bound_to_it() -> None:
+    gpu = torch.device("cuda", 3)
+    assert devices.bound("nccl", gpu) == {"device_id": gpu}
+    assert devices.bound("gloo", gpu) == {}
+    assert devices.bound("xccl", torch.device("xpu", 3)) == {}

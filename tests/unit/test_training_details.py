@@ -19,14 +19,16 @@ import torch.distributed as dist
 from fakes import Clock, stop_clock
 from training_fakes import Alone, Saves, give_gpus
 
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training import control, notice, pace, schedule, sharded
+from hpc_ddp.training import effort as effort_module
 from hpc_ddp.training.control import Control, choose_backend, choose_devices, leave
 from hpc_ddp.training.exchange import Decision, Exchange
 from hpc_ddp.training.facts import DistInfo
 from hpc_ddp.training.failure import FailureHook
 from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
+from hpc_ddp.training.order import Position
 from hpc_ddp.training.pace import Pace
 from hpc_ddp.training.schedule import Schedule, between_failures, young_daly
 from tests.waiting import wait_until
@@ -254,6 +256,34 @@ def test_figures_are_gathered_where_all_have_heard_of_it(clock: Clock) -> None:
     assert effort.calls[3:] == ["tell"]
 
 
+class Gathering:
+    """A control group of two ranks: what is gathered is there after the wait."""
+
+    rank, world_size = 0, 2
+
+    def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        self.sent, self._rows = values, [torch.zeros_like(values) for _ in range(2)]
+        return self._rows, self
+
+    def wait(self) -> None:
+        for row in self._rows:
+            row.copy_(self.sent)
+
+
+def test_what_ranks_measured_is_read_when_it_is_there() -> None:
+    written: list[dict[str, Any]] = []
+    journal: Any = SimpleNamespace(write_later=lambda event, **fields: written.append(fields))
+    group: Any = Gathering()
+    effort = effort_module.Effort(group, journal, Position(step=4), torch.device("cpu"), ["a", "b"])
+    effort.step_begins()
+    effort.step_ends()
+    effort.gather()
+    effort.tell()
+    assert [(fields["step"], fields["steps"], fields["node"]) for fields in written] == [
+        (4, 1, "a")
+    ]
+
+
 def test_an_exchange_takes_two_turns(clock: Clock) -> None:
     alone: Any = Alone()
     exchange = Exchange(alone)
@@ -429,6 +459,8 @@ def test_a_process_joins_its_group(
     monkeypatch.setattr(dist, "init_process_group", lambda b, **values: calls.append((b, values)))
     monkeypatch.setattr(dist, "new_group", lambda **values: values)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(control, "_met_at_agents", [])
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     info = DistInfo(1, 1, 2, 2, launched=launched)
     group_of_all = control.join(info, torch.device("cpu"), hang_after_s)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -441,6 +473,10 @@ def test_a_process_joins_its_group(
     group: Any = {"backend": "gloo", "timeout": timeout}
     for item in (group_of_all, group_of_all.another()):
         assert (item.rank, item.world_size, item._group) == (1, 2, group)
+    if launched:
+        with pytest.raises(UsageError, match="start\\(\\) was called again"):
+            control.join(info, torch.device("cpu"), hang_after_s)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     with pytest.raises(HpcDdpError, match="MPI knows of 1 processes, and 2 were started"):
         control.join(info, torch.device("cpu"), hang_after_s)

@@ -21,19 +21,20 @@ using WorkPtr = c10::intrusive_ptr<Work>;
 
 struct SimWork final : Work {
   SimWork(int rank, OpType type, Tensors reads, Tensors writes, c10::DeviceIndex device)
-      : Work(rank, type), results_(std::move(writes)), device_(device), lane_(device * kStreams + kCollectives) {
+      : Work(rank, type), reads_(std::move(reads)), results_(std::move(writes)), device_(device), lane_(device * kStreams + kCollectives) {
     const c10::Device place(kDevice, device);
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), std::vector<c10::Device>{place});
     const Doing now("a collective");
     std::lock_guard lock(mutex);
     advance(lane_, clock_of(current_lane(device)));  // it sees what the current stream has done
     const auto when = begin(lane_);
-    for (const auto& tensor : reads) use(tensor, when, false);
+    for (const auto& tensor : reads_) use(tensor, when, false);
     for (const auto& tensor : results_) use(tensor, when, true);
     over_ = clock_of(lane_);
   }
 
   void finish_with(std::exception_ptr error) {
+    reads_.clear();
     if (error) {
       future_->setError(error);
     } else {
@@ -52,10 +53,12 @@ struct SimWork final : Work {
     } else {
       Work::wait(timeout);
     }
-    synchronize();
     return true;
   }
-  void synchronize() override { advance(current_lane(device_), over_); }
+  void synchronize() override {  // by itself; and at the end of Work::wait, which holds its lock
+    if (!future_->completed()) wait(kNoTimeout);
+    advance(current_lane(device_), over_);
+  }
   void blockCurrentStream() override { synchronize(); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   Tensors result() override { return results_; }
@@ -66,6 +69,7 @@ struct SimWork final : Work {
     note_access(tensor, lane_, when, writes);
     record_stream(tensor.storage().data_ptr(), lane_);  // as NCCL's process group does
   }
+  Tensors reads_;  // Gloo's thread reads this memory, which is nobody's once a sender has freed it
   Tensors results_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   c10::DeviceIndex device_;
