@@ -38,14 +38,15 @@ def test_every_vendor_is_hidden_by_its_own_variables() -> None:
 def test_a_dry_run_has_no_accelerators(tmp_path: Path) -> None:
     needs_stand_in()
     (tmp_path / "show.py").write_text("import torch\nprint(torch.accelerator.device_count())\n")
-    _, printed = _play(tmp_path / "runs", "dry-run", str(tmp_path / "show.py"))
+    words = ("dry-run", str(tmp_path / "show.py"))
+    _, printed = _play(tmp_path / "runs", *words, HPC_DDP_DRY_RUN_DEVICES="")
     assert printed == "0\n"
 
 
 def test_a_dry_run_on_shown_devices_measures_and_trains(tmp_path: Path) -> None:
     needs_stand_in()
     words = ("--preflight", "--nodes", "2", "--gpus-per-node", "1", DIGITS, "--epochs", "1")
-    run, printed = _play(tmp_path / "runs", "dry-run", *words, HPC_DDP_DRY_RUN_DEVICES="1")
+    run, printed = _play(tmp_path / "runs", "dry-run", *words)
     assert "test accuracy" in printed
     (preflight,) = [event for event in run.events() if event["event"] == "preflight"]
     for node in preflight["report"].values():
