@@ -29,10 +29,23 @@ _NO_ANSWER = re.compile(
     re.I,
 )
 
-# What an inherited variable of an outer job does: sbatch takes its value over that of the
-# script, and srun binds to CPUs of the outer job. SLURM_CONF says which cluster it is.
-_INHERITED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC)_")
-_KEPT = ("SLURM_CONF",)
+# What describes an outer job: with it, srun would bind to that one's CPUs. What names the cluster,
+# and proves who asks, is the user's, and so are sbatch's own variables (see `submit_env`).
+_INHERITED = re.compile(r"(SLURM|SLURMD|SRUN|SALLOC)_")
+_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+
+# sbatch's variables whose option has another name (man sbatch, INPUT ENVIRONMENT VARIABLES).
+_OPTIONS = {"timelimit": "time", "array-inx": "array", "req-switch": "switches"}
+# Options of which a job has one at most, or one that would undo another.
+_FAMILIES = (
+    {"gpus", "gpus-per-node", "gpus-per-task", "gres"},
+    {"mem", "mem-per-node", "mem-per-cpu", "mem-per-gpu"},
+    {"requeue", "no-requeue"},
+    {"output", "error"},
+)
+# With these sbatch would submit something else, or not return before the job's end.
+_NEVER = {"array", "wait", "jobid"}
+_JOB_ID = re.compile(r"\d+(;\S+)?")
 
 
 class NoAnswerError(HpcDdpError):
@@ -40,8 +53,42 @@ class NoAnswerError(HpcDdpError):
 
 
 def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without what an outer job or a shell profile left there for Slurm."""
+    """Return `environ` without what an outer job or a shell profile left there for srun."""
     return {k: v for k, v in environ.items() if k in _KEPT or not _INHERITED.match(k)}
+
+
+def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for an sbatch that is to keep to some options of a script.
+
+    sbatch takes SBATCH_PARTITION, say, over the script's ``#SBATCH --partition``. Here a site's or
+    a user's profile has its say where the job has none; a value that is passed over is reported.
+    """
+    env = clean_env(environ)
+    for name in [name for name in env if name.startswith("SBATCH_")]:
+        option = name.removeprefix("SBATCH_").lower().replace("_", "-")
+        option = _OPTIONS.get(option, option)
+        family = next((family for family in _FAMILIES if option in family), {option})
+        own = sorted(family & options.keys())
+        if own or option in _NEVER:
+            value = env.pop(name)
+            if value != options.get(option):
+                reason = f"the job has --{own[0]}" if own else "a job of hpc-ddp has its own way"
+                print(f"hpc-ddp: {name}={value} is not used: {reason}", file=sys.stderr)
+    return env
+
+
+def _text_of(script: Path) -> str:
+    try:
+        return script.read_text(errors="replace")
+    except OSError:  # sbatch will tell
+        return ""
+
+
+def _options_of(script: str, more: Sequence[str] = ()) -> dict[str, str]:
+    """Return the options of a batch script's header, and of a command line, with their values."""
+    header = re.findall(r"^#SBATCH +(--\S+)", script, flags=re.M)
+    words = (word.removeprefix("--").partition("=") for word in (*header, *more))
+    return {name: value for name, _, value in words}
 
 
 def _run(
@@ -132,10 +179,11 @@ def sbatch(script: Path, env: Mapping[str, str], *options: str, known: Collectio
     there is none it is submitted again. `known` are ids of jobs of the script from before.
     """
     argv = ["sbatch", "--parsable", *options, str(script)]
+    env = submit_env(env, _options_of(_text_of(script), options))
     give_up = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return _run(argv, env=clean_env(env)).strip().split(";")[0]
+            printed = _run(argv, env=env)
         except NoAnswerError as error:
             _say_again(error)
             found = _find_submitted(script, known, options)
@@ -143,6 +191,21 @@ def sbatch(script: Path, env: Mapping[str, str], *options: str, known: Collectio
                 return found
             if time.monotonic() > give_up:
                 raise
+        else:
+            job_id = parse_job_id(printed) or _find_submitted(script, known, options)
+            if job_id is None:
+                raise NoAnswerError(
+                    f"sbatch has accepted the job, and printed no job id: {printed.strip()!r}",
+                    hint="squeue --me shows it",
+                )
+            return job_id
+
+
+def parse_job_id(printed: str) -> str | None:
+    """Return the job id of what ``sbatch --parsable`` printed: some sites' print a banner, too."""
+    lines = [line.strip() for line in printed.splitlines()]
+    ids = [line.partition(";")[0] for line in lines if _JOB_ID.fullmatch(line)]
+    return ids[-1] if ids else None
 
 
 def _find_submitted(script: Path, known: Collection[str], options: Sequence[str]) -> str | None:
@@ -192,7 +255,8 @@ def exclude(job_id: str, nodes: Sequence[str]) -> None:
 def could_run(script: Path, *options: str) -> bool:
     """Tell whether a script could ever start with these options; False without an answer."""
     try:
-        _run(["sbatch", "--test-only", *options, str(script)], env=clean_env(os.environ))
+        env = submit_env(os.environ, _options_of(_text_of(script), options))
+        _run(["sbatch", "--test-only", *options, str(script)], env=env)
     except HpcDdpError:
         return False
     return True
@@ -221,7 +285,8 @@ def estimate(script: str, env: Mapping[str, str]) -> Estimate:
     HpcDdpError
         Slurm refuses the job, or gives no answer
     """
-    return parse_estimate(_run(["sbatch", "--test-only"], env=clean_env(env), script=script))
+    env = submit_env(env, _options_of(script))
+    return parse_estimate(_run(["sbatch", "--test-only"], env=env, script=script))
 
 
 def parse_estimate(text: str) -> Estimate:

@@ -27,6 +27,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -380,12 +381,18 @@ def read_tail(path: Path, size: int) -> str:
 
 
 def link_job(job_id: str, run: RunFolder) -> None:
-    """Note below ``<runs>/.jobs`` which run a job id belongs to, so that a look-up is one step."""
+    """Note below ``<runs>/.jobs`` which run a job id belongs to, so that a look-up is one step.
+
+    The job does as well without the note, so a disk that takes none is reported, and no error.
+    """
     index = run.root / ".jobs"
-    index.mkdir(parents=True, exist_ok=True)
-    link = index / job_id
-    link.unlink(missing_ok=True)
-    link.symlink_to(os.path.relpath(run.path, index))
+    try:
+        index.mkdir(parents=True, exist_ok=True)
+        link = index / job_id
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(run.path, index))
+    except OSError as error:
+        print(f"hpc-ddp: job {job_id} can't be found by its id: {error}", file=sys.stderr)
 
 
 def find_run(root: Path, text: str) -> RunFolder:

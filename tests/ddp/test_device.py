@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import conftest
 import pytest
 import torch
+from crews import Zygote, crews_of
 
 from tests.devices import ROOT, device_env, reports_of
 from tests.skips import skip_or_fail
@@ -24,18 +24,18 @@ CHECKS = ROOT / "tests" / "device" / "checks.py"
 
 
 @pytest.fixture(scope="session")
-def stand_in() -> Iterator[conftest.Zygote]:
+def stand_in() -> Iterator[Zygote]:
     """A process that forks workers which see four devices."""
     if shutil.which("g++") is None or shutil.which("ninja") is None:
         skip_or_fail("the stand-in device is compiled by g++ and ninja (apt: g++ ninja-build)")
-    process = conftest.Zygote("sim")
+    process = Zygote("sim")
     yield process
     process.end()
 
 
 @pytest.fixture
-def make_sim_crew(stand_in: conftest.Zygote, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
-    yield from conftest.crews_of(stand_in, tmp_path / "sim")
+def make_sim_crew(stand_in: Zygote, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
+    yield from crews_of(stand_in, tmp_path / "sim")
 
 
 def test_the_stand_in_has_the_cpus_numbers_and_reports_mistakes(stand_in: object) -> None:

@@ -55,7 +55,7 @@ def test_unknown_times_are_none() -> None:
 def test_what_an_outer_job_left_is_dropped() -> None:
     environ = {
         "SLURM_CPU_BIND": "x",
-        "SBATCH_A": "x",
+        "SALLOC_A": "x",
         "SRUN_B": "x",
         "SLURM_CONF": "/c",
         "HOME": "/",

@@ -142,28 +142,86 @@ def test_cancel_passes_over_jobs_that_are_gone_alone(slurm_commands: Slurm) -> N
 # --- was it queued? ------------------------------------------------------------------------
 
 
+HEADER = "#!/bin/bash\n#SBATCH --partition=debug\n#SBATCH --gpus-per-node=2\nsrun true\n"
+SCRIPT = Path("job.sbatch")  # in the current folder
+
+
+@pytest.fixture(autouse=True)
+def _script(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("job"))
+    SCRIPT.write_text(HEADER)
+
+
 def _submit(*options: str, known: tuple[str, ...] = ()) -> str:
-    return slurm.sbatch(Path("/r/job.sbatch"), os.environ, *options, known=known)
+    return slurm.sbatch(SCRIPT, os.environ, *options, known=known)
 
 
-def test_a_submit_is_answered_with_the_id(
-    slurm_commands: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SBATCH_PARTITION", "an outer job's")
-    slurm_commands.answer_by("sbatch", 'echo "7;cluster$SBATCH_PARTITION"')
+def test_a_submit_is_answered_with_the_id(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("sbatch", "7;cluster\n")
     assert _submit("--array=1") == "7"
-    assert slurm_commands.calls("sbatch") == [["--parsable", "--array=1", "/r/job.sbatch"]]
+    assert slurm_commands.calls("sbatch") == [["--parsable", "--array=1", "job.sbatch"]]
     assert not slurm_commands.calls("squeue")
+
+
+@pytest.mark.parametrize(
+    ("printed", "id"),
+    [
+        ("-----\n Welcome to the 9 nodes of Lonestar\n-----\n\n --> Verifying 12\n77\n", "77"),
+        ("77;stampede\n\n", "77"),
+        ("5\n77\n Have a nice day\n", "77"),
+        ("5 jobs of yours wait\n", None),
+        ("", None),
+    ],
+)
+def test_a_banner_is_no_job_id(printed: str, id: str | None) -> None:
+    assert slurm.parse_job_id(printed) == id
+
+
+def test_a_submit_without_an_id_is_not_made_again(slurm_commands: Slurm, clock: Clock) -> None:
+    slurm_commands.answer("sbatch", "Submitted!\n")
+    slurm_commands.answer("squeue", "7|N/A|job.sbatch\n")
+    assert _submit() == "7"
+    with pytest.raises(NoAnswerError, match="printed no job id: 'Submitted!'"):
+        _submit(known=("7",))
+    assert len(slurm_commands.calls("sbatch")) == 2
+
+
+def test_what_a_job_asks_for_comes_before_a_profile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = {"SBATCH_ACCOUNT": "physics", "SLURM_CLUSTERS": "big", "SLURM_JWT": "secret"}
+    same = {"SBATCH_PARTITION": "debug"}
+    other = {"SBATCH_GPUS": "8", "SBATCH_WAIT": "1", "SBATCH_ARRAY_INX": "1-9"}
+    gone = {"SLURM_JOB_ID": "5", "SRUN_CPUS_PER_TASK": "77", "SLURM_NTASKS": "9"}
+    for name, value in {**kept, **same, **other, **gone}.items():
+        monkeypatch.setenv(name, value)
+    seen = slurm.submit_env(os.environ, slurm._options_of(HEADER))
+    assert {name: seen[name] for name in {**kept, **same, **other, **gone} if name in seen} == kept
+    assert sorted(capsys.readouterr().err.splitlines()) == [
+        "hpc-ddp: SBATCH_ARRAY_INX=1-9 is not used: a job of hpc-ddp has its own way",
+        "hpc-ddp: SBATCH_GPUS=8 is not used: the job has --gpus-per-node",
+        "hpc-ddp: SBATCH_WAIT=1 is not used: a job of hpc-ddp has its own way",
+    ]
+
+
+def test_an_option_of_the_command_line_counts_as_the_jobs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = slurm._options_of(HEADER, ["--exclude=n1", "--hold"])
+    assert options == {"partition": "debug", "gpus-per-node": "2", "exclude": "n1", "hold": ""}
+    environ = {"SBATCH_TIMELIMIT": "5", "SBATCH_EXCLUDE": "n2"}
+    assert slurm.submit_env(environ, options) == {"SBATCH_TIMELIMIT": "5"}
+    assert "SBATCH_EXCLUDE=n2 is not used: the job has --exclude" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "known", "rows", "id"),
     [
-        ((), (), "7|N/A|/r/job.sbatch\n", "7"),
-        ((), (), "8|N/A|/r/other\n9|N/A|/r/job.sbatch\n10|N/A|/r/job.sbatch\n", "10"),
-        ((), ("10",), "9|N/A|/r/job.sbatch\n10|N/A|/r/job.sbatch\n", "9"),
-        (("--array=2",), (), "9|2|/r/job.sbatch\n10|1|/r/job.sbatch\n", "9"),
-        (("--hold",), (), "torn line\n9|1|/r/job.sbatch\n", "9"),
+        ((), (), "7|N/A|job.sbatch\n", "7"),
+        ((), (), "8|N/A|/r/other\n9|N/A|job.sbatch\n10|N/A|job.sbatch\n", "10"),
+        ((), ("10",), "9|N/A|job.sbatch\n10|N/A|job.sbatch\n", "9"),
+        (("--array=2",), (), "9|2|job.sbatch\n10|1|job.sbatch\n", "9"),
+        (("--hold",), (), "torn line\n9|1|job.sbatch\n", "9"),
     ],
 )
 def test_without_an_answer_the_queue_is_asked(
@@ -187,7 +245,7 @@ def test_what_is_not_in_the_queue_is_submitted_again(
 ) -> None:
     slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
     slurm_commands.answer("sbatch", "8\n")
-    slurm_commands.answer("squeue", "7|N/A|/r/job.sbatch\n")
+    slurm_commands.answer("squeue", "7|N/A|job.sbatch\n")
     assert _submit(known=("7",)) == "8"
     assert len(slurm_commands.calls("squeue")) == slurm.LOOKS
     assert "trying again" in capsys.readouterr().err

@@ -1,0 +1,178 @@
+"""Workers of a training, forked from a process that has imported torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
+
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.journal import Event
+from tests.devices import DEVICE, device_env, reports_of, skip_unless_fitting
+from tests.waiting import LIMIT_S, is_pending, wait_until
+
+HERE = Path(__file__).parent
+
+
+class Zygote:
+    def __init__(self, device: str = DEVICE) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **device_env(device)}
+        self.device = device
+        self.running: set[int] = set()
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the process that forks the workers has ended with {self._process.wait()}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def clear(self) -> None:
+        """Kill what a failed test has left running."""
+        for pid in self.running:
+            os.kill(pid, signal.SIGKILL)
+            wait_until(partial(self._has_ended, pid), f"the end of {pid} after SIGKILL")
+        self.running.clear()
+
+    def _has_ended(self, pid: int) -> bool:
+        return self.ask({"wait": pid})["code"] is not None
+
+    def end(self) -> None:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write('{"end": true}\n')
+        self._process.stdin.close()
+        self._process.wait(LIMIT_S)
+        self._process.stdout.close()
+
+
+@dataclass
+class Launch:
+    """Some ranks at work."""
+
+    zygote: Zygote
+    pids: list[int]
+    logs: list[Path]
+    store: TCPStore  # where the ranks meet; it serves for as long as this object lives
+
+    def signal(self, number: int, *ranks: int) -> None:
+        for rank in ranks or range(len(self.pids)):
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], number)
+
+    def wait(self) -> list[int]:
+        """Return the exit codes by rank, once all have ended."""
+        codes: list[int] = []
+
+        def next_has_ended() -> bool:
+            code = self.zygote.ask({"wait": self.pids[len(codes)]})["code"]
+            codes.extend([] if code is None else [code])
+            return code is not None
+
+        for rank, pid in enumerate(self.pids):
+            wait_until(next_has_ended, f"the end of rank {rank}", self.output)
+            self.zygote.running.discard(pid)
+        assert not reports_of(self.output())
+        return codes
+
+    def ended(self) -> bool:
+        """Tell whether no rank runs any more (not waited for, they stay as zombies)."""
+        stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2] for pid in self.pids)
+        return all(stat.split()[0] == "Z" for stat in stats)
+
+    def await_delivery(self, number: int) -> None:
+        """Return once no rank has the signal still before it."""
+        wait_until(lambda: not any(is_pending(pid, number) for pid in self.pids), "the signal")
+
+    def output(self) -> str:
+        return "".join(log.read_text() for log in self.logs)
+
+    def until(self, text: str) -> None:
+        """Return once a rank has printed `text`; fail if all have ended without it."""
+        printed = f"{text!r} in the output"
+        wait_until(lambda: text in self.output(), printed, self.output, ended=self.ended)
+
+
+@dataclass
+class Crew:
+    """A run folder, and the workers that are sent to it, attempt by attempt."""
+
+    zygote: Zygote
+    base: Path
+    run: RunFolder
+    attempt: int = -1
+
+    @property
+    def weights(self) -> bytes:
+        """What the run's script left behind at its end."""
+        return (self.run.path / "weights").read_bytes()
+
+    def launch(self, world_size: int, *argv: str, script: str = "script.py", **env: str) -> Launch:
+        """Start the next attempt as hpc-ddp's launcher would, less the supervisor.
+
+        A world size of 0 is one process to which nobody says anything of ranks.
+        """
+        skip_unless_fitting(self.zygote.device, world_size)
+        self.attempt += 1
+        (self.run.logs / f"attempt-{self.attempt}").mkdir()
+        # Served here, as by torchrun's agent: a port that is free now may be taken by the time
+        # that rank 0 would listen on it.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        logs = [self.base / f"{self.attempt}-{rank}.log" for rank in range(max(world_size, 1))]
+        workers = []
+        for rank, log in enumerate(logs):
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+            ranks |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": store.port}
+            ranks |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+            ranks = ranks if world_size else {}
+            ours = {"HPC_DDP_RUN": self.run.path, "HPC_DDP_ATTEMPT": self.attempt}
+            told = {name: str(value) for name, value in {**ranks, **ours}.items()}
+            told |= {"MASTER_ADDR": "127.0.0.1", "HPC_DDP_NODE": "here", **env}
+            told["PYTEST_CURRENT_TEST"] = os.environ["PYTEST_CURRENT_TEST"]  # not the first test's
+            line = [str(HERE / script), *argv]
+            log.touch()
+            workers.append({"env": told, "argv": line, "log": str(log), "cwd": str(self.base)})
+        pids = self.zygote.ask({"workers": workers})["pids"]
+        self.zygote.running |= set(pids)
+        return Launch(self.zygote, pids, logs, store)
+
+    def go(self, world_size: int, *argv: str, script: str = "script.py", **env: str) -> str:
+        """Start an attempt that ends well; return what it printed."""
+        launch = self.launch(world_size, *argv, script=script, **env)
+        codes = launch.wait()
+        assert not any(codes), launch.output()
+        return launch.output()
+
+    def events(self, *names: str) -> list[Event]:
+        return [event for event in self.run.events() if event["event"] in names]
+
+
+def crews_of(zygote: Zygote, folder: Path) -> Iterator[Callable[[str], Crew]]:
+    """Yield what makes crews by name below a folder; kill their workers afterwards."""
+
+    def make(name: str) -> Crew:
+        base = folder / name
+        return Crew(zygote, base, RunFolder(base / "run").make())
+
+    yield make
+    zygote.clear()
