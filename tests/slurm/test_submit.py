@@ -128,16 +128,32 @@ def test_a_taken_port_is_no_failure(hpc: Hpc, cluster: Cluster, tmp_path: Path) 
     assert job.verdicts() == [("finished", "none")]
 
 
-def test_what_an_outer_job_left_does_not_matter(hpc: Hpc) -> None:
+def test_what_a_profile_or_an_outer_job_left_does_not_matter(
+    hpc: Hpc, cluster: Cluster, tmp_path: Path
+) -> None:
+    """And a site's own sbatch, which prints a banner where the job id is read."""
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text('#!/bin/sh\necho " Welcome to 9 nodes"\nPATH=${PATH#*:} exec sbatch "$@"\n')
+    sbatch.chmod(0o755)
     env = {
+        "PATH": f"{sbatch.parent}:{cluster.env()['PATH']}",
         "SLURM_CPU_BIND": "map_cpu:99",
         "SBATCH_PARTITION": "gone",
         "SRUN_CPUS_PER_TASK": "77",
         "SLURM_NTASKS": "9",
         "SBATCH_EXPORT": "NONE",
+        "SBATCH_DELAY_BOOT": "1:10",
     }
-    job = hpc.submit(*TWO_BY_TWO, str(SCRIPTS / "words.py"), env=env)
+    words = ("--partition", "low", *TWO_BY_TWO, str(SCRIPTS / "words.py"))
+    done = hpc("submit", "--json", *words, env=env)
+    assert "SBATCH_PARTITION=gone is not used: the job has --partition" in done.stderr
+    told = json.loads(done.stdout)
+    job = Job(cluster, told["job_id"], RunFolder(Path(told["run"])))
     assert job.end() == "COMPLETED", job.output()
+    shown = cluster.run("scontrol", "show", "job", job.id).stdout
+    assert "Partition=low " in shown
+    assert "DelayBoot=00:01:10" in shown
 
 
 def test_a_sweep_has_a_run_for_each_point(hpc: Hpc) -> None:
