@@ -111,7 +111,7 @@ def _run(
     try:
         done = subprocess.run(
             argv,
-            env=env,
+            env=env or {**os.environ, "SLURM_TIME_FORMAT": "standard"},  # read by `_unix`
             input=script,
             capture_output=True,
             text=True,

@@ -379,3 +379,11 @@ def test_options_that_a_site_adds(slurm_commands: Slurm) -> None:
 )
 def test_a_partitions_time(text: str, seconds: int | None) -> None:
     assert slurm._seconds(text) == seconds
+
+
+def test_times_are_read_whatever_format_a_profile_has(
+    slurm_commands: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    slurm_commands.answer_by("scontrol", 'echo "   JobState=RUNNING Reason=$SLURM_TIME_FORMAT"')
+    assert slurm.show_job("7").reason == "standard"
