@@ -30,7 +30,7 @@ from tools.working_copy import WorkingCopy
 STORE = RESULTS / "device-faults.jsonl"
 FOLDER = REPO / "hpc_ddp" / "training"
 FIRST_TESTS = "tests/ddp/test_device.py"
-ALL_TESTS = (*DEVICE_TESTS, "tests/unit")
+ALL_TESTS = (*DEVICE_TESTS, "tests/cli/test_devices_here.py", "tests/unit")
 ENVIRON = {"DEVICE": "sim"}
 HANG_S = 60.0  # more than ten times what a test took: a collective that has no peer
 

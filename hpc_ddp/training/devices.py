@@ -108,7 +108,7 @@ def sum_type(device: torch.device) -> torch.dtype:
 def name(device: torch.device) -> str:
     """Return the model's name, as the driver tells it; "" where there is none."""
     tell = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(tell(device)) if tell and is_accelerator(device) else ""
+    return str(tell(device)) if tell else ""
 
 
 def mark(device: torch.device, *, timed: bool = False) -> torch.Event:

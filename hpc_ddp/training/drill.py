@@ -31,7 +31,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training import randomness
-from hpc_ddp.training.devices import sum_type
 from hpc_ddp.training.loader import Loader
 from hpc_ddp.training.metrics import check_values
 from hpc_ddp.training.notice import CANCELLED, NONE
@@ -316,7 +315,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _size(tensors: Iterable[torch.Tensor]) -> float:
     """Return the sum of all absolute values, in double precision."""
     parts = [_local(each) for each in tensors]
-    norms = [torch.linalg.vector_norm(p, 1, dtype=sum_type(p.device)) for p in parts if p.numel()]
+    norms = [torch.linalg.vector_norm(p, 1, dtype=torch.float64) for p in parts if p.numel()]
     return float(sum(norms))
 
 

@@ -11,6 +11,8 @@ from hpc_ddp.run.errors import UsageError
 
 Init = Callable[[nn.Module], object]
 
+NEITHER = 2  # as a boolean's byte: not False, not True
+
 
 def materialize(module: nn.Module, device: torch.device, init: Init | None = None) -> None:
     """Give what is on ``meta`` in a module memory on a device, and its first numbers.
@@ -59,7 +61,9 @@ def _allocate(old: torch.Tensor, device: torch.device) -> torch.Tensor:
     new = torch.empty_like(old, device=device)
     if new.is_floating_point() or new.is_complex():
         new.data.fill_(torch.nan)
-    elif new.dtype is not torch.bool:
+    elif new.dtype is torch.bool:
+        new.view(torch.uint8).fill_(NEITHER)
+    else:
         new.fill_(torch.iinfo(new.dtype).max)
     return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
 
@@ -67,5 +71,6 @@ def _allocate(old: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _lacks_numbers(tensor: torch.Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.detach().isnan().any())
-    # Whether a mask of True and False was filled can't be seen: it has to be made elsewhere.
-    return tensor.dtype is torch.bool or bool((tensor == torch.iinfo(tensor.dtype).max).any())
+    if tensor.dtype is torch.bool:
+        return bool((tensor.view(torch.uint8) == NEITHER).any())
+    return bool((tensor == torch.iinfo(tensor.dtype).max).any())

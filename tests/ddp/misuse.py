@@ -34,7 +34,13 @@ if case == "stages":  # the optimizer on one stage only
     stage = run.wrap(nn.Linear(4, 4))
     own = torch.optim.SGD(stage.parameters(), lr=0.1)
     run.track(**({"model": stage, "optimizer": own} if run.rank else {"model": stage}))
-run = start(keep_last=2.5 if case == "options" else 3)  # type: ignore[arg-type]
+HALF = {"half shard": "fp16"}
+if case == "options":
+    start(keep_last=2.5)  # type: ignore[arg-type]
+run = start(precision=HALF.get(case, "fp32"))
+if "shard" in case:
+    part = run.fully_shard(nn.Linear(4, 1), [])
+    run.export(part, torch.ones(1, 4))
 data = TensorDataset(torch.randn(64, 4))
 model = run.wrap(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,6 +60,8 @@ if case != "no track":
     run.track(model=model, optimizer=optimizer)
 for _ in run.epochs(2):
     for (x,) in batches:
+        if case == "poison":
+            next(model.parameters()).data.fill_(torch.nan)
         loss = model(x).square().mean()
         run.backward(loss)
         if case == "clip":

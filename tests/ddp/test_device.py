@@ -238,7 +238,7 @@ def test_a_loss_may_travel_in_bf16_between_stages(make_sim_crew: Callable[[str],
     ("words", "most"),
     [
         (("--precision", "bf16"), 0),
-        (("--sharded",), 0),
+        (("--sharded", "--precision", "bf16"), 0),
         (("--average",), 0),
         (("--default-device",), 0),
         (("--sharded", "--look"), None),  # once for each look, an exchange later

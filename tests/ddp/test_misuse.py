@@ -42,6 +42,8 @@ GLOO = (1, REFUSED.format("gloo", "it sends no tensors of sim")) if DEVICE == "s
         ("export scalar", "run.export was given a Tensor of no dimension as an example"),
         ("export pair", "hint: export a module whose forward takes one tensor"),
         ("export late", "run.export was called after run.finish"),
+        ("half shard", "precision is 'fp16' with run.fully_shard; accepted: 'fp32', 'bf16'"),
+        ("export shard", "run.export was given a part of a model"),
         ("own group", "torch's process group exists already; accepted: start() makes it"),
         ("two starts", "start() was called again in a process that torchrun has started"),
         ("untraceable", "torch.export can't make a program of the model: Could not guard"),
@@ -86,6 +88,12 @@ def test_a_second_finish_does_nothing(crew: Any) -> None:
     launch = crew.launch(1, "none", script="misuse.py")
     assert launch.wait() == [0], launch.output()
     assert len(crew.events("finished")) == 1
+
+
+def test_weights_that_are_nan_end_it(crew: Any) -> None:
+    launch = crew.launch(1, "poison", script="misuse.py")
+    assert launch.wait() == [1], launch.output()
+    assert "the weights have NaN or infinity in them" in launch.output()
 
 
 def test_a_result_that_is_nan_is_null_in_the_journal(crew: Any) -> None:

@@ -30,7 +30,11 @@ now = start(precision=args.precision, save_every=None, save_every_steps=args.sav
 torch.manual_seed(0)
 if args.default_device:
     torch.set_default_device(now.device)
-net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.BatchNorm1d(32), nn.Linear(32, 2))
+norm = nn.LayerNorm(32) if args.sharded else nn.BatchNorm1d(32)
+net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), norm, nn.Linear(32, 2))
+if args.sharded:
+    net.insert(3, nn.PReLU())  # one number: of two ranks one has it
+    net[0].unused = nn.Parameter(torch.zeros(2))
 model = now.fully_shard(net, [net[0]]) if args.sharded else now.wrap(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
@@ -46,10 +50,10 @@ for _ in now.epochs(1):
             loss = nn.functional.cross_entropy(model(x), y)
         now.backward(loss)
         whole = nn.utils.clip_grad_norm_(model.parameters(), 9.0)  # a DTensor, where sharded
-        norm = now.update(optimizer, clip_norm=1.0, scheduler=scheduler)
+        size = now.update(optimizer, clip_norm=1.0, scheduler=scheduler)
         if average:
             average.update_parameters(model)
-        now.step(loss=loss, norm=norm, whole=whole)
+        now.step(loss=loss, norm=size, whole=whole)
         counts.append(C.waits())
         if len(counts) == 2:
             looks = -now._parts.pace.exchanges

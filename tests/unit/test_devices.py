@@ -100,8 +100,7 @@ def test_numbers_are_added_up_in_a_type_that_the_device_has(
     assert devices.sum_type(SimpleNamespace(type="npu")) is torch.float32  # type: ignore[arg-type]
 
 
-def test_only_a_backend_that_takes_a_device_is_bound_to_it() -> None:
-    gpu = torch.device("cuda", 3)
-    assert devices.bound("nccl", gpu) == {"device_id": gpu}
-    assert devices.bound("gloo", gpu) == {}
-    assert devices.bound("xccl", torch.device("xpu", 3)) == {}
+def test_a_tensor_of_several_numbers_is_not_copied() -> None:
+    """It is refused when it is read; on meta, which counts as a device."""
+    several = torch.empty(3, device="meta")
+    assert devices._start_copy(several) is several

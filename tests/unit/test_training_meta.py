@@ -1,0 +1,195 @@
+"""Models on torch's meta device, and numbers in the formats that only some of them have."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.training import devices, drill, precision, sharded
+from hpc_ddp.training.devices import CPU
+from hpc_ddp.training.grid import Grid
+from hpc_ddp.training.meta import materialize
+from hpc_ddp.training.precision import Precision
+
+
+class Buffers(nn.Module):
+    """Has a buffer of each kind of number, and no way of its own to fill them."""
+
+    waves: torch.Tensor
+    places: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("waves", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("places", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+
+
+def fill(module: nn.Module) -> None:
+    for buffer in module.buffers(recurse=False):
+        buffer.copy_(torch.arange(len(buffer)))
+
+
+def test_a_module_without_a_way_of_its_own_is_filled_by_init() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Buffers())
+    materialize(model, CPU, fill)
+    buffers: Any = model[1]
+    assert buffers.waves.tolist() == [0, 1]
+    assert buffers.places.tolist() == [0, 1, 2]
+    assert buffers.mask.tolist() == [False, True, True]
+    assert model[0].weight.requires_grad
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("missing", ["waves", "places", "mask"])
+def test_a_buffer_that_nothing_fills_is_named(missing: str) -> None:
+    def fill_others(module: nn.Module) -> None:
+        for name, buffer in module.named_buffers(recurse=False):
+            if name != missing:
+                buffer.zero_()
+
+    with torch.device("meta"):
+        model = nn.Sequential(Buffers())
+    with pytest.raises(UsageError, match=f"nothing gives numbers to 0.{missing} of a Buffers"):
+        materialize(model, CPU, fill_others)
+
+
+def test_a_module_that_is_not_on_meta_stays_as_it_is() -> None:
+    layer = nn.Linear(2, 2)
+    before = layer.weight.clone()
+    materialize(layer, CPU, None)
+    assert torch.equal(layer.weight, before)
+
+
+# --- precision -----------------------------------------------------------------------------
+
+
+def test_a_look_passes_over_what_is_frozen_or_has_8_bits() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.requires_grad = False
+    model.weight.data.fill_(torch.nan)
+    model.register_parameter("small", nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn)))
+    watch = Precision("fp32", CPU, stop_on_nan=True)
+    watch.watch(model)
+    watch.look()
+    assert not watch.poisoned()
+    model.bias.data.fill_(torch.inf)
+    watch.look()
+    assert watch.poisoned()
+
+
+def test_an_overflow_of_an_earlier_update_lowers_the_scale() -> None:
+    """A GAN's critic is updated several times in a step; the scaler knows of its last one."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaled = Precision("fp16", CPU, stop_on_nan=True)
+    scaler: Any = scaled._scaler
+    scaled._choose_scale()  # of a step without an update
+    before = scaler.get_scale()
+    for factor in (torch.inf, 1.0, 1.0):
+        scaled.backward((weight * factor).sum())
+        scaled.update(optimizer, None, None)
+    scaled._choose_scale()
+    assert scaler.get_scale() == before * scaler.get_backoff_factor()
+    assert torch.isfinite(weight).all()
+
+
+def test_deterministic_algorithms_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    precision.make_deterministic()
+    assert asked == [True]
+    assert not torch.backends.cudnn.benchmark
+
+
+# --- sharded tensors -----------------------------------------------------------------------
+
+
+def test_without_torchs_own_nothing_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch.distributed.tensor", "torch.distributed.fsdp"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert not sharded.is_sharded(torch.ones(1))
+    assert sharded.fsdp_modules(nn.Linear(1, 1)) == []
+
+
+def _placement(*, partial: bool = False, replicate: bool = False) -> Any:
+    return SimpleNamespace(is_partial=lambda: partial, is_replicate=lambda: replicate)
+
+
+def _tensor(*placements: Any, coordinate: list[int] | None) -> Any:
+    mesh = SimpleNamespace(get_coordinate=lambda: coordinate, mesh_dim_names=("dp",))
+    return SimpleNamespace(placements=placements, device_mesh=mesh)
+
+
+def test_of_copies_on_several_ranks_one_is_saved() -> None:
+    grid = Grid(0, 2)
+    assert sharded.holds_first_copy(_tensor(_placement(), coordinate=[1]), grid)
+    assert sharded.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[0]), grid)
+    assert not sharded.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[1]), grid)
+    assert not sharded.holds_first_copy(_tensor(_placement(), coordinate=None), grid)
+    with pytest.raises(HpcDdpError, match="pending reduction"):
+        sharded.holds_first_copy(_tensor(_placement(partial=True), coordinate=[0]), grid)
+
+
+class Fake:
+    """A DTensor, as far as it is asked."""
+
+    def __init__(self, *placements: Any) -> None:
+        self.placements, self.wanted = placements, list[Any]()
+
+    def detach(self) -> Fake:
+        return self
+
+    def to_local(self) -> torch.Tensor:
+        return torch.full((2,), 3.0)
+
+    def redistribute(self, *, placements: list[Any]) -> torch.Tensor:
+        self.wanted = placements
+        return self.to_local()
+
+
+def test_only_a_pending_sum_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "is_sharded", lambda tensor: isinstance(tensor, Fake))
+    kept, pending = _placement(), _placement(partial=True)
+    tensor = Fake(kept, pending)
+    sharded.reduced(tensor)
+    assert tensor.wanted[0] is kept
+    assert tensor.wanted[1].is_replicate()
+    untouched: Any = Fake(kept)
+    assert sharded.reduced(untouched) is untouched
+
+
+def test_a_drill_compares_what_a_rank_has_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drill, "is_sharded", lambda tensor: isinstance(tensor, Fake))
+    tensors: Any = [Fake(), torch.ones(1)]
+    assert drill._size(tensors) == 7.0
+
+
+def test_a_fused_optimizer_takes_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, part = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    monkeypatch.setattr(sharded, "is_sharded", lambda tensor: tensor is part)
+    for fused, foreach in ((True, None), (False, False)):
+        optimizer = torch.optim.Adam([whole, part], fused=fused)
+        seen: list[Any] = []
+        sharded.step_apart(optimizer)
+        optimizer.register_step_pre_hook(
+            lambda optimizer, *_, of=seen: of.append(optimizer.param_groups[0]["foreach"])
+        )
+        whole.grad, part.grad = torch.ones(1), torch.ones(1)
+        optimizer.step()
+        assert seen == [foreach]
+        assert optimizer.param_groups[0]["foreach"] is None
+
+
+def test_the_cpu_has_no_name_of_a_model() -> None:
+    assert devices.name(CPU) == ""
