@@ -34,6 +34,7 @@ from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, last_event, read_events
+from hpc_ddp.run.process import recorded
 
 PLAN = "HPC_DDP_DRILL"
 LEAST_STEPS = 8
@@ -478,9 +479,9 @@ def _kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its session: launcher and supervisors
     for attempt in run.attempts()[-1:]:
-        for path in attempt.path.glob("*/rank-*.pid"):
-            with suppress(ProcessLookupError, ValueError):
-                os.kill(int(path.read_text()), signal.SIGKILL)
+        for pid in filter(None, map(recorded, attempt.path.glob("*/rank-*.pid"))):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     process.wait()
 
 

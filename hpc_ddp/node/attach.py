@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.process import SHOW_STACKS, STACKS
+from hpc_ddp.run.process import SHOW_STACKS, STACKS, recorded
 
 ANSWER_S = 5.0  # how long a signalled worker is given
 # What makes a process a rank of a world. Who is attached is none: a script that is tried in the
@@ -39,13 +39,8 @@ def worker_of(pid_file: Path) -> int:
     HpcDdpError
         it is not there, or not there any more
     """
-    try:
-        pid = int(pid_file.read_text())
-        found = surroundings(pid)
-    except (OSError, ValueError):
-        found, pid = {}, 0
-    # The number may be another process's by now.
-    if Path(found.get("HPC_DDP_NODE_FOLDER", "/")) != pid_file.parent:
+    pid = recorded(pid_file)
+    if pid is None:
         raise HpcDdpError(f"{pid_file.stem} has no process on {os.uname().nodename} now")
     return pid
 

@@ -40,6 +40,7 @@ from hpc_ddp.run.folder import (
     write_json,
 )
 from hpc_ddp.run.patience import patiently
+from hpc_ddp.run.process import recorded
 
 LOOK_EVERY_S = 1.0
 FENCE_EVERY_S = 10.0  # listing a folder costs an NFS server more than opening a file
@@ -406,9 +407,9 @@ class Supervisor:
     def _signal_workers(self, number: int) -> int:
         """Signal every worker that has started; return how many there were."""
         count = 0
-        for path in self._pids():
-            with contextlib.suppress(OSError, ValueError):  # gone, unreadable, or not yet written
-                os.kill(int(path.read_text()), number)
+        for pid in filter(None, map(recorded, self._pids())):
+            with contextlib.suppress(ProcessLookupError):  # just now
+                os.kill(pid, number)
                 count += 1
         return count
 

@@ -58,13 +58,22 @@ def python_path() -> str:
     return ":".join(part for part in (*parts, os.environ.get("PYTHONPATH")) if part)
 
 
+def began() -> str:
+    """Return when this process began, as `hpc_ddp.run.process` reads it for any process."""
+    try:
+        with open("/proc/self/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:  # a Mac, in a dry run
+        return "running"
+
+
 def open_log(name: str) -> int:
     """Note the process id and open the log, as soon as the disk lets us."""
     give_up = time.monotonic() + PATIENCE_S
     while True:
         try:
             with open(f"{name}.pid", "w") as file:
-                file.write(str(os.getpid()))
+                file.write(f"{os.getpid()} {began()}")
             return os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError:
             if time.monotonic() > give_up:

@@ -31,6 +31,19 @@ def is_live(info: dict[str, Any]) -> bool:
     return began is not None and began == info.get("began")
 
 
+def recorded(path: Path) -> int | None:
+    """Return the id of the process that a worker's pid file names; None when it is gone.
+
+    The file has the id and when the process began: the id may be another process's by now, of
+    another job of the user, say. It is not there, or empty, while the worker starts.
+    """
+    try:
+        pid, began = path.read_text().split()
+        return int(pid) if _began(int(pid)) == began else None
+    except (OSError, ValueError):
+        return None
+
+
 def began_at() -> float | None:
     """Return when this process started, in unix seconds; None where that is not known."""
     ticks = _began(os.getpid())

@@ -39,6 +39,7 @@ class Average(AveragedModel):
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
         super().__init__(model, use_buffers=True)
+        self.n_averaged = self.n_averaged.cpu()  # made on torch's default device
         self._decay = decay
 
     @torch.no_grad()

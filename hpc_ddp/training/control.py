@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from hpc_ddp.training.facts import DistInfo
 
 TEARDOWN_S = 10.0
 TIMEOUT_S = 1800.0  # torch's own for gloo
+NEVER = timedelta(days=20)  # torch counts milliseconds, in places with 31 bits
 _met_at_agents: list[DistInfo] = []  # this process's runs that use torchrun's store: one at most
 
 
@@ -73,7 +75,10 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def join(
-    info: DistInfo, device: torch.device, hang_after_s: float | None, asked: str | None = None
+    info: DistInfo,
+    devices_of_rank: Sequence[torch.device],
+    hang_after_s: float | None,
+    asked: str | None = None,
 ) -> Control:
     """Create the default process group and return the control group beside it.
 
@@ -97,9 +102,11 @@ def join(
             "start() was called again in a process that torchrun has started; accepted: once",
             hint="start the second run in a process of its own",
         )
+    device, *others = devices_of_rank
     backend = choose_backend(asked, device)
-    bind = devices.bound(backend, device)
-    timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else None
+    # A group that is bound to one device refuses the tensors of the others.
+    bind = {} if others else devices.bound(backend, device)
+    timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else NEVER
     if at_agents:
         _met_at_agents.append(info)
     if info.launched:
@@ -121,15 +128,15 @@ class Control:
     while a step computes.
     """
 
-    def __init__(self, info: DistInfo, timeout: timedelta | None) -> None:
+    def __init__(self, info: DistInfo, timeout: timedelta) -> None:
         self.rank = info.rank
         self.world_size = info.world_size
-        self._info, self._timeout = info, timeout
+        self._info, self.timeout = info, timeout
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
 
     def another(self) -> Control:
         """Return one like it, for another thread: all ranks make it at the same time."""
-        return Control(self._info, self._timeout)
+        return Control(self._info, self.timeout)
 
     def start_max(self, values: torch.Tensor) -> Any:
         """Begin to replace a CPU tensor by its maximum over ranks; `wait` on what is returned."""
@@ -168,7 +175,7 @@ class Control:
         dist.barrier(group=self._group)
 
 
-def leave(control: Control, then_exit: bool) -> None:
+def leave(control: Control, device: torch.device, then_exit: bool) -> None:
     """Tear the process group down once all ranks are here; never longer than `TEARDOWN_S`.
 
     A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by
@@ -177,6 +184,7 @@ def leave(control: Control, then_exit: bool) -> None:
     """
 
     def tear_down() -> None:
+        devices.use(device)  # NCCL would open the first GPU, whose current one a new thread has
         control.barrier()
         dist.destroy_process_group()
 

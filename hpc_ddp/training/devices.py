@@ -94,15 +94,20 @@ def bound(backend: str, device: torch.device) -> dict[str, Any]:
     return {"device_id": device} if binds else {}
 
 
+def has_float64(device: torch.device) -> bool:
+    """Tell whether a device computes in double precision, which Intel's Arc does not."""
+    tell = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return bool(getattr(tell(device), "has_fp64", True)) if tell else True
+
+
 def sum_type(device: torch.device) -> torch.dtype:
     """Return in which type numbers of a device are added up over ranks: float64 where it can be.
 
-    Intel's Arc has no float64, and HCCL adds up none (HCCL's API reference, HcclAllReduce).
+    HCCL adds up none (its API reference, HcclAllReduce).
     """
-    tell = getattr(torch.get_device_module(device), "get_device_properties", None)
-    has_float64 = getattr(tell(device), "has_fp64", True) if tell else True
     kind = KINDS.get(device.type)
-    return torch.float64 if has_float64 and (not kind or kind.adds_float64) else torch.float32
+    can = has_float64(device) and (not kind or kind.adds_float64)
+    return torch.float64 if can else torch.float32
 
 
 def name(device: torch.device) -> str:

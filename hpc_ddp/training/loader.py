@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import (
-    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
-    Subset,
     TensorDataset,
     default_collate,
     get_worker_info,
@@ -27,7 +25,7 @@ from torch.utils.data import (
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import order, randomness
-from hpc_ddp.training.devices import is_accelerator
+from hpc_ddp.training.devices import CPU, is_accelerator
 from hpc_ddp.training.notice import ignore_in_loader
 from hpc_ddp.training.order import Cut, Position, Share
 from hpc_ddp.training.stream import Stream
@@ -169,7 +167,7 @@ def batches_of(
     num_workers: int = 0,
     worker_init_fn: Callable[[int], None] | None = None,
     **options: Any,
-) -> DataLoader[tuple[Share, Any]]:
+) -> DataLoader[_Batch]:
     """Return what yields the rest of the epoch of `position`, a new one at each iteration."""
     for name in ("sampler", "batch_sampler", "generator", "in_order"):
         if name in options:
@@ -178,7 +176,7 @@ def batches_of(
                 hint="choose or weight samples in the data set",
             )
     collate = collate_fn or default_collate
-    source: Dataset[Any]
+    source: Any
     if isinstance(dataset, IterableDataset):
         if shuffle or options.get("persistent_workers"):
             name = "shuffle" if shuffle else "persistent_workers"
@@ -194,13 +192,13 @@ def batches_of(
         return DataLoader(
             source,
             batch_size=None,  # the source makes the batches
-            collate_fn=_as_it_is,
+            collate_fn=_as_batch,
             num_workers=num_workers,
             worker_init_fn=partial(_begin_worker, worker_init_fn) if num_workers else None,
             in_order=True,
             # Without a generator of its own an iterator draws from the global one.
             generator=torch.Generator(),
-            **{"pin_memory": is_accelerator(device) and not _is_there(dataset), **options},
+            **{"pin_memory": is_accelerator(device), **options},
         )
     except (TypeError, ValueError) as error:
         raise UsageError(
@@ -208,14 +206,15 @@ def batches_of(
         ) from None
 
 
-def _watched(batches: DataLoader[tuple[Share, Any]]) -> Iterator[tuple[Share, Any]]:
+def _watched(batches: DataLoader[_Batch]) -> Iterator[tuple[Share, Any]]:
     """Yield the batches; say in a word how a loader worker has died, or what a data set said."""
     iterator: Any = None
     try:
         try:
             with torch.device("cpu"):  # it draws by a generator of the CPU
                 iterator = iter(batches)
-            yield from iterator
+            for batch in iterator:
+                yield batch.share, batch.content
         except HpcDdpError as error:
             if "in DataLoader worker process" in error.message:  # and a traceback in front of it
                 error.message = error.message.strip().splitlines()[-1].partition("Error: ")[2]
@@ -360,8 +359,21 @@ class _Seeded(Dataset[tuple[Share, Any]]):
         return self._dataset[index]
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+class _Batch:
+    """A batch with its share, which DataLoader's thread pins by its own method.
+
+    Not by torch's, which leaves dataclasses alone, and fails for a tensor that is on a device.
+    """
+
+    def __init__(self, share: Share, content: Any) -> None:
+        self.share, self.content = share, content
+
+    def pin_memory(self, device: object = None) -> _Batch:
+        return _Batch(self.share, _changed(self.content, _pinned))
+
+
+def _as_batch(pair: Any) -> _Batch:
+    return _Batch(*pair)
 
 
 def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
@@ -378,40 +390,47 @@ def _rows(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
     return tensor[index.to(tensor.device, non_blocking=True)]
 
 
-def _is_there(dataset: Dataset[Any]) -> bool:
-    """Tell whether a data set lies on an accelerator: only the CPU's memory can be pinned."""
-    if isinstance(dataset, TensorDataset):
-        return any(is_accelerator(tensor.device) for tensor in dataset.tensors)
-    if isinstance(dataset, Subset):
-        return _is_there(dataset.dataset)
-    return isinstance(dataset, ConcatDataset) and any(map(_is_there, dataset.datasets))
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on `device`.
 
     They are looked for in tuples, lists, dicts and dataclasses. What moves itself, by a method
     ``to``, does so: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
     """
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device)
+    return _changed(batch, partial(_moved, device=device))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if not callable(getattr(value, "to", None)):
+        return None
+    try:
+        return value.to(device, non_blocking=True)
+    except TypeError:  # it knows of a device alone
+        return value.to(device)
+
+
+def _pinned(value: Any) -> Any:
+    """Return a copy in pinned memory, where the value is in memory that can be."""
+    if isinstance(value, torch.Tensor):
+        is_plain = value.device == CPU and value.layout == torch.strided
+        return value.pin_memory() if is_plain else value
+    return value.pin_memory() if callable(getattr(value, "pin_memory", None)) else None
+
+
+def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a batch whose parts are changed; `change` returns None for what is not one of them."""
+    changed = change(batch)
+    if changed is not None:
+        return changed
     if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: _changed(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(_changed(value, change) for value in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(_changed(value, change) for value in batch)
     if is_dataclass(batch) and not isinstance(batch, type):
-        return _moved(batch, device)
+        result = copy.copy(batch)  # its fields need not be arguments of its class
+        for field in fields(batch):
+            value = _changed(getattr(batch, field.name), change)
+            object.__setattr__(result, field.name, value)  # it may be frozen
+        return result
     return batch
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    """Return a copy of a dataclass's instance; its fields need not be arguments of its class."""
-    result = copy.copy(batch)
-    for field in fields(batch):
-        value = to_device(getattr(batch, field.name), device)
-        object.__setattr__(result, field.name, value)  # it may be frozen
-    return result

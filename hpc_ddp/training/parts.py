@@ -80,7 +80,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
     grid = Grid(info.rank, info.world_size, options.tp, options.pp)
     devices = groups.choose_devices(info, options.devices_per_worker)
     device = devices[0]
-    control = groups.join(info, device, options.hang_after, options.backend)
+    control = groups.join(info, devices, options.hang_after, options.backend)
     hook.install()
     folder, attempt = place.find(said, info, control)
     hook.journal = journal = folder.journal(f"rank-{info.rank}", attempt)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.training.devices import Transfer
+from hpc_ddp.training.devices import Transfer, has_float64, name
 from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.norms import clip_, total_norm
 
@@ -29,6 +29,12 @@ class Precision:
         self, kind: str, device: torch.device, stop_on_nan: bool, grid: Grid | None = None
     ) -> None:
         self._device, self._grid, self.dtype = device, grid or Grid(), DTYPES[kind]
+        if kind == "fp16" and not has_float64(device):
+            raise UsageError(
+                f"precision is 'fp16' on {name(device)}, which has no float64, and torch's"
+                " GradScaler computes in it; accepted: 'fp32', 'bf16'",
+                hint="bf16 needs no scaled gradients",
+            )
         self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
         self._stop_on_nan = stop_on_nan
         self._watched: list[torch.nn.Module] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import math
 import os
@@ -207,7 +208,8 @@ class Run:
             )
         if sync_batchnorm and is_accelerator(self.device):
             convert: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm
-            model = convert(model)
+            # Of a stage's ranks: the others have other layers.
+            model = convert(model, self.mesh["dp"].get_group() if grid.pp > 1 else None)
         elif sync_batchnorm:
             self._say("sync_batchnorm is off: torch has it for GPUs only")
         self._take(model)
@@ -215,6 +217,10 @@ class Run:
             # Else a kernel for any shape, made at the epoch's shorter last batch, would take over
             # from then on, and a process resumed later would compute with another one.
             model.compile(dynamic=False)
+            # Kernels that are chosen by their speed, on this node and now, add in other orders.
+            inductor: Any = importlib.import_module("torch._inductor.config")
+            if hasattr(inductor, "deterministic"):  # from torch 2.10 on
+                inductor.deterministic = True
         if not any(each.requires_grad for each in model.parameters()):
             return model
         if grid.pp > 1:
@@ -234,7 +240,7 @@ class Run:
         if self._mesh is None:
             from hpc_ddp.training.strategies import make_mesh
 
-            self._mesh = make_mesh(self._parts.grid, self.device)
+            self._mesh = make_mesh(self._parts.grid, self.device, self._parts.control.timeout)
         return self._mesh
 
     def parallelize(
@@ -339,12 +345,12 @@ class Run:
         Raises
         ------
         UsageError
-            there is no such schedule, or too few micro-batches
+            there is no such schedule, or too few micro-batches, or the backend can't carry them
         """
         from hpc_ddp.training.strategies import Pipeline, check_schedule
 
         grid = self._parts.grid
-        check_schedule(schedule, n_microbatches, grid.pp)
+        check_schedule(schedule, n_microbatches, grid.pp, self.device)
         return Pipeline(
             stage,
             loss_fn,
@@ -918,7 +924,7 @@ class Run:
             end()
         self._over = True
         parts.notices.end(then_exit=event == "stopped")
-        groups.leave(parts.control, then_exit=event == "stopped")
+        groups.leave(parts.control, self.device, then_exit=event == "stopped")
         if self.rank == 0:
             if event == "stopped":
                 self._say(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -287,7 +289,8 @@ def put_back(
                 found = _of_stage(tree[name], _params(each, labels)) if stage else tree[name]
                 each.load_state_dict(_for_optimizer(name, each, labels, found, reader))
             else:
-                each.load_state_dict(_assemble(tree[name], name, reader, {}))
+                own = _tensors_of(each.state_dict(), name)
+                each.load_state_dict(_assemble(tree[name], name, reader, own=own))
         except HpcDdpError as error:
             raise _other(step, error.message) from None
         except (ValueError, RuntimeError, KeyError) as error:
@@ -313,7 +316,9 @@ def _for_module(
     return {
         key: reader.read(f"{name}.{plain}", value)
         if f"{name}.{plain}" in reader
-        else _assemble(tree[plain], f"{name}.{plain}", reader, {})  # an extra_state
+        else _assemble(  # an extra_state
+            tree[plain], where := f"{name}.{plain}", reader, own=_tensors_of(value, where)
+        )
         for plain, (key, value) in here.items()
     }
 
@@ -350,18 +355,35 @@ def _for_optimizer(
             if stored in reader and reader.describe(stored).shape == parameter.shape:
                 shards[stored] = parameter
     saved = {key: value for key, value in tree.items() if key != KIND}
-    return _by_number(_assemble(saved, name, reader, shards), params, here)
+    own = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # a learning rate, say
+    return _by_number(_assemble(saved, name, reader, shards, own), params, here)
 
 
-def _assemble(value: Any, where: str, reader: Reader, like: Mapping[str, torch.Tensor]) -> Any:
-    """Undo `_take_apart`. Tensors are copies: an object may keep what it is given."""
+def _tensors_of(state: Any, where: str) -> dict[str, torch.Tensor]:
+    """Return the tensors in an object's state by their places, as far as it can be saved."""
+    tensors: dict[str, torch.Tensor] = {}
+    with suppress(HpcDdpError):
+        _take_apart(state, where, tensors)
+    return tensors
+
+
+def _assemble(
+    value: Any,
+    where: str,
+    reader: Reader,
+    like: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    own: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Any:
+    """Undo `_take_apart`. Tensors are copies, since an object may keep what it is given; `like`
+    has those of which this rank wants a part, `own` those whose devices are to be had again."""
     if value == TENSOR and type(value) is str and where in reader:
-        return reader.read(where, like.get(where)).clone()
+        tensor = reader.read(where, like.get(where)).clone()
+        return tensor.to(own[where].device) if where in own else tensor
     if isinstance(value, dict):
-        items = {k: _assemble(item, f"{where}.{k}", reader, like) for k, item in value.items()}
+        items = {k: _assemble(v, f"{where}.{k}", reader, like, own) for k, v in value.items()}
         return type(value)(items)
     if isinstance(value, (list, tuple)):
-        row = [_assemble(item, f"{where}.{i}", reader, like) for i, item in enumerate(value)]
+        row = [_assemble(v, f"{where}.{i}", reader, like, own) for i, v in enumerate(value)]
         return tuple(row) if isinstance(value, tuple) else row
     return value
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -30,7 +31,7 @@ from hpc_ddp.training.state import unwrap
 SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
 
 
-def make_mesh(grid: Grid, device: torch.device) -> DeviceMesh:
+def make_mesh(grid: Grid, device: torch.device, timeout: timedelta) -> DeviceMesh:
     """Return the ranks as torch's mesh; all ranks make it at the same time."""
     shape = (grid.pp, grid.dp, grid.tp)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
@@ -39,8 +40,20 @@ def make_mesh(grid: Grid, device: torch.device) -> DeviceMesh:
         # 0's random numbers by a broadcast: one that stages without such an operation never join,
         # and that a resumed run repeats in the midst of its numbers. `Run.epochs` has seeded the
         # ranks that share a layer alike.
-        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+        _random._rng_tracker = _Tracker(device)
+    # A mesh makes groups that wait for ten minutes with NCCL, and shortens the whole run's to that.
+    for group in (dist.group.WORLD, *(mesh.get_group(name) for name in ("pp", "dp", "tp"))):
+        backend: Any = group._get_backend(device)  # type: ignore[union-attr]
+        if hasattr(backend, "_set_default_timeout"):  # NCCL's and Gloo's have it
+            backend._set_default_timeout(timeout)
     return mesh
+
+
+class _Tracker(_random.OffsetBasedRNGTracker):
+    """torch's, of this rank's device: torch takes the one that the global rank would have."""
+
+    def __init__(self, device: torch.device) -> None:
+        super(_random.OffsetBasedRNGTracker, self).__init__(device)
 
 
 def share_layers(
@@ -214,8 +227,14 @@ class Pipeline:
         return output
 
 
-def check_schedule(name: str, n_microbatches: int, stages: int) -> None:
-    """Raise UsageError for a schedule that can't be had."""
+def check_schedule(name: str, n_microbatches: int, stages: int, device: torch.device) -> None:
+    """Raise UsageError for a schedule that can't be had, with this backend or at all."""
+    if devices.is_accelerator(device) and dist.get_backend() == "gloo" and stages > 1:
+        raise UsageError(
+            f"the backend is 'gloo' on {device.type} with pp={stages}; accepted: the device's own,"
+            " since Gloo sends no tensor of a device to a single peer",
+            hint="leave out backend= and HPC_DDP_BACKEND",
+        )
     if name.lower() not in map(str.lower, SCHEDULES):
         raise UsageError(f"schedule is {name!r}; accepted: {', '.join(SCHEDULES)}")
     if n_microbatches < stages:

@@ -103,10 +103,11 @@ def test_a_script_that_can_not_tell_is_not_signalled(
     with pytest.raises(HpcDdpError, match=r"py-spy beside .* can't tell by itself"):
         attach.stacks(pid)
     assert Path(f"/proc/{pid}").exists()
-    pid_file.write_text(str(os.getpid()))  # as if the number had been given away
+    before = pid_file.read_text()
+    pid_file.write_text(f"{os.getpid()} {before.split()[1]}")  # the number was given away
     with pytest.raises(HpcDdpError, match="rank-0 has no process on"):
         attach.worker_of(pid_file)
-    pid_file.write_text(str(pid))
+    pid_file.write_text(before)
 
 
 def test_a_worker_tells_by_itself(

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.more
 
 def _pid(job: DryRun, rank: int) -> int:
     (path,) = job.run.logs.glob(f"attempt-0/*/rank-{rank}.pid")
-    return int(path.read_text())
+    return int(path.read_text().split()[0])
 
 
 def _parent(pid: int) -> int:

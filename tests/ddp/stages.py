@@ -6,7 +6,10 @@ from torch import nn
 from hpc_ddp.training import start
 
 run = start(pp=2)
-stage = run.wrap(nn.Linear(4, 4))
+layers = (
+    [nn.Linear(4, 4), nn.BatchNorm1d(4)] if run.mesh["pp"].get_local_rank() else [nn.Linear(4, 4)]
+)
+stage = run.wrap(nn.Sequential(*layers), sync_batchnorm=True)
 pipeline = run.pipeline(
     stage, lambda output, target: (output - target).square().mean().bfloat16(), n_microbatches=2
 )

@@ -224,11 +224,25 @@ def test_an_export_makes_no_second_copy_on_the_device(make_sim_crew: Callable[[s
     assert "EXPORTED" in make_sim_crew("export").go(1, script="outlet.py")
 
 
-def test_a_loss_may_travel_in_bf16_between_stages(make_sim_crew: Callable[[str], Any]) -> None:
-    output = make_sim_crew("stages").go(2, script="stages.py")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_loss_may_travel_in_bf16_between_stages(
+    make_sim_crew: Callable[[str], Any], ranks: int
+) -> None:
+    """With a batch norm, that the ranks of one stage share, in the last one alone."""
+    output = make_sim_crew("stages").go(ranks, script="stages.py")
     losses = [line.split()[1:] for line in output.splitlines() if line.startswith("LOSS")]
-    assert losses[0] == losses[1]
+    assert losses == [losses[0]] * ranks
     assert losses[0][0] == "torch.float32"
+
+
+def test_what_lies_on_the_device_comes_back_there(make_sim_crew: Callable[[str], Any]) -> None:
+    crew = make_sim_crew("kept")
+    crew.go(2, "1", script="kept.py")
+    output = crew.go(2, "2", script="kept.py")
+    kept = [line for line in output.splitlines() if line.startswith("KEPT")]
+    whole = make_sim_crew("whole").go(2, "2", script="kept.py")
+    assert kept == [line for line in whole.splitlines() if line.startswith("KEPT")]
+    assert [line.split()[1:3] for line in kept] == [["sim", "sim"]] * 2
 
 
 # --- a step waits for nothing --------------------------------------------------------------------
@@ -240,7 +254,7 @@ def test_a_loss_may_travel_in_bf16_between_stages(make_sim_crew: Callable[[str],
         (("--precision", "bf16"), 0),
         (("--sharded", "--precision", "bf16"), 0),
         (("--average",), 0),
-        (("--default-device",), 0),
+        (("--average", "--default-device"), 0),
         (("--sharded", "--look"), None),  # once for each look, an exchange later
         (("--save-every-steps", "16"), 3),  # the thread that saves
     ],

@@ -17,6 +17,7 @@ from harness import Job
 from hpc_ddp.run.checkpoints import published
 from hpc_ddp.run.folder import AttemptFolder
 from hpc_ddp.run.journal import Event
+from hpc_ddp.run.process import recorded
 
 STEPPING_S = 5.0  # a run whose last metrics are older than this takes no steps
 SHOW_S = 10.0  # for how long a fault without notice keeps GraceTime at 0
@@ -257,7 +258,7 @@ class Player:
 
     def _worker(self, lot: Lot, attempt: AttemptFolder, rank: int) -> Target:
         for path in attempt.path.glob(f"*/rank-{rank}.pid"):
-            pid = int(path.read_text() or 0)
+            pid = recorded(path)
             for target in lot.processes(attempt.number):
                 if target.process.pid == pid:
                     return target

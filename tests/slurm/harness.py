@@ -123,7 +123,7 @@ class Job:
     def worker(self, rank: int, attempt: int = 0) -> int:
         """Return the process id of a rank."""
         (path,) = self.run.logs.glob(f"attempt-{attempt}/*/rank-{rank}.pid")
-        return int(path.read_text())
+        return int(path.read_text().split()[0])
 
     def workers(self, attempt: int = 0) -> list[int]:
         """Return the process ids of all ranks, in order, once they have started."""

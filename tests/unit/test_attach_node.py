@@ -14,7 +14,7 @@ from fakes import Clock
 
 from hpc_ddp.node import attach
 from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.process import SHOW_STACKS, STACKS
+from hpc_ddp.run.process import SHOW_STACKS, STACKS, _began
 from tests.waiting import wait_until
 
 
@@ -27,7 +27,7 @@ def worker(tmp_path: Path) -> Iterator[int]:
     with subprocess.Popen(argv, executable="/bin/sleep", env=env, cwd=tmp_path / "deep") as process:
         # The kernel closes Popen's pipe a moment before the new program has its environment.
         wait_until(Path(f"/proc/{process.pid}/environ").read_bytes, "the worker's environment")
-        (tmp_path / "rank-0.pid").write_text(str(process.pid))
+        (tmp_path / "rank-0.pid").write_text(f"{process.pid} {_began(process.pid)}")
         yield process.pid
         process.kill()
 
@@ -82,7 +82,8 @@ def script(tmp_path: Path) -> Iterator[Script]:
         )
         env = {"HPC_DDP_NODE_FOLDER": str(tmp_path)}
         processes.append(subprocess.Popen([str(python), "-ISc", code], env=env))
-        (tmp_path / "rank-0.pid").write_text(str(processes[0].pid))
+        pid = processes[0].pid
+        (tmp_path / "rank-0.pid").write_text(f"{pid} {_began(pid)}")
         wait_until((tmp_path / "ready").exists, "the worker's start")
         return processes[0].pid
 
@@ -180,9 +181,9 @@ def test_an_answer_is_shown_once_it_is_whole(
     assert capfd.readouterr().out == "part " * 4
 
 
-@pytest.mark.parametrize("text", ["", "x", "999999999"])
+@pytest.mark.parametrize("text", ["", "x", "999999999 1", "PID 1", "PID"])
 def test_a_worker_that_is_gone(tmp_path: Path, text: str) -> None:
-    (tmp_path / "rank-0.pid").write_text(text)
+    (tmp_path / "rank-0.pid").write_text(text.replace("PID", str(os.getpid())))
     with pytest.raises(HpcDdpError, match="rank-0 has no process on"):
         attach.worker_of(tmp_path / "rank-0.pid")
 

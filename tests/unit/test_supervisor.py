@@ -27,6 +27,7 @@ from hpc_ddp.node.supervisor import (
     split,
 )
 from hpc_ddp.node.task import TaskSupervisor
+from hpc_ddp.run import process
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json
 
 COMMAND = ["python", "node.py", "agent", "--nnodes=2", "--rdzv-conf=a=1", "train.py", "--lr=1"]
@@ -69,6 +70,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The signals that were sent, as process id and number."""
     result: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: result.append((pid, number)))
+    monkeypatch.setattr(process, "_began", lambda pid: "then")
     return result
 
 
@@ -99,7 +101,7 @@ def _supervisor(attempt: AttemptFolder, *command: str, **values: Any) -> Supervi
 
 def _workers(watcher: Supervisor, *pids: int) -> None:
     for rank, pid in enumerate(pids):
-        (watcher.folder.path / f"rank-{rank}.pid").write_text(str(pid))
+        (watcher.folder.path / f"rank-{rank}.pid").write_text(f"{pid} then")
 
 
 # --- where it runs -------------------------------------------------------------------------

@@ -462,8 +462,8 @@ def test_a_process_joins_its_group(
     monkeypatch.setattr(control, "_met_at_agents", [])
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     info = DistInfo(1, 1, 2, 2, launched=launched)
-    group_of_all = control.join(info, torch.device("cpu"), hang_after_s)
-    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    group_of_all = control.join(info, [torch.device("cpu")], hang_after_s)
+    timeout = control.NEVER if timeout_s is None else timedelta(seconds=timeout_s)
     (backend, values) = calls[0]
     assert backend == "gloo"
     if launched:
@@ -475,11 +475,25 @@ def test_a_process_joins_its_group(
         assert (item.rank, item.world_size, item._group) == (1, 2, group)
     if launched:
         with pytest.raises(UsageError, match="start\\(\\) was called again"):
-            control.join(info, torch.device("cpu"), hang_after_s)
+            control.join(info, [torch.device("cpu")], hang_after_s)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     with pytest.raises(HpcDdpError, match="MPI knows of 1 processes, and 2 were started"):
-        control.join(info, torch.device("cpu"), hang_after_s)
+        control.join(info, [torch.device("cpu")], hang_after_s)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_group_of_workers_with_several_devices_is_bound_to_none(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda b, **values: calls.append(values))
+    monkeypatch.setattr(dist, "new_group", lambda **values: values)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    gpus = [torch.device("cuda", index) for index in range(count)]
+    control.join(DistInfo(1, 1, 2, 2, launched=True), gpus, None)
+    assert calls[0].get("device_id") == (gpus[0] if count == 1 else None)
 
 
 @pytest.mark.parametrize(("hangs", "then_exit"), [(False, True), (True, True), (True, False)])
@@ -503,9 +517,9 @@ def test_a_teardown_that_hangs_is_left(
     monkeypatch.setattr(control, "TEARDOWN_S", 0.01 if hangs else 60.0)
     if hangs and then_exit:
         with pytest.raises(LeftError, match="0"):
-            leave(group, then_exit)
+            leave(group, torch.device("cpu"), then_exit)
     else:
-        leave(group, then_exit)
+        leave(group, torch.device("cpu"), then_exit)
     text = capsys.readouterr().err
     assert ("the process group did not come down" in text) is hangs
     assert calls == (["barrier"] if hangs else ["barrier", "destroy"])
@@ -541,7 +555,9 @@ def test_small_talk_goes_through_the_first_rank(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "gather", gather)
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(dist, "broadcast", broadcast)
-    first, second = (Control(DistInfo(rank, 0, 2, 1, launched=True), None) for rank in (0, 1))
+    first, second = (
+        Control(DistInfo(rank, 0, 2, 1, launched=True), control.NEVER) for rank in (0, 1)
+    )
     assert first.to_first("x") == [None, "x"]
     assert second.to_first("x") == []
     assert first.from_first("x") == "xx"
@@ -567,7 +583,7 @@ def test_what_all_ranks_do_is_done_in_their_own_group(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "new_group", lambda **values: "own")
     monkeypatch.setattr(dist, "all_reduce", reduce)
     monkeypatch.setattr(dist, "barrier", lambda group: calls.append((group,)))
-    talk = Control(DistInfo(0, 0, 2, 2, launched=True), None)
+    talk = Control(DistInfo(0, 0, 2, 2, launched=True), control.NEVER)
     assert talk.start_max(torch.tensor([1])) == "work"
     talk.sum(torch.tensor([2]))
     talk.barrier()
@@ -594,7 +610,7 @@ def test_what_was_printed_is_not_lost_with_a_process_that_hangs(
     monkeypatch.setattr(control, "TEARDOWN_S", 0.01)
     print("accuracy 0.97")
     with pytest.raises(LeftError):
-        leave(group, True)
+        leave(group, torch.device("cpu"), True)
     assert raw.getvalue() == b"accuracy 0.97\n"
     release.set()
     _wait_for_teardowns()

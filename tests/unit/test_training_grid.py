@@ -48,7 +48,7 @@ def test_schedules_are_checked(name: str, count: int, words: str) -> None:
     from hpc_ddp.training.strategies import check_schedule  # takes seconds: in one process only
 
     with pytest.raises(UsageError, match=words):
-        check_schedule(name, count, stages=2)
+        check_schedule(name, count, 2, torch.device("cpu"))
 
 
 class Model(nn.Module):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.training import devices, drill, precision, sharded
+from hpc_ddp.training import devices, drill, precision, sharded, strategies
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.meta import materialize
@@ -100,6 +102,31 @@ def test_an_overflow_of_an_earlier_update_lowers_the_scale() -> None:
     scaled._choose_scale()
     assert scaler.get_scale() == before * scaler.get_backoff_factor()
     assert torch.isfinite(weight).all()
+
+
+def test_fp16_needs_a_device_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "has_float64", lambda device: False)
+    with pytest.raises(UsageError, match=r"'fp16' on .* which has no float64"):
+        Precision("fp16", CPU, stop_on_nan=True)
+
+
+def test_gloo_sends_no_stage_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    strategies.check_schedule("GPipe", 2, 2, CPU)
+    strategies.check_schedule("GPipe", 2, 1, torch.device("cuda"))
+    with pytest.raises(UsageError, match="the backend is 'gloo' on cuda with pp=2"):
+        strategies.check_schedule("GPipe", 2, 2, torch.device("cuda"))
+
+
+def test_groups_of_a_mesh_wait_as_long_as_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[timedelta] = []
+    backend = SimpleNamespace(_set_default_timeout=asked.append)
+    group = SimpleNamespace(_get_backend=lambda device: backend)
+    mesh: Any = SimpleNamespace(get_group=lambda name: group)
+    monkeypatch.setattr(strategies, "init_device_mesh", lambda *args, **options: mesh)
+    monkeypatch.setattr(strategies, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
+    assert strategies.make_mesh(Grid(), CPU, timedelta(seconds=9)) is mesh
+    assert asked == [timedelta(seconds=9)] * 4
 
 
 def test_deterministic_algorithms_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

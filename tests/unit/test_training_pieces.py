@@ -16,11 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
-    ConcatDataset,
     Dataset,
     IterableDataset,
-    Subset,
     TensorDataset,
     get_worker_info,
 )
@@ -31,7 +30,14 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import loader as module
 from hpc_ddp.training import norms, pieces, randomness, state
 from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.loader import Loader, Shard, UnknownLengthError, batches_of, to_device
+from hpc_ddp.training.loader import (
+    Loader,
+    Shard,
+    UnknownLengthError,
+    _Batch,
+    batches_of,
+    to_device,
+)
 from hpc_ddp.training.order import Cut, Position
 from hpc_ddp.training.pieces import OWN, Buffer, Piece, Reader, as_plain, rows, whole
 from hpc_ddp.training.stream import Stream
@@ -102,17 +108,33 @@ def test_batches_of_other_libraries_are_moved() -> None:
     assert to_device(Sample, meta) is Sample
 
 
-def test_data_that_lie_on_a_device_are_not_pinned() -> None:
-    def pins(dataset: Any, **options: Any) -> bool:
-        there = torch.device("meta")
-        loader = batches_of(dataset, Cut(4, 0, 1), 0, Position(), there, False, **options)
-        return loader.pin_memory
+def test_what_is_in_the_cpus_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a dataclass's tensors; not what a data set has on a device already."""
+    there = torch.device("meta")
+    data = TensorDataset(torch.ones(8))
+    assert batches_of(data, Cut(4, 0, 1), 0, Position(), there, False).pin_memory
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 100)
+    on_device, sparse = torch.ones(2, device="meta"), torch.ones(2).to_sparse()
+    packed = pack_sequence([torch.ones(1)])
+    sample = Sample(torch.ones(1), [torch.ones(2)], "n")
+    share: Any = None
+    content = _Batch(share, [sample, {"a": on_device, "b": sparse}, packed]).pin_memory().content
+    assert content[0].image.item() == content[0].boxes[0][0].item() == 101
+    assert content[1]["a"] is on_device
+    assert content[1]["b"] is sparse
+    assert content[2].data.item() == 101
 
-    on_device = TensorDataset(torch.ones(8, device="meta"))
-    assert pins(TensorDataset(torch.ones(8)))
-    assert not pins(on_device)
-    assert not pins(Subset(ConcatDataset([on_device]), range(4)))
-    assert pins(on_device, pin_memory=True)  # who asks for it gets torch's error
+
+def test_a_batch_that_can_be_moved_without_a_wait_is() -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Quick(Encoding):
+        def to(self, device: torch.device, **options: Any) -> Encoding:
+            asked.append(options)
+            return super().to(device)
+
+    to_device([Quick({"ids": torch.ones(2)})], torch.device("meta"))
+    assert asked == [{"non_blocking": True}]
 
 
 def test_a_named_tuple_stays_one() -> None:

@@ -1,0 +1,52 @@
+"""Objects that keep the tensors which they are given, and a data set that lies on the device."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from hpc_ddp.training import start
+
+
+class Center:
+    """A running mean, as of DINO's outputs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.mean = torch.zeros(4, device=device)
+
+    def state_dict(self) -> dict[str, list[torch.Tensor]]:
+        return {"means": [self.mean]}
+
+    def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
+        (self.mean,) = state["means"]
+
+
+class Drawn(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), float(index), device=run.device)
+
+
+run = start()
+model = run.wrap(nn.Linear(4, 4))
+rate = torch.tensor(0.01, device=run.device)
+optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=run.device.type != "cpu")
+center = Center(run.device)
+batches = run.loader(Drawn(), 4)
+run.track(model=model, optimizer=optimizer, center=center)
+for _ in run.epochs(int(sys.argv[1])):
+    for x in batches:
+        output = model(x)
+        mean = output.detach().mean(0)
+        dist.all_reduce(mean)  # what ranks track is the same on all
+        center.mean = center.mean * 0.9 + mean * 0.1
+        run.backward((output - center.mean).square().mean())
+        run.update(optimizer)
+        run.step()
+rate = optimizer.param_groups[0]["lr"]
+print("KEPT", center.mean.device.type, rate.device.type, center.mean.sum().item(), flush=True)
+run.finish()
