@@ -216,11 +216,9 @@ class Run:
         if compile:
             # Else a kernel for any shape, made at the epoch's shorter last batch, would take over
             # from then on, and a process resumed later would compute with another one.
-            model.compile(dynamic=False)
-            # Kernels that are chosen by their speed, on this node and now, add in other orders.
-            inductor: Any = importlib.import_module("torch._inductor.config")
-            if hasattr(inductor, "deterministic"):  # from torch 2.10 on
-                inductor.deterministic = True
+            # And kernels that are chosen by their speed, here and now, add up in other orders.
+            can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
+            model.compile(dynamic=False, options={"deterministic": True} if can else None)
         if not any(each.requires_grad for each in model.parameters()):
             return model
         if grid.pp > 1:

@@ -36,8 +36,9 @@ model = run.wrap(nn.Linear(4, 4))
 rate = torch.tensor(0.01, device=run.device)
 optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=run.device.type != "cpu")
 center = Center(run.device)
+average = run.ema(model).to("cpu")  # where there is room for it
 batches = run.loader(Drawn(), 4)
-run.track(model=model, optimizer=optimizer, center=center)
+run.track(model=model, optimizer=optimizer, center=center, average=average)
 for _ in run.epochs(int(sys.argv[1])):
     for x in batches:
         output = model(x)
@@ -46,6 +47,7 @@ for _ in run.epochs(int(sys.argv[1])):
         center.mean = center.mean * 0.9 + mean * 0.1
         run.backward((output - center.mean).square().mean())
         run.update(optimizer)
+        average.update_parameters(model)
         run.step()
 rate = optimizer.param_groups[0]["lr"]
 print("KEPT", center.mean.device.type, rate.device.type, center.mean.sum().item(), flush=True)

@@ -104,3 +104,10 @@ def test_a_tensor_of_several_numbers_is_not_copied() -> None:
     """It is refused when it is read; on meta, which counts as a device."""
     several = torch.empty(3, device="meta")
     assert devices._start_copy(several) is several
+
+
+def test_a_thread_takes_its_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = give_gpus(monkeypatch, 4)
+    devices.use(torch.device("cuda", 3))
+    devices.use(devices.CPU)
+    assert current == [3]
