@@ -86,6 +86,7 @@ def test_a_broken_script_fails_for_the_right_reason(
 ) -> None:
     done, runs = drill_case(name, tmp_path)
     assert done.returncode == 1, done.stderr
+    assert done.stdout, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     assert told["verdict"] == verdict, told
     assert words in told["why"]

@@ -16,7 +16,7 @@ run.track(model=model, optimizer=optimizer)
 for _ in run.epochs(4):
     for inputs, targets in batches:
         optimizer.zero_grad()
-        moved = inputs + torch.from_numpy(noise.normal(size=inputs.shape)).float()
+        moved = inputs + torch.from_numpy(noise.normal(size=inputs.shape)).to(inputs)
         loss = torch.nn.functional.mse_loss(model(moved), targets)
         run.backward(loss)
         optimizer.step()
