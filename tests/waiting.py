@@ -40,3 +40,8 @@ def is_pending(pid: int, number: int) -> bool:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
     return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def pid_in(path: Path) -> int:
+    """Return the process id in a worker's pid file, whether it still runs or not."""
+    return int(path.read_text().split()[0])

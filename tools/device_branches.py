@@ -43,8 +43,7 @@ def branches(source: str, file: str = "", *, whole: bool = False) -> list[Mutati
     that are no change to the tests if the outcome never occurs."""
     collector = _Branches(source, file, whole)
     collector.visit(ast.parse(source))
-    unique = {(each.start, each.end, each.kind): each for each in collector.mutations}
-    return [unique[key] for key in sorted(unique)]
+    return collector.in_order()
 
 
 class _Branches(Places):

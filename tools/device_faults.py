@@ -54,7 +54,7 @@ def faults(source: str, file: str = "") -> list[Mutation]:
     """Return a mutation for each call and argument that concerns a device, in the text's order."""
     collector = _Faults(source, file)
     collector.visit(ast.parse(source))
-    return sorted(collector.mutations, key=lambda fault: (fault.start, fault.end, fault.kind))
+    return collector.in_order()
 
 
 class _Faults(Places):

@@ -84,8 +84,7 @@ def mutations(source: str, file: str = "") -> list[Mutation]:
     """Return every mutation of a program, in the order of its text."""
     collector = _Collector(source, file)
     collector.visit(ast.parse(source))
-    places = {(each.start, each.end, each.kind, each.after): each for each in collector.mutations}
-    return [places[key] for key in sorted(places)]
+    return collector.in_order()
 
 
 class Places(ast.NodeVisitor):
@@ -100,6 +99,11 @@ class Places(ast.NodeVisitor):
         for line in self._source.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
         self._wording = 0
+
+    def in_order(self) -> list[Mutation]:
+        """Return the mutations in the order of the text, each once."""
+        places = {(each.start, each.end, each.kind, each.after): each for each in self.mutations}
+        return [places[key] for key in sorted(places)]
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         assert node.end_lineno is not None

@@ -34,7 +34,7 @@ from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, last_event, read_events
-from hpc_ddp.run.process import recorded
+from hpc_ddp.run.process import signal_recorded
 
 PLAN = "HPC_DDP_DRILL"
 LEAST_STEPS = 8
@@ -479,9 +479,7 @@ def _kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its session: launcher and supervisors
     for attempt in run.attempts()[-1:]:
-        for pid in filter(None, map(recorded, attempt.path.glob("*/rank-*.pid"))):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        signal_recorded(attempt.path.glob("*/rank-*.pid"), signal.SIGKILL)
     process.wait()
 
 

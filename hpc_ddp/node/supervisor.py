@@ -40,7 +40,7 @@ from hpc_ddp.run.folder import (
     write_json,
 )
 from hpc_ddp.run.patience import patiently
-from hpc_ddp.run.process import recorded
+from hpc_ddp.run.process import signal_recorded
 
 LOOK_EVERY_S = 1.0
 FENCE_EVERY_S = 10.0  # listing a folder costs an NFS server more than opening a file
@@ -406,12 +406,7 @@ class Supervisor:
 
     def _signal_workers(self, number: int) -> int:
         """Signal every worker that has started; return how many there were."""
-        count = 0
-        for pid in filter(None, map(recorded, self._pids())):
-            with contextlib.suppress(ProcessLookupError):  # just now
-                os.kill(pid, number)
-                count += 1
-        return count
+        return signal_recorded(self._pids(), number)
 
     def _show_rank_0(self) -> None:
         """Copy what rank 0 prints to the job's own output, which is where people look first."""

@@ -7,6 +7,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,16 @@ def recorded(path: Path) -> int | None:
         return int(pid) if _began(int(pid)) == began else None
     except (OSError, ValueError):
         return None
+
+
+def signal_recorded(paths: Iterable[Path], number: int) -> int:
+    """Signal the processes of pid files, those that still run; return how many there were."""
+    count = 0
+    for pid in filter(None, map(recorded, paths)):
+        with suppress(ProcessLookupError):  # just now
+            os.kill(pid, number)
+            count += 1
+    return count
 
 
 def began_at() -> float | None:

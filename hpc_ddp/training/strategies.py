@@ -33,8 +33,8 @@ SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
 
 def make_mesh(grid: Grid, device: torch.device, timeout: timedelta) -> DeviceMesh:
     """Return the ranks as torch's mesh; all ranks make it at the same time."""
-    shape = (grid.pp, grid.dp, grid.tp)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+    sizes = {"pp": grid.pp, "dp": grid.dp, "tp": grid.tp}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if devices.is_accelerator(device):
         # torch would make it at the first random operation on a DTensor, and give all ranks rank
         # 0's random numbers by a broadcast: one that stages without such an operation never join,
@@ -42,7 +42,7 @@ def make_mesh(grid: Grid, device: torch.device, timeout: timedelta) -> DeviceMes
         # ranks that share a layer alike.
         _random._rng_tracker = _Tracker(device)
     # A mesh makes groups that wait for ten minutes with NCCL, and shortens the whole run's to that.
-    for group in (dist.group.WORLD, *(mesh.get_group(name) for name in ("pp", "dp", "tp"))):
+    for group in (dist.group.WORLD, *map(mesh.get_group, sizes)):
         backend: Any = group._get_backend(device)  # type: ignore[union-attr]
         if hasattr(backend, "_set_default_timeout"):  # NCCL's and Gloo's have it
             backend._set_default_timeout(timeout)

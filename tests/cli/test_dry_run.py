@@ -17,7 +17,7 @@ from hpc_ddp.run.folder import RunFolder, all_runs
 from hpc_ddp.run.goodput import account
 from tests.devices import DEVICE, device_env
 from tests.frames import frames_of_ours
-from tests.waiting import LIMIT_S, wait_until
+from tests.waiting import LIMIT_S, pid_in, wait_until
 
 REPO = Path(__file__).parents[2]
 SCRIPTS = REPO / "tests" / "slurm" / "scripts"
@@ -113,7 +113,7 @@ def test_a_killed_worker_is_recovered_from(tmp_path: Path) -> None:
     job = DryRun(tmp_path / "runs", *TWO_BY_TWO, str(SCRIPTS / "trouble.py"), "none")
     job.until("checkpoint")
     (pid,) = job.run.logs.glob("attempt-0/*/rank-2.pid")
-    os.kill(int(pid.read_text().split()[0]), signal.SIGKILL)
+    os.kill(pid_in(pid), signal.SIGKILL)
     assert job.end() == 0, job.printed()
     assert [event["cause"] for event in job.events("verdict")] == ["failed", "finished"]
     assert "rank 2 on local-" in job.printed()
@@ -169,9 +169,7 @@ def test_nobody_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
     words = ("--launcher", "srun", *TWO_BY_ONE, str(SCRIPTS / "trouble.py"), "none")
     job = DryRun(tmp_path / "runs", *words)
     job.until("first_step")
-    pids = [
-        int(path.read_text().split()[0]) for path in job.run.logs.glob("attempt-0/*/rank-*.pid")
-    ]
+    pids = [pid_in(path) for path in job.run.logs.glob("attempt-0/*/rank-*.pid")]
     assert len(pids) == 2
     job.process.kill()
     job.end()
@@ -196,7 +194,7 @@ def test_who_asks_twice_is_obeyed(tmp_path: Path) -> None:
     assert job.process.poll() is None
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 75, job.printed()
-    wait_until(lambda: not Path("/proc", path.read_text().split()[0]).exists(), "the worker's end")
+    wait_until(lambda: not Path(f"/proc/{pid_in(path)}").exists(), "the worker's end")
 
 
 def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:

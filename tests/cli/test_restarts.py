@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from test_dry_run import SCRIPTS, TWO_BY_TWO, DryRun
 
-from tests.waiting import wait_until
+from tests.waiting import pid_in, wait_until
 
 pytestmark = pytest.mark.more
 
 
 def _pid(job: DryRun, rank: int) -> int:
     (path,) = job.run.logs.glob(f"attempt-0/*/rank-{rank}.pid")
-    return int(path.read_text().split()[0])
+    return pid_in(path)
 
 
 def _parent(pid: int) -> int:

@@ -21,7 +21,7 @@ from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event
 from hpc_ddp.training.checkpoint import open_checkpoint
 from tests.frames import frames_of_ours
-from tests.waiting import wait_until
+from tests.waiting import pid_in, wait_until
 
 REPO = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -123,7 +123,7 @@ class Job:
     def worker(self, rank: int, attempt: int = 0) -> int:
         """Return the process id of a rank."""
         (path,) = self.run.logs.glob(f"attempt-{attempt}/*/rank-{rank}.pid")
-        return int(path.read_text().split()[0])
+        return pid_in(path)
 
     def workers(self, attempt: int = 0) -> list[int]:
         """Return the process ids of all ranks, in order, once they have started."""

@@ -25,7 +25,7 @@ from hpc_ddp.run import process
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import NodeFolder, RunFolder
 from hpc_ddp.run.spec import JobSpec
-from tests.waiting import wait_until
+from tests.waiting import pid_in, wait_until
 
 # --- its start -----------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ def test_a_worker_has_a_log_and_slurms_variables_of_its_own(
     assert json.loads(log.read_text()) == ["2", "0", "1", "4", "/r/lib"]
     assert log.stat().st_mode & 0o777 == 0o600
     assert {path.name for path in tmp_path.glob("*.pid")} == {"rank-2.pid", "rank-3.pid"}
-    assert int((tmp_path / "rank-2.pid").read_text().split()[0]) > 1
+    assert pid_in(tmp_path / "rank-2.pid") > 1
     start(HPC_DDP_CODE="/c", PYTHONPATH="/p")
     first, again, second = log.read_bytes().splitlines()
     assert again + b"\n" == worker.AGAIN
@@ -98,10 +98,10 @@ def test_a_worker_prints_into_its_log_and_ends_with_its_agent(tmp_path: Path) ->
     with subprocess.Popen(["bash", "-c", script], env={**os.environ, **names}) as agent:
         try:
             wait_until(lambda: log.exists() and log.read_text() == "out\nerror\n", "both lines")
-            assert not _is_over(int(number.read_text().split()[0]))
+            assert not _is_over(pid_in(number))
         finally:
             agent.kill()
-    wait_until(lambda: _is_over(int(number.read_text().split()[0])), "the worker's end")
+    wait_until(lambda: _is_over(pid_in(number)), "the worker's end")
 
 
 @pytest.mark.parametrize(("world", "by_node"), [("2", "2"), ("4", "2(x2)"), ("6", "2(x3)")])
