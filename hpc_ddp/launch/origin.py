@@ -38,7 +38,7 @@ WHY = {
     "code": "the snapshot of your code",
     "workdir": "where you called it",
     "host_python": "the Python of hpc-ddp",
-    "srun_end": "a failed node ends the others",
+    "step_options": "how nodes end, and what they share",
     "torchrun_options": "found out in the job",
     "version": "what wrote this",
 }

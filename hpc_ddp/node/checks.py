@@ -16,6 +16,7 @@ asked    told                                                         then stage
 from __future__ import annotations
 
 import contextlib
+import hmac
 import ipaddress
 import json
 import os
@@ -233,7 +234,7 @@ class Listener:
     def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(LINK_S)
         with contextlib.suppress(OSError), peer, peer.makefile("rb") as lines:
-            if lines.readline(100).strip() != self._secret:
+            if not hmac.compare_digest(lines.readline(100).strip(), self._secret):
                 return
             peer.sendall(f"{self._node}\n".encode())
             lines.readline(1)

@@ -75,7 +75,7 @@ def test_each_line_has_its_origin(project: Path, monkeypatch: pytest.MonkeyPatch
         "--nproc-per-node=1": "default: gpus-per-node",
         "--numa-binding=node": "--torchrun",
         "'a b'": "command line",
-        '"$host_python" "$node" batch verdict': "hpc-ddp: block verdict",
+        '"${node_side[@]}" batch verdict': "hpc-ddp: block verdict",
     }
     assert {text: labels.get(text) for text in expected} == expected
     (echo,) = (text for text in labels if text.startswith("echo /"))
