@@ -96,14 +96,17 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
     output = str(run.slurm_out).replace("%", "%%")
     if spec.array:
         output = f"{output.removesuffix('.out')}-%a.out"
+    pairs = directives(replace(spec, sbatch=(*spec.sbatch, *more)))
+    continues = "requeue" if spec.continue_by == "requeue" else "no-requeue"
     return [
-        *directives(replace(spec, sbatch=(*spec.sbatch, *more))),
+        *pairs,
         # Of a range Slurm would then give the least, since it counts tasks.
         *([("ntasks-per-node", str(spec.tasks_per_node))] if isinstance(spec.nodes, int) else []),
         ("output", output),
         ("open-mode", "append"),
         *([("no-kill", "")] if spec.elastic else []),
-        ("requeue" if spec.continue_by == "requeue" else "no-requeue", ""),
+        # With --sbatch=--requeue=expedite it is there already.
+        *([] if continues in dict(pairs) else [(continues, "")]),
         ("signal", f"B:USR2@{warn_s}"),
     ]
 

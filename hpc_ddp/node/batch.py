@@ -318,6 +318,13 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict
 
 def main(argv: list[str]) -> int:
     environ = dict(os.environ)
+    code = _call(argv, environ)
+    if code and argv in (["begin"], ["verdict"]):  # the batch shell ends with it
+        continuation.end_as_failed(environ)
+    return code
+
+
+def _call(argv: list[str], environ: dict[str, str]) -> int:
     try:
         match argv:
             case ["begin"]:

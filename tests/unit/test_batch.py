@@ -555,6 +555,31 @@ def test_each_call_of_the_batch_script(
     assert capsys.readouterr().out == "exit 0\n"
 
 
+@pytest.mark.parametrize(
+    ("expedited", "code", "updates"),
+    [("Yes", 3, [["update", "JobId=7", "Requeue=0"]]), ("No", 3, []), ("Yes", 0, [])],
+)
+def test_an_expedited_job_that_is_given_up_fails(
+    controller: Slurm,
+    run: RunFolder,
+    call: Callable[..., int],
+    printed: list[str],
+    expedited: str,
+    code: int,
+    updates: list[list[str]],
+) -> None:
+    """Slurm would hold it in the queue for an exit code other than 0."""
+    controller.answer("scontrol", f"{shown()}   ExpeditedRequeue={expedited}\n")
+    assert call("begin") == 0
+    if not code:
+        run.journal("rank-0", 0).write("finished", step=1)
+    failures = [{"rank": 0, "code": 3, "time": 1, "error": ""}] if code else []
+    for node in ("n1", "n2"):
+        _record(run.attempt(0), node, code=code, failures=failures)
+    assert call("verdict") == code
+    assert [words for words in controller.calls("scontrol") if words[0] == "update"] == updates
+
+
 def test_what_can_not_be_done_is_said(
     controller: Slurm, run: RunFolder, call: Callable[..., int], printed: list[str]
 ) -> None:

@@ -167,6 +167,14 @@ def test_options_of_srun_stand_before_the_command(tmp_path: Path) -> None:
     assert words.index("--comment=a b") < words.index("supervisor")
 
 
+def test_an_expedited_requeue_stays_one() -> None:
+    """Of an option that stands twice sbatch takes the last."""
+    header = _render(sbatch=("--requeue=expedite",)).header
+    assert [value for name, value in header if name == "requeue"] == ["expedite"]
+    chain = _render(sbatch=("--requeue=expedite",), continue_by="resubmit").header
+    assert chain.index(("no-requeue", "")) > chain.index(("requeue", "expedite"))
+
+
 def test_a_line_break_in_a_directive_is_refused() -> None:
     with pytest.raises(UsageError, match="#SBATCH"):
         _render(account="a\n#SBATCH --uid=0")
