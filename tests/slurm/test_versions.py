@@ -204,6 +204,6 @@ def test_expedited(expedited: None, hpc: Hpc, cluster: Cluster, tmp_path: Path) 
     assert given_up.end() == "FAILED", given_up.output()
     held = hpc.submit(*words, "--setup=exit 7", str(SCRIPTS / "light.py"), ".")
     held.until(lambda: "REQUEUE_HOLD" in cluster.run("squeue", "--format=%T").stdout, "held")
-    assert "Slurm keeps it in the queue, held" in hpc("explain", held.id).stdout
+    assert "scontrol release" in hpc("explain", held.id).stdout
     hpc("cancel", held.id)
     assert held.end() == "CANCELLED"
