@@ -25,6 +25,7 @@ COMMANDS = {
     **dict.fromkeys(("attach", "tensorboard", "clean", "completion"), "handy"),
     "report": "report",
     "site": "site",
+    "trust": "trust",
 }
 
 

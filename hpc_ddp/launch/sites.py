@@ -116,6 +116,7 @@ def write(home: Path, name: str, text: str, force: bool) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+        path.chmod(0o644)  # whatever the umask: what others can write is not used
     except OSError as error:
         raise HpcDdpError(
             f"{path} can't be written: {error.strerror}", hint="hpc-ddp site detect --print"

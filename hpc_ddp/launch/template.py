@@ -16,6 +16,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.lexer import Token, TokenStream
 
+from hpc_ddp.launch import trust
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError, closest
 
@@ -254,6 +255,16 @@ class _Environment(jinja2.Environment):
     marker: Marker
 
 
+class _TrustedLoader(jinja2.FileSystemLoader):
+    """Loads the user's templates: the one that is named, and all that it extends and includes."""
+
+    def get_source(
+        self, environment: jinja2.Environment, template: str
+    ) -> tuple[str, str, Callable[[], bool]]:
+        _, file, is_current = super().get_source(environment, template)
+        return trust.read(Path(file)).decode(), file, is_current
+
+
 class _Marking(Extension):
     """Puts marks around the blocks of each template, as if they stood in its file."""
 
@@ -282,7 +293,7 @@ def _environment(beside: Path | None) -> _Environment:
     """
     loaders: list[jinja2.BaseLoader] = [jinja2.FileSystemLoader(folder("templates"))]
     if beside:  # what it includes, and itself by its whole path
-        loaders += [jinja2.FileSystemLoader(beside), jinja2.FileSystemLoader("/")]
+        loaders.append(_TrustedLoader([beside, "/"]))
     environment = _Environment(
         loader=jinja2.ChoiceLoader(loaders),
         undefined=jinja2.StrictUndefined,
