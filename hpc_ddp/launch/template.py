@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.lexer import Token, TokenStream
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpc_ddp.launch import trust
 from hpc_ddp.launch.resources import folder
@@ -115,6 +117,10 @@ def _told(error: Exception) -> str:
         return f"there is no template {error.name!r}; accepted: {BASE!r}, or a file beside this one"
     if isinstance(error, RecursionError):
         return "it extends or includes itself without end"
+    if isinstance(error, SecurityError):
+        return (
+            f"{str(error.message).rstrip('.')}: a template only reads the values that it is given"
+        )
     if isinstance(error, jinja2.TemplateError):
         return str(error.message)
     return f"{type(error).__name__}: {error}"
@@ -251,7 +257,9 @@ def _source(environment: jinja2.Environment, name: str) -> tuple[str, str | None
     return environment.loader.get_source(environment, name)
 
 
-class _Environment(jinja2.Environment):
+class _Environment(ImmutableSandboxedEnvironment):
+    """A second wall behind `trust`: at its rendering a template can run nothing."""
+
     marker: Marker
 
 

@@ -169,3 +169,15 @@ def test_a_file_that_a_group_can_write_says_chmod(
     assert f"hint: chmod go-w {settings}; or, as it is now: hpc-ddp trust" in done.stderr
     settings.chmod(0o644)
     assert hpc_ddp("render", "train.py").returncode == 0
+
+
+def test_an_accepted_template_runs_no_command_either(
+    project: Path, hpc_ddp: Cli, tmp_path: Path
+) -> None:
+    proof = tmp_path / "proof"
+    (project / "own.j2").write_text(RUNS_A_COMMAND.replace("PROOF", str(proof)))
+    done = hpc_ddp("render", "train.py")
+    assert not proof.exists()
+    assert done.returncode == 2
+    assert f"{project / 'own.j2'}, line 3: access to attribute '__init__'" in done.stderr
+    assert "Traceback" not in done.stderr
