@@ -181,3 +181,74 @@ def test_an_accepted_template_runs_no_command_either(
     assert done.returncode == 2
     assert f"{project / 'own.j2'}, line 3: access to attribute '__init__'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def run(project: Path, hpc_ddp: Cli, tmp_path: Path) -> Path:
+    """A run whose Python is a script that leaves a file behind."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntouch {tmp_path / 'proof'}\n")
+    python.chmod(0o755)
+    done = hpc_ddp("render", "--launcher", "srun", "--python", str(python), "train.py")
+    path = done.stderr.partition("run: ")[2].splitlines()[0]
+    return Path(path)
+
+
+COMMANDS_THAT_EXECUTE = [
+    ["dry-run", "--run", "RUN"],
+    ["submit", "--backend", "local", "--run", "RUN"],
+    ["rerun", "--backend", "local", "RUN"],
+    ["rerun", "--backend", "local", "--same-code", "RUN"],
+    ["attach", "RUN"],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS_THAT_EXECUTE, ids=" ".join)
+def test_a_strangers_run_is_not_executed(
+    as_root: None, words: list[str], run: Path, hpc_ddp: Cli, tmp_path: Path
+) -> None:
+    give_away(run, *run.rglob("*"))
+    done = hpc_ddp(*(word.replace("RUN", str(run)) for word in words))
+    assert not (tmp_path / "proof").exists()
+    assert done.returncode == 2, done.stderr
+    assert f"nothing of run {run} is executed: {run} belongs to uid {STRANGER}" in done.stderr
+    assert "hint: submit the script yourself" in done.stderr
+
+
+def test_a_strangers_run_is_read(as_root: None, run: Path, hpc_ddp: Cli, tmp_path: Path) -> None:
+    give_away(run, *run.rglob("*"))
+    output = str(tmp_path / "page.html")
+    for words in (["status"], ["explain"], ["verify"], ["report", "-o", output]):
+        done = hpc_ddp(*words, str(run))
+        assert done.returncode == 0, done.stderr
+    assert hpc_ddp("logs", str(run)).stderr.count("error:") == 1  # it has printed nothing yet
+
+
+@pytest.mark.parametrize("part", ["lib/node.py", "lib/hpc_ddp/node", "code/0/train.py", "job.json"])
+@pytest.mark.parametrize("change", ["owner", "mode"])
+def test_a_part_of_a_run_that_others_may_have_written(
+    as_root: None, run: Path, hpc_ddp: Cli, part: str, change: str
+) -> None:
+    path = run / part
+    os.chown(path, STRANGER if change == "owner" else -1, STRANGER)
+    path.chmod(path.stat().st_mode | (0o020 if change == "mode" else 0))
+    assert hpc_ddp("dry-run", "--run", str(run)).returncode != 2  # others can't enter the folder
+    run.chmod(0o750)
+    done = hpc_ddp("dry-run", "--run", str(run))
+    assert done.returncode == 2, done.stderr
+    assert f"is executed: {path} " in done.stderr
+    assert ("hint: chmod -R go-w" in done.stderr) == (change == "mode")
+
+
+def test_a_folder_here_that_is_a_strangers_run(
+    as_root: None, run: Path, project: Path, hpc_ddp: Cli, tmp_path: Path
+) -> None:
+    """It comes before the user's run of that name, and so is refused in place of being started."""
+    planted = project / "mine" / "train"
+    run.rename(planted)
+    assert hpc_ddp("render", "train.py").returncode == 0
+    give_away(planted)
+    done = hpc_ddp("rerun", "--backend", "local", "train")
+    assert done.returncode == 2
+    assert f"nothing of run {planted} is executed" in done.stderr
+    assert not (tmp_path / "proof").exists()
