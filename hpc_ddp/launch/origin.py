@@ -34,6 +34,7 @@ WHY = {
     "ntasks-per-node": "how many tasks srun starts",
     "output": "in the run's folder",
     "open-mode": "keeps the log over a requeue",
+    "comment": "finds its jobs in sacct",
     "run": "the run's folder",
     "code": "the snapshot of your code",
     "workdir": "where you called it",
