@@ -243,9 +243,12 @@ def plan(
     Raises
     ------
     UsageError
-        a variable is not set here, or the user's template is broken
+        a variable is not set here, the user's template is broken, or the job asks for more than
+        the operators' limits allow
     """
     _check_environment(spec)
+    if settings.limits:
+        settings.limits.check(spec)
     script = Path(spec.script)
     code = script.parent
     if like:
