@@ -160,8 +160,8 @@ def bundle(run: str, output: Path | None, runs_dir: str | None) -> None:
     """
     folder = find_run(folder_of(runs_dir), run)
     path = output or Path(f"hpc-ddp-{folder.id.replace('/', '-')}.tar.gz")
-    packed, left_out = report_bundle.write(folder, path)
-    for title, names in (("packed", packed), ("left out", left_out)):
+    entries, omissions = report_bundle.write(folder, path)
+    for title, names in (("packed", entries), ("left out", omissions)):
         say("\n  ".join([f"{title}:", *names]))
     click.echo(path.absolute())
 

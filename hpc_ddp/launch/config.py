@@ -106,8 +106,8 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
     site = next((layer.values["site"] for layer in layers if layer.values.get("site")), None)
     found = None if site else sites.recognised(home, os.environ)
     of_site = [_site_layer(path, home) for path in sites.files(found[0] if found else site, home)]
-    for_all = next((layer.path for layer in of_site if layer.kind == "operators"), None)
-    limits = operators.read_limits(for_all) if for_all else None
+    operators_file = next((layer.path for layer in of_site if layer.kind == "operators"), None)
+    limits = operators.read_limits(operators_file) if operators_file else None
     if limits:
         of_site.append(Layer("operators", limits.defaults, limits.path))
     chosen = {key: _first([*layers, *of_site], key) or "" for key in CHOICES}
@@ -170,8 +170,8 @@ def _over(layers: Sequence[Layer]) -> dict[str, Any]:
 def _site_layer(path: Path, home: Path) -> Layer:
     if path == operators.site_file(os.environ):
         return Layer("operators", _read_layer(path, (*sites.KEYS, "limits")), path)
-    is_own = path.parent == sites.own_folder(home)
-    return Layer("site" if is_own else "profile", _read_layer(path, sites.KEYS), path)
+    is_user_file = path.parent == sites.own_folder(home)
+    return Layer("site" if is_user_file else "profile", _read_layer(path, sites.KEYS), path)
 
 
 def _read_layer(path: Path, more_keys: Sequence[str] = ()) -> dict[str, Any]:

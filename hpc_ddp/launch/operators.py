@@ -23,12 +23,14 @@ DEFAULTS = ("max-requeues", "budget-gpu-hours")
 def comment_pairs(options: Sequence[str]) -> list[tuple[str, str]]:
     """Return the comment by which operators find the jobs of hpc-ddp, as options of sbatch.
 
-    None where the user has one, among the raw `options` or in sbatch's variable: some sites charge,
-    or decide, by a job's comment.
+    A comment of the user's, among the raw `options` or in sbatch's variable, is left alone: some
+    sites charge, or decide, by a job's comment.
     """
-    named = any(option.partition("=")[0] == "--comment" for option in options)
+    has_comment = any(option.partition("=")[0] == "--comment" for option in options)
     return (
-        [] if named or "SBATCH_COMMENT" in os.environ else [("comment", f"hpc-ddp/{__version__}")]
+        []
+        if has_comment or "SBATCH_COMMENT" in os.environ
+        else [("comment", f"hpc-ddp/{__version__}")]
     )
 
 

@@ -49,8 +49,8 @@ def files(site: str | None, home: Path) -> list[Path]:
             f"site {site!r} is unknown; accepted: {', '.join(known)}{closest(site, known)}",
             hint=f"describe it in {paths[0]}",
         )
-    for_all = operators.site_file(os.environ)
-    return [path for path in (paths[0], for_all, paths[1]) if path and path.is_file()]
+    operators_file = operators.site_file(os.environ)
+    return [path for path in (paths[0], operators_file, paths[1]) if path and path.is_file()]
 
 
 def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
@@ -94,8 +94,8 @@ def title(path: Path) -> str:
 def all_files(home: Path) -> list[Path]:
     """Return all site files, the user's own first."""
     own, shipped = (sorted(where.glob("*.toml")) for where in _folders(home))
-    for_all = operators.site_file(os.environ)
-    return [*own, *([for_all] if for_all else []), *shipped]
+    operators_file = operators.site_file(os.environ)
+    return [*own, *([operators_file] if operators_file else []), *shipped]
 
 
 def write(home: Path, name: str, text: str, force: bool) -> Path:

@@ -91,7 +91,8 @@ def _fault(path: Path, status: os.stat_result) -> str:
 
 
 def _key(path: Path) -> str:
-    return os.path.abspath(path)  # a link by its own name: what the file says is meant from there
+    # However the way to it is spelt; but a link by its own name: paths in it are meant from there.
+    return str(path.absolute().parent.resolve() / path.name)
 
 
 def _entry(content: bytes, status: os.stat_result) -> dict[str, Any]:

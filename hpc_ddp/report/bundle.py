@@ -40,8 +40,8 @@ class Redaction:
     """Replaces the values of a job's environment variables, and of what is named like a secret."""
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
-        exported = _EXPORT.findall("\n".join((*spec.setup, *spec.teardown)))
-        names = {*spec.env, *spec.env_names, *exported}
+        exports = _EXPORT.findall("\n".join((*spec.setup, *spec.teardown)))
+        names = {*spec.env, *spec.env_names, *exports}
         any_name = "|".join(map(re.escape, names)) or "(?!)"
         self._variable = re.compile(rf"(\b(?:{any_name})=){_LONG_VALUE}")
         # A log may show a secret that the job has from the user's shell, under whatever name.
@@ -99,22 +99,24 @@ def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
     """
     whole = RunFolder(run.whole)
     redaction = Redaction(JobSpec.from_json(whole.job_json.read_text()), os.environ)
-    known = (*JOB_FILES, *FOLDERS)
-    left_out = [f"{path.name} (by rule)" for path in whole.path.iterdir() if path.name not in known]
-    packed: list[str] = []
+    names = (*JOB_FILES, *FOLDERS)
+    omissions = [
+        f"{path.name} (by rule)" for path in whole.path.iterdir() if path.name not in names
+    ]
+    entries: list[str] = []
     size = 0
     with _create(output) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for name, text, note in _texts(run, left_out):
+        for name, text, note in _texts(run, omissions):
             content = redaction.clean(text, Path(name).suffix).encode(errors="replace")
             size += len(content)
             if size > TOTAL_BYTES:
-                left_out.append(f"{name} (beyond {TOTAL_BYTES >> 20} MiB in all)")
+                omissions.append(f"{name} (beyond {TOTAL_BYTES >> 20} MiB in all)")
                 continue
             entry = tarfile.TarInfo(f"hpc-ddp-{whole.id}/{name}")
             entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
             archive.addfile(entry, io.BytesIO(content))
-            packed.append(name + note)
-    return packed, sorted(left_out)
+            entries.append(name + note)
+    return entries, sorted(omissions)
 
 
 def _create(output: Path) -> IO[bytes]:
@@ -124,18 +126,18 @@ def _create(output: Path) -> IO[bytes]:
         raise UsageError(f"{output} exists; accepted: a new file", hint="-o OTHER.tar.gz") from None
 
 
-def _texts(run: RunFolder, left_out: list[str]) -> Iterator[tuple[str, str, str]]:
+def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str]]:
     """Yield name, content and a note of each entry, what matters most first."""
     yield "versions.txt", _versions(RunFolder(run.whole)), ""
     for job_id in run.job_ids(run.events())[-1:]:
         try:
             yield f"scontrol-{job_id}.txt", slurm.job_text(job_id), ""
         except HpcDdpError as error:
-            left_out.append(f"scontrol show job {job_id} ({error})")
+            omissions.append(f"scontrol show job {job_id} ({error})")
     for path in _files(run):
         name = str(path.relative_to(run.whole))
         if not stat.S_ISREG(path.lstat().st_mode) or path.name.startswith(BINARY):
-            left_out.append(f"{name} (no text)")
+            omissions.append(f"{name} (no text)")
             continue
         limit = TOTAL_BYTES if path.suffix == ".jsonl" else LOG_BYTES
         text, is_cut = _tail(path, limit)

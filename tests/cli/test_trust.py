@@ -252,3 +252,12 @@ def test_a_folder_here_that_is_a_strangers_run(
     assert done.returncode == 2
     assert f"nothing of run {planted} is executed" in done.stderr
     assert not (tmp_path / "proof").exists()
+
+
+def test_a_strangers_run_without_its_words_is_compared(
+    as_root: None, run: Path, hpc_ddp: Cli
+) -> None:
+    (run / "asked.json").write_text('{"options": {"script": "train.py"}}')
+    done = hpc_ddp("render", "--diff", str(run))
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.launch import trust
+from hpc_ddp.launch import sites, trust
 from hpc_ddp.report import board
 from hpc_ddp.run import ownership
 from hpc_ddp.run.errors import UsageError
@@ -143,3 +143,38 @@ def test_a_strangers_run_gives_no_python_to_tensorboard(
     with pytest.raises(UsageError, match=r"nothing of run .* is executed"):
         board.command(run)
     assert not proof.exists()
+
+
+def test_a_file_is_accepted_by_any_way_to_it(
+    as_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "project" / "hpc-ddp.toml"
+    path.parent.mkdir()
+    path.write_text("x")
+    os.chown(path, STRANGER, -1)
+    (tmp_path / "link").symlink_to(path.parent)
+    trust.accept(tmp_path / "link" / path.name)
+    assert trust.read(path) == b"x"
+
+
+def test_a_strangers_record_accepts_nothing(
+    as_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "hpc-ddp.toml"
+    path.write_text("x")
+    os.chown(path, STRANGER, -1)
+    trust.accept(path)
+    os.chown(tmp_path / trust.RECORD, STRANGER, -1)
+    with pytest.raises(UsageError, match=r"trusted.json is not used: it belongs to uid 54322"):
+        trust.read(path)
+
+
+def test_a_site_file_that_hpc_ddp_writes_is_used(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        path = sites.write(tmp_path, "ours", 'title = "Ours"\n', force=False)
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o644
