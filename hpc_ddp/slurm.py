@@ -435,6 +435,11 @@ def show_job(job_id: str) -> Job:
     return parse_job(_patiently(["scontrol", "show", "job", job_id]))
 
 
+def job_text(job_id: str) -> str:
+    """Return what ``scontrol show job`` prints; errors as `show_job` has them."""
+    return _run(["scontrol", "show", "job", job_id])
+
+
 def is_pending_or_running(job_id: str) -> bool:
     """Tell whether a job may still do something; False also where nobody can be asked."""
     try:

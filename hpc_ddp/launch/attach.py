@@ -11,6 +11,7 @@ from hpc_ddp.launch import container
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder
+from hpc_ddp.run.ownership import check_executable
 from hpc_ddp.run.spec import JobSpec
 
 # The first Python that runs there: this one, or the worker's; as the batch script has it.
@@ -39,10 +40,11 @@ def command(
     Raises
     ------
     UsageError
-        there is no such node or rank
+        there is no such node or rank, or the run is another user's
     HpcDdpError
         the run is not running
     """
+    check_executable(run)
     attempts = run.attempts()
     if not attempts:
         some = next((f"hpc-ddp attach {task.id}" for task in run.tasks()), None)

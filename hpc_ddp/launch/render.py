@@ -12,6 +12,7 @@ from typing import Any
 from hpc_ddp import __version__
 from hpc_ddp.launch import container, template
 from hpc_ddp.launch.fabric import fabric_env
+from hpc_ddp.launch.operators import comment_pairs
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec, directives, point_args
@@ -104,6 +105,7 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
         *([("ntasks-per-node", str(spec.tasks_per_node))] if isinstance(spec.nodes, int) else []),
         ("output", output),
         ("open-mode", "append"),
+        *comment_pairs((*spec.sbatch, *more)),
         *([("no-kill", "")] if spec.elastic else []),
         # With --sbatch=--requeue=expedite it is there already.
         *([] if continues in dict(pairs) else [(continues, "")]),

@@ -419,6 +419,9 @@ def link_job(job_id: str, run: RunFolder) -> None:
 def find_run(root: Path, text: str) -> RunFolder:
     """Return the run that a person means: a folder, a run id, a run's name (newest), a job id.
 
+    A folder in the working directory comes first, whichever user made it. It is read as data;
+    `ownership.check_executable` keeps what is in it from being started.
+
     Raises
     ------
     UsageError
