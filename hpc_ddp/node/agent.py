@@ -159,8 +159,8 @@ def sign_state(secret: bytes) -> None:
         stored = set_state(backend, signature(backend, state) + state, token)
         return stored and (*stored[:2], stored[0] == state)
 
-    Backend._decode_state = decode_signed  # type: ignore[method-assign]
-    Backend.set_state = set_signed  # type: ignore[method-assign]
+    Backend._decode_state = decode_signed  # type: ignore[method-assign,assignment]
+    Backend.set_state = set_signed  # type: ignore[method-assign,assignment]
 
 
 def read_options(options: list[str]) -> Any:

@@ -22,7 +22,7 @@ from hpc_ddp.run.spec import SECRET_NAME, JobSpec
 LOG_BYTES = 2**20  # of the end of each log
 TOTAL_BYTES = 100 * 2**20
 FOLDERS = ("journal", "logs")
-BINARY = ("flight-rank-",)
+LEFT_OUT = re.compile(r"flight-rank-.*|secret")  # no text; what an attempt's agents sign with
 JOB_FILES = ("job.json", "asked.json", "job.sbatch")
 REDACTED = "[redacted]"
 
@@ -136,7 +136,7 @@ def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str
             omissions.append(f"scontrol show job {job_id} ({error})")
     for path in _files(run):
         name = str(path.relative_to(run.whole))
-        if not stat.S_ISREG(path.lstat().st_mode) or path.name.startswith(BINARY):
+        if not stat.S_ISREG(path.lstat().st_mode) or LEFT_OUT.fullmatch(path.name):
             omissions.append(f"{name} (no text)")
             continue
         limit = TOTAL_BYTES if path.suffix == ".jsonl" else LOG_BYTES

@@ -16,6 +16,7 @@ from hpc_ddp.run import goodput, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, is_finished, last_event, read_briefly
+from hpc_ddp.run.ownership import check_executable
 from hpc_ddp.run.ranks import slow_rank
 from hpc_ddp.run.spec import JobSpec, parse_time
 
@@ -249,8 +250,10 @@ def cancel(run: RunFolder) -> None:
     Raises
     ------
     UsageError
-        it is finished: there is nothing to cancel
+        it is finished: there is nothing to cancel; or another user could have written which process
+        and which jobs are to end
     """
+    check_executable(run)
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.id}")
     jobs: list[str] = []

@@ -80,7 +80,8 @@ def run_fault(status: os.stat_result, uid: int) -> str:
 
 
 def check_executable(run: RunFolder) -> None:
-    """Refuse a run from whose stored files nothing may be started; everything may be read.
+    """Refuse a run of which nothing may be started, nor any process or job be signalled by what it
+    says; everything may be read.
 
     Raises
     ------
@@ -92,8 +93,8 @@ def check_executable(run: RunFolder) -> None:
     for path in _executed(run):
         if fault := run_fault(path.lstat(), uid):
             raise UsageError(
-                f"nothing of run {run.path} is executed: {path} {fault}; accepted: a run that is"
-                " yours, and that no other user can write",
+                f"run {run.path} can only be read: {path} {fault}; accepted: a run that is yours,"
+                " and that no other user can write",
                 hint=_hint(path, uid),
             )
 

@@ -55,6 +55,7 @@ def run(call: Cli) -> RunFolder:
     )
     node.joinpath("flight-rank-0").write_bytes(b"\x80pickle")
     node.joinpath("linked").symlink_to("/etc/hostname")
+    run.attempt(0).secret.write_bytes(b"attempt-secret")
     run.journal("submit").write("queued", job_id="7")
     run.journal("n1").write("fabric", name="x", env={"NCCL_NET": "journal-value"})
     (run.checkpoints / "step-1").mkdir()
@@ -87,6 +88,7 @@ def test_a_bundle_has_what_a_ticket_needs(call: Cli, run: RunFolder, tmp_path: P
         assert f"{line}\n" in done.stderr
     assert "  logs/attempt-0/n1/flight-rank-0 (no text)\n" in done.stderr
     assert "  logs/attempt-0/n1/linked (no text)\n" in done.stderr
+    assert "  logs/attempt-0/secret (no text)\n" in done.stderr
 
 
 def test_a_bundle_has_no_secret(call: Cli, run: RunFolder, tmp_path: Path) -> None:

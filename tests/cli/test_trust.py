@@ -200,6 +200,7 @@ COMMANDS_THAT_EXECUTE = [
     ["rerun", "--backend", "local", "RUN"],
     ["rerun", "--backend", "local", "--same-code", "RUN"],
     ["attach", "RUN"],
+    ["cancel", "RUN"],
 ]
 
 
@@ -211,7 +212,7 @@ def test_a_strangers_run_is_not_executed(
     done = hpc_ddp(*(word.replace("RUN", str(run)) for word in words))
     assert not (tmp_path / "proof").exists()
     assert done.returncode == 2, done.stderr
-    assert f"nothing of run {run} is executed: {run} belongs to uid {STRANGER}" in done.stderr
+    assert f"run {run} can only be read: {run} belongs to uid {STRANGER}" in done.stderr
     assert "hint: submit the script yourself" in done.stderr
 
 
@@ -236,7 +237,7 @@ def test_a_part_of_a_run_that_others_may_have_written(
     run.chmod(0o750)
     done = hpc_ddp("dry-run", "--run", str(run))
     assert done.returncode == 2, done.stderr
-    assert f"is executed: {path} " in done.stderr
+    assert f"can only be read: {path} " in done.stderr
     assert ("hint: chmod -R go-w" in done.stderr) == (change == "mode")
 
 
@@ -250,7 +251,7 @@ def test_a_folder_here_that_is_a_strangers_run(
     give_away(planted)
     done = hpc_ddp("rerun", "--backend", "local", "train")
     assert done.returncode == 2
-    assert f"nothing of run {planted} is executed" in done.stderr
+    assert f"run {planted} can only be read" in done.stderr
     assert not (tmp_path / "proof").exists()
 
 

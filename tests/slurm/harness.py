@@ -182,11 +182,15 @@ class Hpc:
         return done
 
     def submit(
-        self, *words: str, env: dict[str, str] | None = None, sets: Sequence[str] = ()
+        self,
+        *words: str,
+        env: dict[str, str] | None = None,
+        sets: Sequence[str] = (),
+        cwd: Path = REPO,
     ) -> Job:
         """Submit a job; a sweep, where `sets` has ``name=value,value``."""
         command = ("sweep", *(f"--set={each}" for each in sets)) if sets else ("submit",)
-        told = json.loads(self(*command, "--json", *words, env=env).stdout)
+        told = json.loads(self(*command, "--json", *words, env=env, cwd=cwd).stdout)
         return Job(self.cluster, told["job_id"], RunFolder(Path(told["run"])))
 
 

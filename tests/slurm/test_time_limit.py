@@ -61,3 +61,63 @@ def test_the_lead_is_learned(limited: dict[str, Job], walked: Job) -> None:
     assert min(event["write_s"] for event in job.events("checkpoint")) > 18  # the lead
     assert in_one_go(job)
     assert same_weights(job, walked)
+
+
+@pytest.fixture(scope="module")
+def changed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """Jobs of a minute, or of what an operator makes of it while they run; all at once."""
+    use(cluster)
+    cluster.reset()
+    folder = tmp_path_factory.mktemp("changed")
+    hpc = Hpc(cluster, folder)
+    limits = {"extended": "1", "shortened": "30", "teardown": "1"}
+    jobs = {}
+    for way, minutes in limits.items():
+        lines = 'teardown = ["sleep 1000"]\n' if way == "teardown" else ""
+        (folder / "hpc-ddp.toml").write_text(lines)
+        words = ("--time", minutes, *ONE_BY_TWO, str(WALK), "--step-seconds", "0.5")
+        jobs[way] = hpc.submit(*words, "--save-every-steps", "25", cwd=folder)
+    for way, minutes in (("extended", "5"), ("shortened", "1")):
+        jobs[way].at_step(1)
+        cluster.run("scontrol", "update", f"JobId={jobs[way].id}", f"TimeLimit={minutes}")
+    return jobs
+
+
+@pytest.mark.more
+@pytest.mark.row(
+    "a time limit that an operator extends while the job runs",
+    promise="the new limit is used: no stop at the old one",
+)
+def test_an_extended_limit_is_used(changed: dict[str, Job]) -> None:
+    job = changed["extended"]
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("finished", "none")]
+    event = job.events("finished")[0]
+    assert event["time"] - job.events("started")[0]["time"] > 60
+
+
+@pytest.mark.more
+@pytest.mark.row(
+    "a time limit that an operator shortens while the job runs",
+    promise="stops and saves before the new limit, and goes on at the next step",
+)
+def test_a_shortened_limit_is_respected(changed: dict[str, Job], walked: Job) -> None:
+    job = changed["shortened"]
+    assert job.end() == "COMPLETED", job.output()
+    assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
+    assert in_one_go(job)
+    assert same_weights(job, walked)
+
+
+@pytest.mark.more
+@pytest.mark.row(
+    "a teardown that takes longer than the time limit leaves",
+    promise="it is cut short, and the verdict comes",
+)
+def test_a_teardown_ends_with_the_time(changed: dict[str, Job], walked: Job) -> None:
+    job = changed["teardown"]
+    assert job.end() == "COMPLETED", job.output()
+    assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
+    assert "the teardown has 1 s: the job's time is nearly over" in job.output()
+    assert in_one_go(job)
+    assert same_weights(job, walked)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -260,10 +260,10 @@ def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DynamicRendezvo
 
     def make(address: str, nodes: int = 1) -> DynamicRendezvousHandler:
         port = stores[0].port if stores else 0
-        parameters: dict[str, Any] = {"backend": "c10d", "endpoint": f"127.0.0.1:{port}"}
-        parameters |= {"run_id": "7.0", "min_nodes": nodes, "max_nodes": nodes}
         parameters = RendezvousParameters(
-            **parameters, local_addr=address, is_host=not stores, read_timeout=60
+            *("c10d", f"127.0.0.1:{port}", "7.0", nodes, nodes, address),
+            is_host=not stores,
+            read_timeout=60,
         )
         backend, store = create_backend(parameters)
         stores.append(store)

@@ -140,7 +140,7 @@ def test_a_strangers_run_gives_no_python_to_tensorboard(
     assert board.command(run)[0] == str(python)
     proof.unlink()
     os.chown(run.path, STRANGER, -1)
-    with pytest.raises(UsageError, match=r"nothing of run .* is executed"):
+    with pytest.raises(UsageError, match=r"run .* can only be read: "):
         board.command(run)
     assert not proof.exists()
 
