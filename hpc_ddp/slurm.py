@@ -257,14 +257,15 @@ def exclude(job_id: str, nodes: Sequence[str]) -> None:
     _patiently(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
 
 
-def could_run(script: Path, *options: str) -> bool:
-    """Tell whether a script could ever start with these options; False without an answer."""
+def why_refused(script: Path, *options: str) -> str:
+    """Return why a script would never start with these options, or why Slurm gave no answer; ''
+    if it would."""
     try:
         env = submit_env(os.environ, _options_of(_text_of(script), options))
         _run(["sbatch", "--test-only", *options, str(script)], env=env)
-    except HpcDdpError:
-        return False
-    return True
+    except HpcDdpError as error:
+        return error.message
+    return ""
 
 
 @dataclass(frozen=True)

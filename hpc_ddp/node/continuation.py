@@ -232,8 +232,10 @@ def _kept_off(run: RunFolder, events: list[Event]) -> list[str]:
     nodes = [*theirs, *bad]
     if not bad:
         return []
-    if not slurm.could_run(RunFolder(run.whole).script, f"--exclude={','.join(nodes)}"):
-        say(f"not kept off, since too few other nodes are left: {', '.join(bad)}")
+    # Perhaps too few other nodes are left; perhaps compute nodes may not call sbatch here.
+    reason = slurm.why_refused(RunFolder(run.whole).script, f"--exclude={','.join(nodes)}")
+    if reason:
+        say(f"not kept off {', '.join(bad)}: {reason}")
         return []
     return nodes
 

@@ -437,7 +437,7 @@ def _blame(run: RunFolder, *nodes: str) -> None:
     [
         (60.0, None, True, "n2,n3", ["kept off for a day: n2, n3"]),
         (60.0, "n[8-9]", True, "n[8-9],n2,n3", ["kept off for a day: n[8-9], n2, n3"]),
-        (60.0, "n9", False, "n9", ["not kept off, since too few other nodes are left: n2, n3"]),
+        (60.0, "n9", False, "n9", ["not kept off n2, n3: sbatch refused: too few nodes"]),
         (KEPT_OFF_S, "n9", True, "n9", []),
         (KEPT_OFF_S, None, True, "", []),
     ],
@@ -460,7 +460,7 @@ def test_a_requeued_job_is_kept_off_bad_nodes(
         write_json(run.job_json, {"exclude": theirs})
     slurm_commands.answer("scontrol", SHOWN.format("RUNNING", 2))
     slurm_commands.answer("scontrol")
-    slurm_commands.answer("sbatch", code=int(not fits))
+    slurm_commands.answer("sbatch", err="too few nodes", code=int(not fits))
     assert end() == 0
     assert _changes(slurm_commands)[1:] == [["update", "JobId=7", f"ExcNodeList={kept_off}"]]
     assert printed == words

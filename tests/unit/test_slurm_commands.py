@@ -71,7 +71,7 @@ def test_what_is_asked_of_slurm(slurm_commands: Slurm, tmp_path: Path) -> None:
         slurm_commands.answer(command)
     slurm.requeue("7")
     slurm.exclude("7", ["n1", "n2"])
-    assert slurm.could_run(Path("job"), "--exclude=n1")
+    assert slurm.why_refused(Path("job"), "--exclude=n1") == ""
     slurm.cancel(["7", "8_1"])
     assert slurm_commands.calls("scontrol") == [
         ["requeue", "7"],
@@ -85,7 +85,7 @@ def test_what_is_asked_of_slurm(slurm_commands: Slurm, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ask", "nothing"),
     [
-        (lambda: slurm.could_run(Path("job")), False),
+        (lambda: slurm.why_refused(Path("job")), "sbatch refused: no answer is laid down for sbatch"),
         (lambda: slurm.is_pending_or_running("7"), False),
         (lambda: slurm.takes_option("sbatch", "gres"), False),
         (lambda: slurm.partitions(), []),
