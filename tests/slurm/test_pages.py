@@ -49,8 +49,8 @@ class Session:
         (folder / "home").mkdir()
         bin = folder / "bin"
         bin.mkdir()
-        (bin / "hpc-ddp").write_text(f'#!/bin/sh\nexec {sys.executable} -m hpc_ddp "$@"\n')
-        (bin / "hpc-ddp").chmod(0o755)
+        # Not `python -m hpc_ddp`, which would take the copy's own.
+        (bin / "hpc-ddp").symlink_to(Path(sys.executable).with_name("hpc-ddp"))
         (bin / "python").symlink_to(sys.executable)
         env = cluster.env() | {"HPC_DDP_RUNS": str(self.runs), "HOME": str(folder / "home")}
         env |= {"PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(REPO), "COLUMNS": "120"}

@@ -302,8 +302,9 @@ def test_without_any_python_the_job_says_what_it_has_tried(
         done = stage(python="/worker's/python")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "hpc-ddp: no Python of 3.10 or later runs on n1; tried: python3 and /login/python"
-        ' /worker\'s/python\nhpc-ddp: hint: --setup "module load python", or --python PATH\n'
+        "hpc-ddp: no Python of 3.10 or later runs on n1; tried: /login/python /worker's/python"
+        " python3 python3.14 python3.13 python3.12 python3.11 python3.10\n"
+        'hpc-ddp: hint: --setup "module load python", or --python PATH\n'
     )
 
 
