@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -33,6 +34,8 @@ from hpc_ddp.training.control import Control
 from hpc_ddp.training.pieces import Reader
 from hpc_ddp.training.state import joined
 from hpc_ddp.training.storage import Keep
+
+T = TypeVar("T")
 
 STATE = "state.pt"
 TRIES = 3  # failed saves in a row that end the run, if they are spread over as many seconds:
@@ -322,68 +325,109 @@ class Checkpoints:
     # -- restoring -------------------------------------------------------------------------
 
     def restore(self) -> Restored | None:
-        """Find the newest checkpoint that verifies and map it on the CPU; None when there is none.
+        """Open the newest checkpoint that verifies; None for a run that has never had one.
 
-        The ranks share the reading. What is passed over is named on stderr and in the journal,
-        and set aside as `.bad-`.
-        """
-        began = time.monotonic()
-        rank = self._control.rank
-        names: list[str] = []
-        if rank == 0:
-            # A disk that is gone for a moment must not look like a run without checkpoints.
-            patiently(self._run.checkpoints.stat)
-            storage.clear_drafts(self._run.checkpoints)
-            names = [path.name for path in checkpoints.candidates(self._run.checkpoints)]
-        names = self._control.from_first(names)
-        passed_over: list[str] = []
-        chosen = None
-        for folder in map(self._run.checkpoints.joinpath, names):
-            why = self._problem_of(folder)
-            if why is None:
-                chosen = folder
-                break
-            passed_over.append(f"{folder.name}: {why}")
-            if rank == 0:
-                self._set_aside(folder, why)
-        if rank == 0:
-            self._tell(chosen, passed_over, time.monotonic() - began)
-        if chosen is None:
-            return None
-        return self._open(chosen)
-
-    def load(self, step: int) -> Restored:
-        """Verify the checkpoint of a step and map it on the CPU.
+        The ranks share the reading. A damaged one is named on stderr and in the journal, and set
+        aside as `.bad-`.
 
         Raises
         ------
         HpcDdpError
-            it is not there, or damaged
+            a disk does not answer for a minute; or the run has had checkpoints, and none is good
+        """
+        began = time.monotonic()
+        names = self._from_first(self._find_names)
+        if self._control.rank == 0:
+            storage.clear_drafts(self._run.checkpoints)
+        passed_over: list[str] = []
+        chosen = None
+        for folder in map(self._run.checkpoints.joinpath, names):
+            damage = self._damage_of(folder)
+            if damage is None:
+                chosen = folder
+                break
+            passed_over.append(f"{folder.name}: {damage}")
+            if self._control.rank == 0:
+                self._set_aside(folder, damage)
+        if self._control.rank == 0:
+            self._report_restore(chosen, passed_over, time.monotonic() - began)
+        if chosen is None:
+            self._from_first(partial(self._refuse_step_0, passed_over))
+            return None
+        return self._open(chosen)
+
+    def load(self, step: int) -> Restored:
+        """Verify the checkpoint of a step and open it on the CPU.
+
+        Raises
+        ------
+        HpcDdpError
+            it is not there, or damaged, or can't be read
         """
         folder = self._run.checkpoints / f"step-{step}"
-        if problem := self._problem_of(folder):
-            raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {self._run.path}")
+        names = self._from_first(self._find_names)
+        damage = self._damage_of(folder) if folder.name in names else "it is not there"
+        if damage:
+            raise HpcDdpError(f"{folder}: {damage}", hint=f"hpc-ddp verify {self._run.path}")
         return self._open(folder)
+
+    def _find_names(self) -> list[str]:
+        """Return the names of what may be a checkpoint, newest first; on rank 0."""
+        # A disk that is gone for a moment must not look like a run without checkpoints.
+        folder = self._run.checkpoints
+        patiently(folder.stat)
+        return [path.name for path in patiently(partial(checkpoints.candidates, folder))]
+
+    def _refuse_step_0(self, damaged: list[str]) -> None:
+        """Raise an error on a run that has had checkpoints; on rank 0, which has no good one."""
+        if lost := damaged or checkpoints.lost(self._run):
+            raise HpcDdpError(
+                f"{self._run.path} has no good checkpoint any more, and does not begin at step 0"
+                f" by itself: {'; '.join(lost)}",
+                hint="to begin at step 0, and keep what there is:"
+                f" {checkpoints.fresh_command(self._run)}",
+            )
+
+    def _from_first(self, act: Callable[[], T]) -> T:
+        """Return on all ranks what `act` returns on rank 0; its errors are raised on all."""
+        answer: Any = None
+        if self._control.rank == 0:
+            try:
+                answer = act()
+            except HpcDdpError as error:
+                answer = error
+            except OSError as error:
+                answer = _unreadable(self._run.checkpoints, error)
+        answer = self._control.from_first(answer)
+        if isinstance(answer, HpcDdpError):
+            raise answer
+        result: T = answer
+        return result
 
     def _open(self, folder: Path) -> Restored:
         rank, world_size = self._control.rank, self._control.world_size
-        shared, owns, reader = open_checkpoint(folder, rank, world_size)
+        try:
+            shared, owns, reader = open_checkpoint(folder, rank, world_size)
+        except OSError as error:
+            raise _unreadable(folder, error, rank) from error
         every = [owns[each] for each in sorted(owns)]
         return Restored(checkpoints.step_of(folder), shared, every, reader)
 
-    def _problem_of(self, folder: Path) -> str | None:
-        """Return why a checkpoint can't be trusted, None where it can; the same on all ranks."""
-        # Asked again after a "no", since it may have been the disk's and not the file's.
-        return self._verify(folder) and self._verify(folder)
+    def _damage_of(self, folder: Path) -> str | None:
+        """Return what is damaged in a checkpoint, None where nothing is; the same on all ranks."""
+        # Asked again after damage, since it may have been the disk's and not the file's.
+        return self._find_damage(folder) and self._find_damage(folder)
 
-    def _verify(self, folder: Path) -> str | None:
-        """Let the ranks verify a checkpoint together; all get the same answer."""
+    def _find_damage(self, folder: Path) -> str | None:
+        """Let the ranks verify a checkpoint together; all get the same answer, or error."""
         rank, world_size = self._control.rank, self._control.world_size
-        problems = self._control.to_first(checkpoints.verify(folder, rank, world_size))
-        if any(problems):
-            patiently(self._run.checkpoints.stat)
-        found: str | None = self._control.from_first(next(filter(None, problems), None))
-        return found
+        answer: str | HpcDdpError | None
+        try:
+            answer = patiently(partial(checkpoints.find_damage, folder, rank, world_size))
+        except OSError as error:
+            answer = _unreadable(folder, error, rank)
+        answers = self._control.to_first(answer)
+        return self._from_first(partial(_damage_in, answers))
 
     def _set_aside(self, folder: Path, why: str) -> None:
         try:
@@ -392,7 +436,7 @@ class Checkpoints:
             kept = f"{folder.name}: {error}"
         _say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {kept}")
 
-    def _tell(self, chosen: Path | None, passed_over: list[str], took: float) -> None:
+    def _report_restore(self, chosen: Path | None, passed_over: list[str], took: float) -> None:
         step = checkpoints.step_of(chosen) if chosen else 0
         if chosen or passed_over:
             self._journal.write(
@@ -400,8 +444,21 @@ class Checkpoints:
             )
         if chosen:
             _say(f"going on from step {step} of {self._run.path}")
-        elif passed_over:
-            _say("NO checkpoint of this run is good any more: it starts again from step 0")
+
+
+def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
+    """Return the first damage that a rank reports; an error comes first, and is raised."""
+    for answer in answers:
+        if isinstance(answer, HpcDdpError):
+            raise answer
+    return next((answer for answer in answers if isinstance(answer, str)), None)
+
+
+def _unreadable(folder: Path, error: OSError, rank: int = 0) -> HpcDdpError:
+    return HpcDdpError(
+        f"{folder} can't be read on rank {rank}, and was waited for: {error.strerror or error}",
+        hint="the checkpoint stays as it is: start the run again when the disk answers",
+    )
 
 
 def open_checkpoint(
@@ -442,7 +499,8 @@ def _dump(value: Mapping[str, Any]) -> bytes:
 
 def _load(path: Path) -> dict[str, Any]:
     # On the CPU, and never pickled code.
-    value: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    content = io.BytesIO(patiently(path.read_bytes))
+    value: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
     return value
 
 

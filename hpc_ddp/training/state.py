@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.pieces import OWN, Part, Reader, rows, shard, whole
+from hpc_ddp.training.pieces import OWN, Part, Reader, UnreadableError, rows, shard, whole
 from hpc_ddp.training.sharded import holds_first_copy, is_sharded, reshard
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
@@ -291,6 +291,8 @@ def put_back(
             else:
                 own = _tensors_of(each.state_dict(), name)
                 each.load_state_dict(_assemble(tree[name], name, reader, own=own))
+        except UnreadableError:
+            raise
         except HpcDdpError as error:
             raise _other(step, error.message) from None
         except (ValueError, RuntimeError, KeyError) as error:
@@ -300,7 +302,7 @@ def put_back(
 def _for_module(
     name: str, module: torch.nn.Module, tree: Mapping[str, Any], reader: Reader, stage: bool
 ) -> dict[str, Any]:
-    """Return what `module` loads; tensors may be views of the file, since it copies them."""
+    """Return what `module` loads."""
     here = {plain_name(key): (key, value) for key, value in module.state_dict().items()}
     found = [f"{key} is not in the checkpoint" for key in here if key not in tree]
     found += [f"{key} is not in the model" for key in tree if key not in here and not stage]
@@ -374,10 +376,10 @@ def _assemble(
     like: Mapping[str, torch.Tensor] = MappingProxyType({}),
     own: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Any:
-    """Undo `_take_apart`. Tensors are copies, since an object may keep what it is given; `like`
-    has those of which this rank wants a part, `own` those whose devices are to be had again."""
+    """Undo `_take_apart`. Tensors are new ones, which an object may keep; `like` has those of which
+    this rank wants a part, `own` those whose devices are to be had again."""
     if value == TENSOR and type(value) is str and where in reader:
-        tensor = reader.read(where, like.get(where)).clone()
+        tensor = reader.read(where, like.get(where))
         return tensor.to(own[where].device) if where in own else tensor
     if isinstance(value, dict):
         items = {k: _assemble(v, f"{where}.{k}", reader, like, own) for k, v in value.items()}

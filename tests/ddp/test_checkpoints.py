@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from hpc_ddp.run.checkpoints import health
+from hpc_ddp.run.checkpoints import health, set_aside
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.export import export
 from tests.skips import skip_or_fail
@@ -64,15 +64,21 @@ def test_damage_is_passed_over_loudly(make_crew: Callable[[str], Any]) -> None:
     assert left == ["step-20.bad-1", "step-24", "step-24.bad-1", "step-28", "step-30"]
 
 
-def test_with_nothing_good_left_it_starts_again(make_crew: Callable[[str], Any]) -> None:
+def test_with_nothing_good_left_it_begins_again_only_once_told(
+    make_crew: Callable[[str], Any],
+) -> None:
     whole = make_crew("whole")
     whole.go(1, *SMALL)
     crew = make_crew("damaged")
-    kill_in(crew, 7, *SMALL)
+    kill_in(crew, 7, *SMALL, ranks=2)
     (crew.run.checkpoints / "step-4" / "manifest.json").unlink()
-    output = crew.go(1, *SMALL)
-    assert "manifest.json is missing" in output
-    assert "starts again from step 0" in output
+    for problem in ("step-4: manifest.json is missing", "step-4.bad-1: it was found damaged"):
+        launch = crew.launch(2, *SMALL)
+        assert launch.wait() == [1, 1]
+        assert launch.output().count(f"does not begin at step 0 by itself: {problem}") == 2
+        assert "Traceback" not in launch.output()
+    set_aside(crew.run)
+    crew.go(1, *SMALL)
     assert crew.weights == whole.weights
 
 
@@ -135,6 +141,7 @@ def test_a_full_disk_is_survived_for_a_while(crew: Any, tiny_disk: Path) -> None
 
     for path in tiny_disk.iterdir():
         shutil.rmtree(path)
+    set_aside(crew.run)
     ballast.write_bytes(bytes(1_030_000))
     launch = crew.launch(2, *save, "--patience", "0")
     assert launch.wait() == [1, 1]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fakes import Clock, stop_clock
 
-from hpc_ddp.run import checkpoints
+from hpc_ddp.run import checkpoints, patience
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.training import checkpoint, randomness, storage
@@ -280,31 +280,36 @@ def test_a_run_without_checkpoints_begins(run: RunFolder, make: Make) -> None:
     assert _events(run, "restored") == []
 
 
-def _verify(monkeypatch: pytest.MonkeyPatch, *problems: str | None) -> list[str]:
-    """Have verifications give these answers in turn; return the folders that they were of."""
-    answers, names = iter(problems), []
+Finding = str | OSError | None
 
-    def verify(folder: Path, rank: int, world_size: int) -> str | None:
+
+def _find(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> list[str]:
+    """Have verifications end like this in turn; return the folders that they were of."""
+    answers, names = iter(findings), []
+
+    def find_damage(folder: Path, rank: int, world_size: int) -> str | None:
         names.append(folder.name)
         assert (rank, world_size) == (0, 1)
-        return next(answers)
+        finding = next(answers)
+        if isinstance(finding, OSError):
+            raise finding
+        return finding
 
-    monkeypatch.setattr(checkpoints, "verify", verify)
+    monkeypatch.setattr(checkpoints, "find_damage", find_damage)
     return names
 
 
 @pytest.mark.parametrize(
-    ("problems", "looks", "step", "left"),
+    ("findings", "looks", "step", "left"),
     [
         ((None,), ["step-2"], 2, ["step-1", "step-2"]),
-        (("a read error", None), ["step-2"] * 2, 2, ["step-1", "step-2"]),
+        (("a bad read", None), ["step-2"] * 2, 2, ["step-1", "step-2"]),
         (
             ("damaged", "damaged", None),
             ["step-2", "step-2", "step-1"],
             1,
             ["step-1", "step-2.bad-0"],
         ),
-        (("damaged",) * 4, ["step-2"] * 2 + ["step-1"] * 2, None, ["step-1.bad-0", "step-2.bad-0"]),
     ],
 )
 def test_a_bad_checkpoint_is_looked_at_twice_and_passed_over(
@@ -312,44 +317,77 @@ def test_a_bad_checkpoint_is_looked_at_twice_and_passed_over(
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    problems: tuple[str | None, ...],
+    findings: tuple[Finding, ...],
     looks: list[str],
-    step: int | None,
+    step: int,
     left: list[str],
 ) -> None:
     _save(make(), 1, 2)
-    names = _verify(monkeypatch, *problems)
+    names = _find(monkeypatch, *findings)
     restored = make().restore()
-    assert (restored.step if restored else None, names, _names(run)) == (step, looks, left)
+    assert restored is not None
+    assert (restored.step, names, _names(run)) == (step, looks, left)
     (event,) = _events(run, "restored")
     bad = [f"step-{2 - index}: damaged" for index in range(str(left).count("bad"))]
-    assert (event["step"], event["passed_over"]) == (step or 0, bad)
+    assert (event["step"], event["passed_over"]) == (step, bad)
     assert 0 <= event["restore_s"] < 60
     printed = capsys.readouterr().err
     assert printed.count("PASSED OVER the checkpoint step-") == len(bad)
-    assert ("going on from step" in printed) is (step is not None)
-    assert ("NO checkpoint of this run is good" in printed) is (step is None)
+    assert f"going on from step {step}" in printed
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither at once nor at the next attempt, until all of them have been set aside."""
+    _save(make(), 1, 2)
+    with monkeypatch.context() as patch:
+        _find(patch, *["damaged"] * 4)
+        with pytest.raises(HpcDdpError, match=r"no good checkpoint.*step-2: damaged; step-1: dam"):
+            make().restore()
+    assert capsys.readouterr().err.count("PASSED OVER the checkpoint step-") == 2
+    assert _names(run) == ["step-1.bad-0", "step-2.bad-0"]
+    (event,) = _events(run, "restored")
+    assert (event["step"], len(event["passed_over"])) == (0, 2)
+    with pytest.raises(HpcDdpError, match=r"step-2\.bad-0: it was found damaged") as caught:
+        make().restore()
+    assert caught.value.hint
+    assert caught.value.hint.endswith(f"mv {run.path} {run.path}-old")
+    assert checkpoints.set_aside(run) == run.checkpoints / "aside-0"
+    assert make().restore() is None
+    assert sorted(os.listdir(run.checkpoints / "aside-0")) == ["step-1.bad-0", "step-2.bad-0"]
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run: RunFolder, make: Make) -> None:
+    """As after the purge of a scratch."""
+    _save(make(), 7)
+    shutil.rmtree(run.checkpoints / "step-7")
+    with pytest.raises(HpcDdpError, match="step-7: it was saved, and is gone"):
+        make().restore()
+    assert checkpoints.set_aside(run) is None
+    run.claim_attempt({}, lambda info: False)
+    assert make().restore() is None
 
 
 def test_a_folder_that_can_only_be_read_is_passed_over(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _save(make(), 1)
-    _verify(monkeypatch, "damaged", "damaged")
+    _save(make(), 1, 2)
+    _find(monkeypatch, "damaged", "damaged", None)
 
     def refuse(folder: Path, kind: str, attempt: int) -> Path:
         raise OSError("Read-only file system")
 
     monkeypatch.setattr(storage, "set_aside", refuse)
-    assert make().restore() is None
-    assert "damaged; kept as step-1: Read-only file system" in capsys.readouterr().err
+    assert make().restore() is not None
+    assert "damaged; kept as step-2: Read-only file system" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_a_step_is_loaded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = make()
     _save(saver, 1, 2)
     assert saver.load(1).shared == {"tree": {"a": 1}}
-    with pytest.raises(HpcDdpError, match=r"step-7: manifest.json is missing") as caught:
+    with pytest.raises(HpcDdpError, match=r"step-7: it is not there") as caught:
         saver.load(7)
     assert "hpc-ddp verify" in str(caught.value.hint)
 
@@ -707,17 +745,57 @@ def test_rank_0_alone_removes_old_checkpoints(
     assert steps == removed
 
 
-@pytest.mark.parametrize(("problems", "waits"), [((None,), 1), (("a read error", None), 2)])
 def test_a_disk_that_is_away_is_waited_for(
-    make: Make, monkeypatch: pytest.MonkeyPatch, problems: tuple[str | None, ...], waits: int
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it looks for checkpoints, and before it takes one for damaged."""
+    _save(make(), 1, 2)
+    clock = stop_clock(monkeypatch, patience)
+    error = OSError(errno.EIO, "tensors-0.bin can't be read: Input/output error")
+    names = _find(monkeypatch, error, error, None)
+    restored = make().restore()
+    assert restored is not None
+    assert (restored.step, names, clock.slept) == (2, ["step-2"] * 3, [1, 1])
+
+
+def test_a_disk_that_stays_away_fails_the_attempt_and_costs_nothing(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No checkpoint is taken for damaged: the older one might come next, and then step 0."""
+    _save(make(), 1, 2)
+    clock = stop_clock(monkeypatch, patience)
+    names = _find(monkeypatch, *[OSError(errno.EIO, "Input/output error")] * 99)
+    with pytest.raises(HpcDdpError, match=r"step-2 can't be read on rank 0.*: Input/output error"):
+        make().restore()
+    assert sum(clock.slept) >= patience.PATIENCE_S
+    assert set(names) == {"step-2"}
+    assert _names(run) == ["step-1", "step-2"]
+
+
+def test_what_a_peer_can_not_read_fails_all_ranks(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = make()
+    _save(saver, 1)
+    peers: Any = saver._control
+    peers.peers = [HpcDdpError("step-1 can't be read on rank 1")]
+    _find(monkeypatch, "damaged")
+    with pytest.raises(HpcDdpError, match="can't be read on rank 1"):
+        saver.restore()
+    assert _names(run) == ["step-1"]
+
+
+def test_a_folder_of_checkpoints_that_is_away_is_no_run_without_any(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _save(make(), 1)
-    calls: list[Any] = []
-    monkeypatch.setattr(checkpoint, "patiently", calls.append)
-    _verify(monkeypatch, *problems)
-    assert make().restore() is not None
-    assert len(calls) == waits
+    stop_clock(monkeypatch, patience)
+
+    def fail(folder: Path) -> list[Path]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(checkpoints, "candidates", fail)
+    with pytest.raises(HpcDdpError, match=r"can't be read on rank 0.*Stale file handle"):
+        make().restore()
 
 
 def test_the_folder_of_a_save_may_be_there_or_its_parent_not(run: RunFolder, make: Make) -> None:
