@@ -15,9 +15,11 @@ from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training import devices, randomness, state
 from hpc_ddp.training.checkpoint import Checkpoints, Content
 from hpc_ddp.training.grid import Grid
+from hpc_ddp.training.inventory import inventory_of
 from hpc_ddp.training.order import Position, derive
 from hpc_ddp.training.pieces import Buffer, as_plain
-from hpc_ddp.training.state import layout_of, my_parts, unwrap
+from hpc_ddp.training.sharded import is_sharded
+from hpc_ddp.training.state import State, my_parts, unwrap
 
 RETRY_S = 1.0
 
@@ -69,7 +71,7 @@ class Keeper:
         """
         if self._objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
-        state.collect(objects)  # what can't be saved is said now
+        self._check(state.collect(objects).tensors)  # what can't be saved is refused now
         self._objects, self._data = dict(objects), dict(data)
         found = self._checkpoints.restore()
         if found is None:
@@ -90,6 +92,12 @@ class Keeper:
         # All ranks of a stream take up the same one, whichever of them wrote it.
         mine = (own for own in found.owns if own.get("stream", own["rank"]) == self._grid.stream)
         self._rng = next((own["rng"] for own in mine), None)
+
+    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse DTensors that are not sharded alike on all ranks, before the training."""
+        sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+        parts = my_parts(State(tensors=sharded), self._grid)
+        self._checkpoints.check(inventory_of(self._grid.pp_rank, sharded, parts))
 
     def start_random(self) -> None:
         """Give the generators the state of the checkpoint, or one of this rank's own.
@@ -125,7 +133,9 @@ class Keeper:
         if self._names_best:
             self.best.step = self._position.step
         found = state.collect(self._objects)
-        self._buffer.fill(my_parts(found, self._grid))
+        parts = my_parts(found, self._grid)
+        self._buffer.fill(parts)
+        inventory = inventory_of(self._grid.pp_rank, found.tensors, parts)
         guarded = found.trained if self._only_finite else ()
         shared = {
             **self._facts(),
@@ -150,8 +160,7 @@ class Keeper:
                 shared=shared,
                 own=own,
                 data=self._bytes,
-                layout=layout_of(found.tensors),
-                stage=self._grid.pp_rank,
+                inventory=lambda: inventory,
                 is_sound=partial(self._buffer.is_finite, guarded),
                 stall_s=time.monotonic() - began,
             )

@@ -6,7 +6,6 @@ trained under one wrapper is found again under another.
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
@@ -135,11 +134,6 @@ def my_parts(state: State, grid: Grid) -> dict[str, Part]:
         elif name in state.buffers:
             parts[f"{name}{OWN}{grid.rank}"] = whole(tensor)
     return {name: part for name, part in parts.items() if part.numbers.numel() or rank == 0}
-
-
-def layout_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return a sum of names and shapes: ranks that share a save must agree on them."""
-    return zlib.crc32(repr([(name, tuple(each.shape)) for name, each in tensors.items()]).encode())
 
 
 def joined(one: Any, other: Any, key: object = None) -> Any:

@@ -22,13 +22,15 @@ from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.training import checkpoint, randomness, storage
 from hpc_ddp.training import keeper as keeper_module
 from hpc_ddp.training.checkpoint import (
-    Answer,
     Checkpoints,
+    Claim,
     Content,
+    Failure,
     SupersededError,
     open_checkpoint,
 )
 from hpc_ddp.training.grid import Grid
+from hpc_ddp.training.inventory import Inventory
 from hpc_ddp.training.keeper import Keeper
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.storage import Keep
@@ -38,17 +40,24 @@ CPU = torch.device("cpu")
 
 
 class Alone:
-    """The talk of a world of one rank. `peers` are the answers of others, if there are some."""
+    """The talk of a world of one rank. `peers` are the answers of others, if there are some, and
+    `claims` what they are about to write; `inventories` come where these do not fit together."""
 
     rank, world_size = 0, 1
 
     def __init__(self) -> None:
         self.peers: list[Any] = []
+        self.claims: list[Any] = []
+        self.inventories: list[Inventory] = []
 
     def from_first(self, value: Any) -> Any:
         return value
 
     def to_first(self, value: Any) -> list[Any]:
+        if isinstance(value, Claim):
+            return [value, *(self.claims or [value] * len(self.peers))]
+        if isinstance(value, Inventory):
+            return [value, *self.inventories]
         return [value, *self.peers]
 
 
@@ -75,8 +84,8 @@ def make(run: RunFolder) -> Make:
 def _content(step: int, **values: Any) -> Content:
     fields: dict[str, Any] = {
         **{"facts": {"epoch": 1, "best": None}, "shared": {"tree": {"a": step}}},
-        **{"own": {"rank": 0, "pieces": {}}, "data": lambda: ([memoryview(b"")], 0.0), "layout": 7},
-        **{"stage": 0, "is_sound": lambda: True, "stall_s": 0.25},
+        **{"own": {"rank": 0, "pieces": {}}, "data": lambda: ([memoryview(b"")], 0.0)},
+        **{"inventory": lambda: Inventory(0, {}), "is_sound": lambda: True, "stall_s": 0.25},
     }
     return Content(step, **{**fields, **values})
 
@@ -219,13 +228,14 @@ def test_ranks_that_can_not_agree_have_failed_for_long(make: Make) -> None:
 def test_what_the_other_ranks_answer_counts(run: RunFolder, make: Make) -> None:
     background = Alone()
     saver = make(background=background)
-    background.peers = ["no such file"]
+    background.peers = [Failure(None, "no such file")]
     assert _save(saver, 1) == [False]
-    background.peers = [Answer(0, 8, {})]
+    background.peers = [{}]
+    background.claims = [Failure(None, "no copy")]
     assert _save(saver, 2) == [False]
     errors = [event["error"] for event in _events(run, "save_failed")]
-    assert errors == ["rank 1: no such file", "rank 1 has other tensors to save than rank 0"]
-    background.peers = [Answer(1, 8, {})]  # of another stage
+    assert errors == ["rank 1: no such file", "rank 1: no copy"]
+    background.claims = []
     assert _save(saver, 3) == [True]
     background.peers = ["unsound"]
     with pytest.raises(HpcDdpError, match="NaN"):
@@ -233,41 +243,90 @@ def test_what_the_other_ranks_answer_counts(run: RunFolder, make: Make) -> None:
     assert _names(run) == ["step-3"]
 
 
+def test_ranks_whose_tensors_do_not_fit_together_write_nothing(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *content: object) -> None:
+        raise AssertionError("it was written")
+
+    monkeypatch.setattr(storage, "write_file", refuse)
+    other = Inventory(0, {"model.w": (4,)}, {"model.w": 4})
+    background = Alone()
+    background.claims = [Claim(9, 1, other.digest)]
+    background.inventories = [other]
+    saver = make(background=background)
+    for _ in range(2):  # no later try ends otherwise
+        with pytest.raises(HpcDdpError, match=r"rank 1 has other tensors .* rank 0: model\.w"):
+            _save(saver, 1)
+    assert saver.failed
+    assert _names(run) == []
+    assert "model.w" in _events(run, "save_failed")[0]["error"]
+
+
 @pytest.mark.parametrize(
     ("error", "left"),
-    [(errno.ENOSPC, ["step-2", "step-3"]), (errno.EIO, ["step-1", "step-2", "step-3"])],
+    [
+        (errno.ENOSPC, ["step-1", "step-3", "step-4"]),
+        (errno.EDQUOT, ["step-1", "step-3", "step-4"]),
+        (errno.EIO, ["step-1", "step-2", "step-3", "step-4"]),
+    ],
 )
-def test_a_full_disk_costs_old_checkpoints(
-    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch, error: int, left: list[str]
+def test_a_full_disk_costs_old_checkpoints_and_no_milestone(
+    run: RunFolder, make: Make, error: int, left: list[str]
 ) -> None:
-    saver = make(Keep(9))
-    _save(saver, 1, 2, 3)
-
-    def full(path: Path, content: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(storage, "write_file", full)
-    assert _save(saver, 4) == [False]
+    """Whatever the system calls the error on the rank that it befalls."""
+    background = Alone()
+    saver = make(Keep(9, every=4), background)
+    _save(saver, 1, 2, 3, 4)
+    background.peers = [Failure(error, "Kein Platz")]
+    assert _save(saver, 5) == [False]
     assert _names(run) == left
 
 
-def test_space_is_looked_for_before_it_is_written(
-    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def space(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Have a disk of 9,600 bytes, on which a checkpoint takes 2,000; return what is asked for."""
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        storage, "check_space", lambda made, size, files: asked.append((size, files))
-    )
+
+    def check(made: Path, size: int, files: int) -> None:
+        asked.append((size, files))
+        if size + 2000 * len(checkpoints.published(made.parent)) > 9600:
+            raise OSError(errno.ENOSPC, f"No space left for {size} bytes")
+
+    monkeypatch.setattr(storage, "check_space", check)
+    return asked
+
+
+def test_room_is_made_before_it_is_written(
+    run: RunFolder, make: Make, space: list[tuple[int, int]]
+) -> None:
+    """Milestones and the two newest stay; where that is too much, the save is refused."""
     background = Alone()
-    background.world_size = 4
-    background.peers = [Answer(0, 7, {})] * 3
+    saver = make(Keep(9, every=3), background)
+    assert _save(saver, 1, 2, 3, 4) == [True] * 4
+    background.peers = [{}]
+    background.claims = [Claim(1000, 1, Inventory(0, {}).digest)]
+    assert _save(saver, 5) == [True]
+    assert _names(run) == ["step-1", "step-3", "step-4", "step-5"]
+    background.claims = [Claim(1500, 1, Inventory(0, {}).digest)]
+    assert _save(saver, 6) == [False]
+    assert "No space left for" in _events(run, "save_failed")[0]["error"]
+    assert _names(run) == ["step-1", "step-3", "step-4", "step-5"]
+
+
+def test_space_is_looked_for_once_and_for_what_ranks_really_write(
+    run: RunFolder, make: Make, space: list[tuple[int, int]]
+) -> None:
+    background = Alone()
+    background.peers = [{}] * 3
+    background.claims = [Claim(size, 2, Inventory(0, {}).digest) for size in (70, 0, 5)]
     own = {"rank": 0, "pieces": [("x", "uint8", (1000,), (0,), (1000,), 0)]}
     _save(make(background=background), 1, data=lambda: ([b"x" * 400, b"x" * 600], 0.5), own=own)
     folder = run.checkpoints / "step-1"
     size = sum(
         (folder / name).stat().st_size for name in ("rank-0.pt", "state.pt", "tensors-0.bin")
     )
-    assert asked == [(4 * size, 10)]
+    assert space == [(size + 75, 3 + 6 + 1)]
 
 
 # --- restoring -----------------------------------------------------------------------------
@@ -616,6 +675,8 @@ class Begun:
     def __init__(self) -> None:
         self.content: Content | None = None
 
+    def check(self, inventory: Inventory) -> None: ...
+
     def restore(self) -> None:
         return None
 
@@ -636,7 +697,7 @@ def test_the_first_rank_of_each_later_stage_tells_of_its_objects(rank: int, tell
     keeper.track({"count": Count()}, {})
     keeper.save()
     assert ("tree" in begun.content.own) is tells
-    assert begun.content.stage == rank // 2
+    assert begun.content.inventory().stage == rank // 2
 
 
 @pytest.mark.parametrize("only_finite", [True, False])
@@ -730,12 +791,13 @@ def test_rank_0_alone_removes_old_checkpoints(
         world_size = 2
 
         def from_first(self, value: Any) -> Any:
-            return (checkpoint._SAVED, None) if rank else value
+            return answers.pop(0) if rank else value
 
         def to_first(self, value: Any) -> list[Any]:
-            return [] if rank else [value, Answer(0, 7, {})]
+            return [] if rank else [value, value]
 
     Ranked.rank = rank
+    answers = [None, (checkpoint._SAVED, "")]
     steps: list[int] = []
     monkeypatch.setattr(storage, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
     saver = make(background=Ranked())

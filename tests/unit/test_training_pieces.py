@@ -515,9 +515,6 @@ def test_who_writes_what() -> None:
     ]
     assert sizes[0]["m.weight"] + sizes[1].get("m.weight", 0) == 4
     assert sizes[0].get("m.bias", 0) + sizes[1]["m.bias"] == 4
-    assert state.layout_of(result.tensors) != state.layout_of({"m.weight": torch.ones(4)})
-    assert state.layout_of({"a": torch.ones(4)}) == state.layout_of({"a": torch.zeros(4)})
-    assert state.layout_of({"a": torch.ones(4)}) != state.layout_of({"a": torch.ones(2, 2)})
 
 
 # --- pieces --------------------------------------------------------------------------------
