@@ -383,6 +383,11 @@ class Checkpoints:
             hint="lower the learning rate, or clip: run.update(optimizer, clip_norm=1.0)",
         )
 
+    def warn(self, text: str) -> None:
+        """Print a warning, on rank 0."""
+        if self._control.rank == 0:
+            _say(text)
+
     def agree(self, value: float) -> float:
         """Return rank 0's value on every rank."""
         agreed: float = self._control.from_first(value)

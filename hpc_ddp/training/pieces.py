@@ -123,7 +123,7 @@ class Buffer:
     def is_finite(self, names: Container[str]) -> bool:
         """Tell whether the numbers of these tensors are; takes about the time of reading them."""
         for piece, segments in zip(self.pieces, self._segments, strict=True):
-            if piece.name in names and not all(map(_is_finite, segments)):
+            if piece.name.partition(OWN)[0] in names and not all(map(_is_finite, segments)):
                 return False
         return True
 
@@ -242,12 +242,20 @@ class Reader:
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._pieces if OWN not in name)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._pieces
+    def __contains__(self, name: str) -> bool:
+        return self._key(name) in self._pieces
+
+    def is_of_other_ranks(self, name: str) -> bool:
+        """Tell whether each rank had a tensor of its own, and this one can't say which is its."""
+        return name not in self and any(key.startswith(f"{name}{OWN}") for key in self._pieces)
+
+    def _key(self, name: str) -> str:
+        own = f"{name}{OWN}{self._rank}"
+        return own if own in self._pieces else name
 
     def describe(self, name: str) -> torch.Tensor:
         """Return a tensor of the stored shape and type that holds nothing (on ``meta``)."""
-        _, piece = self._pieces[name][0]
+        _, piece = self._pieces[self._key(name)][0]
         return torch.empty(piece.shape, dtype=dtype_named(piece.dtype), device="meta")
 
     def read(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -262,10 +270,8 @@ class Reader:
         """
         if like is not None and is_sharded(like):
             return from_local(self._box(name, *local_box(like)), like)
-        own = f"{name}{OWN}{self._rank}"
-        name = own if own in self._pieces else name
         shape = tuple(self.describe(name).shape)
-        return self._box(name, (0,) * len(shape), shape)
+        return self._box(self._key(name), (0,) * len(shape), shape)
 
     def _box(self, name: str, start: Shape, size: Shape) -> torch.Tensor:
         """Return a box of a tensor, from all pieces that have some of it."""

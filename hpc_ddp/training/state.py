@@ -60,6 +60,11 @@ class State:
         those of them that the training changes
     buffers
         names of the modules' buffers, of which each rank may have its own: running means, say
+    own_tree
+        the state dicts of the objects that each rank has its own of
+    own
+        names of the tensors that other ranks can't do with: those of such objects, parameters that
+        DDP ignores, and an optimizer's state for these
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
@@ -67,10 +72,26 @@ class State:
     replicated: set[str] = field(default_factory=set)
     trained: set[str] = field(default_factory=set)
     buffers: set[str] = field(default_factory=set)
+    own_tree: dict[str, Any] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+
+    @property
+    def shared(self) -> dict[str, torch.Tensor]:
+        """The tensors that the ranks of a stage save together, by name."""
+        return {name: each for name, each in self.tensors.items() if name not in self.own}
+
+    @property
+    def equal(self) -> dict[str, torch.Tensor]:
+        """Of them those that are the same on all ranks, each as a whole."""
+        return {
+            name: tensor
+            for name, tensor in self.shared.items()
+            if name in self.replicated and not is_sharded(tensor)
+        }
 
 
-def collect(objects: Mapping[str, Any]) -> State:
-    """Return the state of each object by name.
+def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
+    """Return the state of each object by name; `per_rank` names those that ranks do not share.
 
     Raises
     ------
@@ -81,6 +102,7 @@ def collect(objects: Mapping[str, Any]) -> State:
         if isinstance(each, torch.nn.Module):
             reshard(each)
     labels = _labels(objects)
+    ignored = set(_ignored_by_ddp(objects))
     state = State()
     for name, wrapped in objects.items():
         each = unwrap(wrapped)
@@ -100,7 +122,13 @@ def collect(objects: Mapping[str, Any]) -> State:
                 known = state.trained if parameter.requires_grad else state.replicated
                 known.add(f"{name}.{plain_name(key)}")
             state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in each.named_buffers())
-        state.tree[name] = _take_apart(found, name, state.tensors)
+        tensors: dict[str, torch.Tensor] = {}
+        tree = state.own_tree if name in per_rank else state.tree
+        tree[name] = _take_apart(found, name, tensors)
+        state.tensors.update(tensors)
+        prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
+        own = {key for key in tensors if key in ignored or key.startswith(prefixes)}
+        state.own.update(key for key in own if not is_sharded(tensors[key]))
     state.replicated.update(state.trained)
     return state
 
@@ -109,15 +137,12 @@ def my_parts(state: State, grid: Grid) -> dict[str, Part]:
     """Return what a rank writes of the tensors, which have the same names on all of its stage.
 
     - sharded (FSDP2, tensor parallel): its own shard, where ranks hold the same the first of them
+    - what each rank has its own of: all of that
     - replicated: its share; the ranks' shares of all bytes together are equal, cut between rows
     - buffers: its own; a run on another number of ranks goes on from the first rank's
     - anything else: the first rank of the stage all of it
     """
-    shared = {
-        name: tensor.nbytes
-        for name, tensor in state.tensors.items()
-        if name in state.replicated and not is_sharded(tensor)
-    }
+    shared = {name: tensor.nbytes for name, tensor in state.equal.items()}
     rank, size = grid.stage_rank, grid.stage_size
     low, high = (sum(shared.values()) * r // size for r in (rank, rank + 1))
     parts: dict[str, Part] = {}
@@ -125,6 +150,8 @@ def my_parts(state: State, grid: Grid) -> dict[str, Part]:
         if is_sharded(tensor):
             if holds_first_copy(tensor, grid):
                 parts[name] = shard(tensor)
+        elif name in state.own:
+            parts[f"{name}{OWN}{grid.rank}"] = whole(tensor)
         elif length := shared.get(name):
             if part := rows(tensor, low, high):
                 parts[name] = part
@@ -133,7 +160,15 @@ def my_parts(state: State, grid: Grid) -> dict[str, Part]:
             parts[name] = whole(tensor)
         elif name in state.buffers:
             parts[f"{name}{OWN}{grid.rank}"] = whole(tensor)
-    return {name: part for name, part in parts.items() if part.numbers.numel() or rank == 0}
+    is_empty = {name: not part.numbers.numel() for name, part in parts.items()}
+    return {n: part for n, part in parts.items() if rank == 0 or OWN in n or not is_empty[n]}
+
+
+def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of tensors that DDP leaves to each rank: experts, parts of an embedding."""
+    for name, wrapped in objects.items():
+        for key in getattr(unwrap(wrapped), "_ddp_params_and_buffers_to_ignore", ()):
+            yield f"{name}.{plain_name(key)}"
 
 
 def joined(one: Any, other: Any, key: object = None) -> Any:
@@ -304,7 +339,9 @@ def _for_module(
         stored = f"{name}.{key}"
         mine = getattr(here[key][1], "shape", None)
         saved = reader.describe(stored).shape if stored in reader else None
-        if mine != saved:
+        if reader.is_of_other_ranks(stored):
+            found.append(f"{key} was each rank's own, of as many ranks as do not run here")
+        elif mine != saved:
             found.append(f"{key} is {_shape(mine)} here and {_shape(saved)} in the checkpoint")
     if found:
         more = f", and {len(found) - _SHOWN} more" if found[_SHOWN:] else ""

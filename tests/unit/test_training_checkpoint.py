@@ -674,6 +674,7 @@ class Begun:
 
     def __init__(self) -> None:
         self.content: Content | None = None
+        self.good = True
 
     def check(self, inventory: Inventory) -> None: ...
 
@@ -681,7 +682,7 @@ class Begun:
         return None
 
     def settle(self) -> bool:
-        return True
+        return self.good
 
     def begin(self, content: Content) -> None:
         self.content = content
@@ -698,6 +699,22 @@ def test_the_first_rank_of_each_later_stage_tells_of_its_objects(rank: int, tell
     keeper.save()
     assert ("tree" in begun.content.own) is tells
     assert begun.content.inventory().stage == rank // 2
+
+
+@pytest.mark.parametrize(("ranks", "names"), [(1, set()), (2, {"model.weight", "model.bias"})])
+def test_weights_are_compared_until_a_save_has_succeeded(ranks: int, names: set[str]) -> None:
+    begun: Any = Begun()
+    position = Position()
+    keeper = Keeper(begun, position, [CPU], 1, Grid(0, ranks), only_finite=True)
+    keeper.track({"model": torch.nn.Linear(2, 2)}, {})
+    compared = []
+    for good in (False, True, True):
+        keeper.save()
+        compared.append(begun.content.inventory().checksums.keys())
+        begun.good = good
+        position.step += 1
+        assert keeper.settle() is good
+    assert compared == [names, names, set()]
 
 
 @pytest.mark.parametrize("only_finite", [True, False])

@@ -6,8 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from hpc_ddp.training.inventory import Inventory, find_fault, fit_together, inventory_of
+from hpc_ddp.training.inventory import (
+    Inventory,
+    checksum,
+    find_fault,
+    fit_together,
+    inventory_of,
+    start_checksums,
+)
 from hpc_ddp.training.pieces import OWN, rows, whole
 
 SHAPES = {"m.weight": (4, 2), "m.bias": (4,), "m.steps": ()}
@@ -80,3 +88,39 @@ def test_an_inventory_counts_what_a_rank_shares_with_others() -> None:
     inventory = inventory_of(2, tensors, parts)
     shapes = {"m.weight": (4, 2), "m.mean": (3,)}
     assert inventory == Inventory(2, shapes, {"m.weight": 4}, {})
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(5, 3),
+        torch.tensor(2.5),
+        torch.randn(3).to(torch.bfloat16),
+        torch.tensor([True, False, True]),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(2, dtype=torch.complex64),
+        torch.randn(9).to(torch.float8_e4m3fn),
+        torch.randn(9)[1:],  # not at a multiple of eight bytes
+        torch.arange(7)[::2],
+        torch.randn(4, 3)[:1, 1],  # one number, in steps of three
+    ],
+    ids=lambda tensor: str(tensor.dtype),
+)
+def test_the_checksum_of_a_tensor_is_that_of_its_numbers(tensor: torch.Tensor) -> None:
+    assert checksum(tensor).item() == checksum(tensor.clone(memory_format=torch.preserve_format))
+    for place in {0, tensor.numel() - 1}:
+        other = tensor.clone(memory_format=torch.contiguous_format)
+        memory = other.view(-1).view(torch.uint8)
+        memory[place * other.element_size()] ^= 1
+        assert checksum(other).item() != checksum(tensor).item()
+    assert checksum(tensor[:0] if tensor.dim() else torch.empty(0)).item() == 0
+
+
+def test_checksums_are_of_the_moment_they_were_started_at() -> None:
+    weight = nn.Parameter(torch.ones(3, 3))
+    expected = {"a": checksum(torch.zeros(2)).item(), "w": checksum(torch.ones(3, 3)).item()}
+    wait = start_checksums({"w": weight, "a": torch.zeros(2)})
+    with torch.no_grad():
+        weight.zero_()
+    assert wait() == expected
+    assert start_checksums({})() == {}
