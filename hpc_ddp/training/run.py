@@ -473,6 +473,13 @@ class Run:
         data = {} if self._loader is None else self._loader.facts
         objects = {**objects, "_precision": self._parts.precision}
         self._parts.keeper.track(objects, data, per_rank)
+        if self.position.epoch_steps and self._loader is None and not per_rank:
+            self._say(
+                f"WARNING: the checkpoint is from epoch {self.position.epoch}, after"
+                f" {self.position.epoch_steps} of its steps, and the script has no run.loader: a"
+                " DataLoader begins the epoch again, and its first samples are seen twice; write"
+                " run.loader(dataset, batch_size) in place of DataLoader(dataset, …)"
+            )
         for each in objects.values():
             if isinstance(each, torch.optim.Optimizer):
                 step_apart(each)
@@ -504,7 +511,7 @@ class Run:
             self._parts.effort.step_begins()
             yield self.position.epoch
             self.position.epoch += 1
-            self.position.samples = 0
+            self.position.samples = self.position.epoch_steps = 0
             if self._loader is not None:
                 self._loader.share = None
             beat()
@@ -599,6 +606,7 @@ class Run:
         self._parts.effort.step_ends()
         self._parts.precision.end_step()
         self.position.step += 1
+        self.position.epoch_steps += 1
         self._parts.watchdog.step_done()
         values = {name: gathered(value) for name, value in values.items()}
         if self._check_values:

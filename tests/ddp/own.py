@@ -43,7 +43,8 @@ if args.way == "ignored":
 wrapped = model.to(run.device) if args.way == "local" else run.wrap(model)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 loader = Loader()
-run.track(model=wrapped, optimizer=optimizer, loader=loader, per_rank=args.per_rank)
+objects: dict[str, Any] = {"loader": loader} if "loader" in args.per_rank else {}
+run.track(model=wrapped, optimizer=optimizer, **objects, per_rank=args.per_rank)
 for _ in run.epochs(1):
     while run.position.step < args.steps:
         loader.draw()

@@ -285,3 +285,13 @@ def test_weights_that_differ_between_ranks_are_refused_at_the_first_save(crew: A
     assert "per_rank=('model', 'optimizer')" in launch.output()
     assert "Traceback" not in launch.output()
     assert not list(crew.run.checkpoints.iterdir())
+
+
+@pytest.mark.parametrize(("words", "warnings"), [((), 1), (PER_RANK, 0)])
+def test_a_loader_that_begins_the_epoch_again_is_warned_of(
+    crew: Any, words: tuple[str, ...], warnings: int
+) -> None:
+    output = crew.go(2, "loader", *words, script="own.py")
+    output += crew.go(2, "loader", *words, "--steps", "6", script="own.py")
+    warning = "WARNING: the checkpoint is from epoch 0, after 4 of its steps, and the script has no"
+    assert output.count(warning) == warnings

@@ -108,6 +108,10 @@ def test_batches_of_other_libraries_are_moved() -> None:
     assert sample.image.device == sample.boxes[0].device == meta
     assert (sample.name, sample.area) == ("n", 3)
     assert to_device(Sample, meta) is Sample
+    features = UserDict[str, Any]({"ids": [torch.ones(2)], "name": "n"})
+    moved = to_device(features, meta)
+    assert (type(moved), moved["ids"][0].device, moved["name"]) == (UserDict, meta, "n")
+    assert features["ids"][0].device == CPU
 
 
 def test_what_is_in_the_cpus_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
