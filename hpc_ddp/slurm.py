@@ -247,6 +247,11 @@ def requeue(job_id: str) -> None:
     _run(["scontrol", "requeue", job_id])
 
 
+def forbid_requeue(job_id: str) -> None:
+    """Have Slurm end a job when its batch script does, whatever the exit code."""
+    _patiently(["scontrol", "update", f"JobId={job_id}", "Requeue=0"])
+
+
 def exclude(job_id: str, nodes: Sequence[str]) -> None:
     """Keep a waiting job off some nodes; replaces what it was kept off before."""
     _patiently(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
@@ -396,7 +401,8 @@ class Job:
     """What ``scontrol show job`` says of a job; times in unix seconds.
 
     `preempted_at` is when a preemption began, or, without a grace time or after it, when it
-    ended the job.
+    ended the job. `expedited` is one of Slurm 25.11 and later with ``--requeue=expedite``: if its
+    batch script ends with a code other than 0, Slurm holds it in the queue as REQUEUE_HOLD.
     """
 
     state: str
@@ -404,6 +410,7 @@ class Job:
     restarts: int
     preempted_at: float | None
     end_time: float | None
+    expedited: bool = False
 
     @property
     def preempted(self) -> bool:
@@ -428,6 +435,11 @@ def show_job(job_id: str) -> Job:
     return parse_job(_patiently(["scontrol", "show", "job", job_id]))
 
 
+def job_text(job_id: str) -> str:
+    """Return what ``scontrol show job`` prints; errors as `show_job` has them."""
+    return _run(["scontrol", "show", "job", job_id])
+
+
 def is_pending_or_running(job_id: str) -> bool:
     """Tell whether a job may still do something; False also where nobody can be asked."""
     try:
@@ -446,9 +458,10 @@ def parse_job(text: str) -> Job:
     return Job(
         state=_state(value(r"^\s+JobState=(\S+)")),
         reason=value(r"^\s+JobState=\S+ Reason=(\S+)"),
-        restarts=int(value(r"^\s+Requeue=\d+ Restarts=(\d+)") or 0),
+        restarts=int(value(r"^\s+Requeue=\S+ Restarts=(\d+)") or 0),
         preempted_at=_unix(value(r"^\s+PreemptEligibleTime=\S+ PreemptTime=(\S+)")),
         end_time=_unix(end),
+        expedited=value(r"^\s+ExpeditedRequeue=(\S+)") == "Yes",
     )
 
 

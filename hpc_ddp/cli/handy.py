@@ -1,4 +1,4 @@
-"""What makes a day with runs easier: attach, tensorboard, clean, completion."""
+"""What makes a day with runs easier: attach, tensorboard, bundle, clean, completion."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -16,6 +17,7 @@ from hpc_ddp.cli import completing
 from hpc_ddp.cli.common import folder_of, folder_option, json_option, say
 from hpc_ddp.launch import attach as launch_attach
 from hpc_ddp.report import board
+from hpc_ddp.report import bundle as report_bundle
 from hpc_ddp.report import clean as report_clean
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import all_runs, find_run
@@ -137,6 +139,31 @@ def tensorboard(runs: Sequence[str], port: int | None, runs_dir: str | None) -> 
         click.echo(f"http://127.0.0.1:{here}/")
         say(f"{len(folders)} runs; from your laptop: {board.from_elsewhere(here)}")
         process.wait()
+
+
+@click.command()
+@click.argument("run")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where to write it (default: hpc-ddp-ID.tar.gz, here).",
+)
+@folder_option
+def bundle(run: str, output: Path | None, runs_dir: str | None) -> None:
+    """Pack what a support ticket needs of RUN into one archive, and print its path.
+
+    Journals, the end of each log, job and script, versions, and what Slurm says of the job. Values
+    of environment variables, and of what is named like a secret, are replaced; checkpoints and code
+    are left out. Look through it before you send it: a log may have printed anything.
+    """
+    folder = find_run(folder_of(runs_dir), run)
+    path = output or Path(f"hpc-ddp-{folder.id.replace('/', '-')}.tar.gz")
+    entries, omissions = report_bundle.write(folder, path)
+    for title, names in (("packed", entries), ("left out", omissions)):
+        say("\n  ".join([f"{title}:", *names]))
+    click.echo(path.absolute())
 
 
 @click.command()

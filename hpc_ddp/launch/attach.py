@@ -11,10 +11,16 @@ from hpc_ddp.launch import container
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder
+from hpc_ddp.run.ownership import check_executable
 from hpc_ddp.run.spec import JobSpec
 
-# The Python that runs here, where the node sees it, too; as the batch script has it.
-_PYTHON = 'python=$1; shift; [ -x "$python" ] || python=python3; exec "$python" "$@"'
+# The first Python that runs there: this one, or the worker's; as the batch script has it.
+_PYTHON = """\
+for python in "$1" "$2" python3; do
+    "$python" -E -s -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && break
+done
+shift 2
+exec "$python" -E -s "$@\""""
 
 
 def command(
@@ -34,10 +40,11 @@ def command(
     Raises
     ------
     UsageError
-        there is no such node or rank
+        there is no such node or rank, or the run is another user's
     HpcDdpError
         the run is not running
     """
+    check_executable(run)
     attempts = run.attempts()
     if not attempts:
         some = next((f"hpc-ddp attach {task.id}" for task in run.tasks()), None)
@@ -55,7 +62,7 @@ def command(
     # Another container of the same kind: what the worker's environment names is in there.
     entry = container.entry(spec, run.whole, run.whole / "code")
     inner = spec.container or spec.image
-    start = [spec.python] if inner else ["sh", "-c", _PYTHON, "sh", sys.executable]
+    start = [spec.python] if inner else ["sh", "-c", _PYTHON, "sh", sys.executable, spec.python]
     step = ["srun", f"--jobid={job_id}", "--overlap", f"--nodelist={pid_file.parent.name}"]
     step += ["--nodes=1", "--ntasks=1", *(["--pty"] if terminal else [])]
     return [*step, *entry.srun, *entry.command, *start, *inside]

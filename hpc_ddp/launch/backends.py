@@ -16,7 +16,7 @@ from typing import IO, Any, Protocol
 from hpc_ddp import slurm
 from hpc_ddp.launch import template
 from hpc_ddp.launch.prepare import Prepared
-from hpc_ddp.launch.render import job_env, node_command, srun_end
+from hpc_ddp.launch.render import job_env, node_command, step_options
 from hpc_ddp.run.accelerators import hiding_env
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job
@@ -194,7 +194,7 @@ class SubmititBackend(SlurmBackend):
                 "--open-mode=append",
                 f"--ntasks-per-node={spec.tasks_per_node}",
                 *(["--distribution=block"] if spec.launcher == "srun" else []),
-                *srun_end(spec),
+                *step_options(spec),
                 *spec.srun,
             ],
             additional_parameters=pairs,

@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, Literal
 
-from hpc_ddp.launch import sites
+from hpc_ddp.launch import operators, sites
 from hpc_ddp.launch.fabric import read_toml
 from hpc_ddp.run.errors import UsageError, closest
 from hpc_ddp.run.spec import JobSpec
@@ -44,9 +44,9 @@ def known_keys() -> list[str]:
 @dataclass(frozen=True)
 class Layer:
     """Values by key, and where they were said: the command line, or the file at `path`, which is a
-    project's, a user's own about a site, or a shipped profile."""
+    project's, a user's own about a site, the operators', or a shipped profile."""
 
-    kind: Literal["option", "project", "site", "profile"]
+    kind: Literal["option", "project", "site", "operators", "profile"]
     values: dict[str, Any]
     path: Path | None = None
 
@@ -55,12 +55,13 @@ class Layer:
 class Settings:
     """Merged values, by key, and the layers that they come from, the first to count first.
 
-    `recognised` names a site that nobody has named, and by what.
+    `recognised` names a site that nobody has named, and by what; `limits` are the operators'.
     """
 
     values: Mapping[str, Any]
     layers: Sequence[Layer] = ()
     recognised: str = ""
+    limits: operators.Limits | None = None
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
@@ -85,7 +86,8 @@ def find_project_file(start: Path) -> Path | None:
 
 
 def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
-    """Merge all layers; the first that has a key wins: option, project, own site file, profile.
+    """Merge all layers; the first that has a key wins: option, project, own site file, the
+    operators' site file, profile.
 
     `env` is merged name by name, and a site's `setup`, `sbatch` and `srun` come before the job's;
     all other values are taken whole. A file's tables for the job's partition and QOS come before
@@ -103,17 +105,18 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
         layers.append(Layer("project", _read_layer(project), project))
     site = next((layer.values["site"] for layer in layers if layer.values.get("site")), None)
     found = None if site else sites.recognised(home, os.environ)
-    of_site = [
-        Layer("site" if path.parent == sites.own_folder(home) else "profile", values, path)
-        for path in sites.files(found[0] if found else site, home)
-        for values in [_read_layer(path, sites.KEYS)]
-    ]
+    of_site = [_site_layer(path, home) for path in sites.files(found[0] if found else site, home)]
+    operators_file = next((layer.path for layer in of_site if layer.kind == "operators"), None)
+    limits = operators.read_limits(operators_file) if operators_file else None
+    if limits:
+        of_site.append(Layer("operators", limits.defaults, limits.path))
     chosen = {key: _first([*layers, *of_site], key) or "" for key in CHOICES}
     layers, of_site = _with_tables(layers, chosen), _with_tables(of_site, chosen)
     values = _merged(_over(layers), _over(of_site))
     if values.get("array") and _first(layers, "continue-by") is None:
         values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
-    return Settings(values, [*layers, *of_site], f"{found[0]} ({found[1]})" if found else "")
+    recognised = f"{found[0]} ({found[1]})" if found else ""
+    return Settings(values, [*layers, *of_site], recognised, limits)
 
 
 def _first(layers: Sequence[Layer], key: str) -> Any:
@@ -162,6 +165,13 @@ def _over(layers: Sequence[Layer]) -> dict[str, Any]:
         for key, value in each.values.items():
             values[key] = {**values.get(key, {}), **value} if key == "env" else value
     return values
+
+
+def _site_layer(path: Path, home: Path) -> Layer:
+    if path == operators.site_file(os.environ):
+        return Layer("operators", _read_layer(path, (*sites.KEYS, "limits")), path)
+    is_user_file = path.parent == sites.own_folder(home)
+    return Layer("site" if is_user_file else "profile", _read_layer(path, sites.KEYS), path)
 
 
 def _read_layer(path: Path, more_keys: Sequence[str] = ()) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Setting:
     """
 
     key: str
-    value: str | int
+    value: str | int | list[str]
     why: str
     when: tuple[str, str] | None = None
     sure: bool = True
@@ -288,7 +288,8 @@ def describe(facts: Facts, known: Collection[str] = ()) -> Site:
     """
     partitions = partitions_of(facts)
     threats = preempted(facts, partitions)
-    found = [*_chains(threats), *_requests(partitions), *_scratch(facts), *_tool(facts)]
+    found = [*_chains(threats), *_expedited(facts), *_requests(partitions), *_scratch(facts)]
+    found += _tool(facts)
     found = [each for each in [*_accounts(facts), *found] if each.key not in known]
     settings = [each for each in _default(partitions, found) if each.key not in known] + found
     tables = {("partition", p.name): str(p) for p in partitions}
@@ -361,6 +362,13 @@ def _chains(threats: Sequence[Preempted]) -> list[Setting]:
         for each in threats
         if "CANCEL" in each.mode
     ]
+
+
+def _expedited(facts: Facts) -> list[Setting]:
+    """Return what gives a requeued job the highest priority, at once (Slurm 25.11 and later)."""
+    if "enable_expedited_requeue" not in facts.value("SlurmctldParameters"):
+        return []
+    return [Setting("sbatch", ["--requeue=expedite"], "a requeued job comes first, without a wait")]
 
 
 def _requests(partitions: Sequence[Partition]) -> list[Setting]:
@@ -479,15 +487,25 @@ def _going_on(facts: Facts) -> list[str]:
             "JobRequeue=0 does no harm: jobs ask to be requeued (--requeue), and where that is"
             " refused go on as a new job."
         )
-    delay = re.search(r"cred_expire=(\d+)", facts.value("AuthInfo"))
-    wait_s = int(delay[1]) + 1 if delay else 121
-    found.append(f"A requeued job waits {wait_s} s before it may start again (cred_expire).")
+    found.append(_requeue_delay(facts))
     largest = facts.value("MaxArraySize")
     if largest == "0":
         found.append("There are no job arrays here, and so no sweeps (MaxArraySize=0).")
     elif largest.isdigit():
         found.append(f"A sweep can have {int(largest):,} points (MaxArraySize).")
     return found
+
+
+def _requeue_delay(facts: Facts) -> str:
+    """Say how long a requeued job waits: `requeue_delay` of Slurm 25.11 and later, or cred_expire
+    and a second."""
+    if _expedited(facts):
+        return "A requeued job may start again at once (--requeue=expedite)."
+    if delay := re.search(r"requeue_delay=(\d+)", facts.value("SchedulerParameters")):
+        return f"A requeued job waits {delay[1]} s before it may start again (requeue_delay)."
+    expiry = re.search(r"cred_expire=(\d+)", facts.value("AuthInfo"))
+    wait_s = int(expiry[1]) + 1 if expiry else 121
+    return f"A requeued job waits {wait_s} s before it may start again (cred_expire)."
 
 
 def _accounting(facts: Facts) -> list[str]:

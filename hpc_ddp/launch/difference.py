@@ -51,7 +51,7 @@ def since(run: RunFolder, options: Mapping[str, Any], cwd: Path, home: Path) -> 
         )
     asked = read_json(run.asked_json)
     if asked and not options.get("script"):  # else it is meant from here
-        cwd = Path(asked["cwd"])
+        cwd = Path(str(asked.get("cwd", cwd)))  # as data: it may be another user's run
     settings = config.load(prepare.over(asked.get("options", {}), options), cwd, home)
     prepared = prepare.plan(config.job_spec(settings, cwd), run, settings, is_new=False)
     code = None

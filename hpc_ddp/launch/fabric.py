@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.launch.resources import folder
+from hpc_ddp.launch import trust
+from hpc_ddp.launch.resources import folder, is_shipped
 from hpc_ddp.run.errors import UsageError, closest
 
 if sys.version_info >= (3, 11):
@@ -21,10 +22,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises
     ------
     UsageError
-        it can't be read, or isn't TOML; the message has the line
+        it can't be read, or isn't TOML; the message has the line. Or it may not act for the user
+        (see `trust.read`)
     """
     try:
-        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes() if is_shipped(path) else trust.read(path)
+        values: dict[str, Any] = tomllib.loads(content.decode())
         return values
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} can't be read as TOML: {error}", hint=f"look at {path}") from None

@@ -34,11 +34,12 @@ WHY = {
     "ntasks-per-node": "how many tasks srun starts",
     "output": "in the run's folder",
     "open-mode": "keeps the log over a requeue",
+    "comment": "finds its jobs in squeue",
     "run": "the run's folder",
     "code": "the snapshot of your code",
     "workdir": "where you called it",
     "host_python": "the Python of hpc-ddp",
-    "srun_end": "a failed node ends the others",
+    "step_options": "how nodes end, and what they share",
     "torchrun_options": "found out in the job",
     "version": "what wrote this",
 }
@@ -51,9 +52,10 @@ _TYPED = {"script": "command line", "args": "command line", "sweep": "--set"}
 class Origin:
     """Where a line comes from.
 
-    `source` is option, project, site, profile, fabric, run (one that is gone on with), default,
-    template (the user's), submitit or hpc-ddp; `key` is the option's or the file's; `file` where
-    it was said; `block` the template's block for what is said nowhere else; `why` for hpc-ddp's.
+    `source` is option, project, site, operators, profile, fabric, run (one that is gone on with),
+    default, template (the user's), submitit or hpc-ddp; `key` is the option's or the file's; `file`
+    where it was said; `block` the template's block for what is said nowhere else; `why` for
+    hpc-ddp's.
     """
 
     source: str

@@ -19,6 +19,7 @@ from hpc_ddp.launch.render import Rendering
 from hpc_ddp.run import checkpoints, process
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder, read_json, write_json
+from hpc_ddp.run.ownership import check_executable
 from hpc_ddp.run.spec import JobSpec, array_indexes
 
 
@@ -90,8 +91,10 @@ def rerun(
     Raises
     ------
     UsageError
-        a change or an option is refused, or the code is not there any more
+        a change or an option is refused, the code is not there any more, or the run is another
+        user's
     """
+    check_executable(run)
     old = JobSpec.from_json(run.job_json.read_text())
     for name in changes:
         if name in old.sweep:
@@ -162,7 +165,7 @@ def continued_run(
     Raises
     ------
     UsageError
-        the run is finished, or an option is refused
+        the run is finished, or another user's, or an option is refused
     """
     return make(planned_continuation(run, options, settings, cwd), settings, cwd)
 
@@ -171,6 +174,7 @@ def planned_continuation(
     run: RunFolder, options: Mapping[str, Any], settings: Settings, cwd: Path
 ) -> Prepared:
     """Return what `continued_run` would make, and make nothing."""
+    check_executable(run)
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
     _check_idle(run)
@@ -239,9 +243,12 @@ def plan(
     Raises
     ------
     UsageError
-        a variable is not set here, or the user's template is broken
+        a variable is not set here, the user's template is broken, or the job asks for more than
+        the operators' limits allow
     """
     _check_environment(spec)
+    if settings.limits:
+        settings.limits.check(spec)
     script = Path(spec.script)
     code = script.parent
     if like:

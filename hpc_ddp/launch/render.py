@@ -12,6 +12,7 @@ from typing import Any
 from hpc_ddp import __version__
 from hpc_ddp.launch import container, template
 from hpc_ddp.launch.fabric import fabric_env
+from hpc_ddp.launch.operators import comment_pairs
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec, directives, point_args
@@ -19,7 +20,6 @@ from hpc_ddp.run.spec import JobSpec, directives, point_args
 # No limit on how long srun waits for the other nodes once the first has ended well: rank 0 may
 # evaluate and export for long. A site's own WaitTime would end it. Failed nodes end the others.
 WAIT_S = 0
-TEARDOWN_S = 300  # what a user's lines after the training may take
 
 # What torchrun is told; the variables are exported by `batch begin`, or by the local back-end.
 TORCHRUN_OPTIONS = (
@@ -31,7 +31,8 @@ TORCHRUN_OPTIONS = (
     "--rdzv-conf={conf}",
     "--max-restarts={restarts}",
 )
-RENDEZVOUS = "join_timeout=600,read_timeout=120"
+# A first node that imports torch from a cold disk is waited for as long as any other one.
+RENDEZVOUS = "join_timeout=600,read_timeout=600"
 # How long an elastic start waits for late nodes, in s; after a loss it is `agent.LAST_CALL_S`.
 LATE_S = 120
 
@@ -54,11 +55,17 @@ def torchrun_options(spec: JobSpec) -> list[str]:
     return [*(word.format(**values) for word in TORCHRUN_OPTIONS), *spec.torchrun]
 
 
-def srun_end(spec: JobSpec) -> list[str]:
-    """Return the options of srun that say what becomes of a step of which a node has ended."""
-    if spec.elastic:  # the supervisors end it, where it has to
-        return ["--kill-on-bad-exit=0", "--no-kill", f"--wait={WAIT_S}"]
-    return ["--kill-on-bad-exit=1", f"--wait={WAIT_S}"]
+def step_options(spec: JobSpec) -> list[str]:
+    """Return the options of srun for the step, beside its size.
+
+    It shares the job's CPUs with steps that run already (a `srun --pty bash`, a preflight whose
+    end Slurm is still cleaning up): else srun would wait for them without end. What srun tells an
+    MPI is for one task of a node, and must not reach all the workers that torchrun starts there.
+    """
+    # An elastic step is ended by the supervisors, where it has to be.
+    end = ["--kill-on-bad-exit=0", "--no-kill"] if spec.elastic else ["--kill-on-bad-exit=1"]
+    mpi = ["--mpi=none"] if spec.launcher == "torchrun" else []
+    return [*end, f"--wait={WAIT_S}", "--overlap", *mpi]
 
 
 def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]:
@@ -90,14 +97,18 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
     output = str(run.slurm_out).replace("%", "%%")
     if spec.array:
         output = f"{output.removesuffix('.out')}-%a.out"
+    pairs = directives(replace(spec, sbatch=(*spec.sbatch, *more)))
+    continues = "requeue" if spec.continue_by == "requeue" else "no-requeue"
     return [
-        *directives(replace(spec, sbatch=(*spec.sbatch, *more))),
+        *pairs,
         # Of a range Slurm would then give the least, since it counts tasks.
         *([("ntasks-per-node", str(spec.tasks_per_node))] if isinstance(spec.nodes, int) else []),
         ("output", output),
         ("open-mode", "append"),
+        *comment_pairs((*spec.sbatch, *more)),
         *([("no-kill", "")] if spec.elastic else []),
-        ("requeue" if spec.continue_by == "requeue" else "no-requeue", ""),
+        # With --sbatch=--requeue=expedite it is there already.
+        *([] if continues in dict(pairs) else [(continues, "")]),
         ("signal", f"B:USR2@{warn_s}"),
     ]
 
@@ -143,14 +154,13 @@ class Rendering:
             "workdir": spec.workdir,
             "setup": spec.setup,
             "teardown": spec.teardown,
-            "teardown_s": TEARDOWN_S,
             "host_python": sys.executable,
             "python": spec.python,
             "workers": spec.workers_per_node,
             "launcher": spec.launcher,
             "starter": spec.starter,
             "srun": (*spec.srun, *self.entry.srun),
-            "srun_end": srun_end(spec),
+            "step_options": step_options(spec),
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
             "args": spec.args,

@@ -2,15 +2,18 @@
 
 A site file has the keys of a project file, and two more: ``title``, and a table ``match`` of
 environment variables by which a login node of the site is known. Those of the user are in
-``~/.config/hpc-ddp``; they go over those of the same name in ``templates/sites``.
+``~/.config/hpc-ddp``; they go over those of the same name in ``templates/sites``. Between the two
+is the one that the cluster's operators have for all users (see `operators.site_file`).
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpc_ddp.launch import operators
 from hpc_ddp.launch.fabric import read_toml
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import HpcDdpError, UsageError, closest
@@ -28,7 +31,7 @@ def _folders(home: Path) -> tuple[Path, Path]:
 
 
 def files(site: str | None, home: Path) -> list[Path]:
-    """Return the files of a site: the user's own, then the shipped one.
+    """Return the files of a site: the user's own, the operators', then the shipped one.
 
     Without a name the user's ``site.toml`` is the site, where there is one.
 
@@ -46,7 +49,8 @@ def files(site: str | None, home: Path) -> list[Path]:
             f"site {site!r} is unknown; accepted: {', '.join(known)}{closest(site, known)}",
             hint=f"describe it in {paths[0]}",
         )
-    return there
+    operators_file = operators.site_file(os.environ)
+    return [path for path in (paths[0], operators_file, paths[1]) if path and path.is_file()]
 
 
 def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
@@ -89,7 +93,9 @@ def title(path: Path) -> str:
 
 def all_files(home: Path) -> list[Path]:
     """Return all site files, the user's own first."""
-    return [path for where in _folders(home) for path in sorted(where.glob("*.toml"))]
+    own, shipped = (sorted(where.glob("*.toml")) for where in _folders(home))
+    operators_file = operators.site_file(os.environ)
+    return [*own, *([operators_file] if operators_file else []), *shipped]
 
 
 def write(home: Path, name: str, text: str, force: bool) -> Path:
@@ -116,6 +122,7 @@ def write(home: Path, name: str, text: str, force: bool) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+        path.chmod(0o644)  # whatever the umask: what others can write is not used
     except OSError as error:
         raise HpcDdpError(
             f"{path} can't be written: {error.strerror}", hint="hpc-ddp site detect --print"

@@ -13,9 +13,12 @@ from typing import Any, TypeVar
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.lexer import Token, TokenStream
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from hpc_ddp.launch import trust
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError, closest
 
@@ -114,6 +117,10 @@ def _told(error: Exception) -> str:
         return f"there is no template {error.name!r}; accepted: {BASE!r}, or a file beside this one"
     if isinstance(error, RecursionError):
         return "it extends or includes itself without end"
+    if isinstance(error, SecurityError):
+        return (
+            f"{str(error.message).rstrip('.')}: a template only reads the values that it is given"
+        )
     if isinstance(error, jinja2.TemplateError):
         return str(error.message)
     return f"{type(error).__name__}: {error}"
@@ -250,8 +257,20 @@ def _source(environment: jinja2.Environment, name: str) -> tuple[str, str | None
     return environment.loader.get_source(environment, name)
 
 
-class _Environment(jinja2.Environment):
+class _Environment(ImmutableSandboxedEnvironment):
+    """A second wall behind `trust`: at its rendering a template can run nothing."""
+
     marker: Marker
+
+
+class _TrustedLoader(jinja2.FileSystemLoader):
+    """Loads the user's templates: the one that is named, and all that it extends and includes."""
+
+    def get_source(
+        self, environment: jinja2.Environment, template: str
+    ) -> tuple[str, str, Callable[[], bool]]:
+        _, file, is_current = super().get_source(environment, template)
+        return trust.read(Path(file)).decode(), file, is_current
 
 
 class _Marking(Extension):
@@ -282,7 +301,7 @@ def _environment(beside: Path | None) -> _Environment:
     """
     loaders: list[jinja2.BaseLoader] = [jinja2.FileSystemLoader(folder("templates"))]
     if beside:  # what it includes, and itself by its whole path
-        loaders += [jinja2.FileSystemLoader(beside), jinja2.FileSystemLoader("/")]
+        loaders.append(_TrustedLoader([beside, "/"]))
     environment = _Environment(
         loader=jinja2.ChoiceLoader(loaders),
         undefined=jinja2.StrictUndefined,

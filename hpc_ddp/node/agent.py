@@ -13,6 +13,10 @@
 - With ``--nnodes=MIN:MAX`` a node that is gone without a word makes the others start again
   without it. torchrun drops it from the rendezvous after 15 s, but looks for new nodes only, so
   that workers whose peer has lost its link stay in their collective.
+- Ranks go by Slurm's order of the nodes, in which neighbours share switches and the first node,
+  with rank 0, hosts the store. torchrun sorts host names as text: node10 comes before node9.
+- The state of the rendezvous carries the attempt's signature. It is a pickle in a store that
+  whoever reaches the port may write to, and torchrun would load any.
 
 The only module of this room that imports torch: it runs in the worker's environment.
 """
@@ -20,18 +24,22 @@ The only module of this room that imports torch: it runs in the worker's environ
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import io
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from hpc_ddp.node.supervisor import split
+from hpc_ddp.node.supervisor import Place, split
 from hpc_ddp.node.worker import die_with_parent, started_by
 from hpc_ddp.run.folder import AttemptFolder, NodeFolder, read_word, write_json
+from hpc_ddp.run.patience import patiently
 
 # How long a start without a lost node waits for the rest of the others. They end their workers
 # first, which takes those that are torn down 2 s.
@@ -103,6 +111,58 @@ def count_the_lost() -> None:
     Handler.next_rendezvous = join_and_count  # type: ignore[method-assign]
 
 
+def rank_in_order(hosts: Sequence[str]) -> None:
+    """Have torchrun give ranks to nodes in the order of their `hosts`, as `--local-addr` has them.
+
+    torchrun sorts the participants by address at one place of this module, whose own `sorted`
+    takes the place of Python's there.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    places = {host: place for place, host in enumerate(hosts)}
+
+    def in_order(participants: Any) -> list[Any]:
+        return sorted(participants, key=lambda node: (places.get(node.addr, len(places)), node))
+
+    setattr(dynamic_rendezvous, "sorted", in_order)  # noqa: B010  # mypy knows of no such name
+
+
+def sign_state(secret: bytes) -> None:
+    """Have torchrun load a rendezvous state only if an agent that knows the secret has stored it.
+
+    In front of each state stands its HMAC-SHA256, over the rendezvous' key and the state. One that
+    somebody else has put there raises torchrun's `RendezvousStateError`, and ends the attempt.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousStateError
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+        C10dRendezvousBackend as Backend,
+    )
+
+    decode, set_state = Backend._decode_state, Backend.set_state
+
+    def signature(backend: Any, state: bytes) -> bytes:
+        return hmac.digest(secret, backend._key.encode() + b"\0" + state, hashlib.sha256)
+
+    def decode_signed(backend: Any, stored: bytes) -> Any:
+        decoded = decode(backend, stored)
+        if decoded is None:
+            return None
+        (content, token), size = decoded, hashlib.sha256().digest_size
+        state = content[size:]
+        if not hmac.compare_digest(content[:size], signature(backend, state)):
+            raise RendezvousStateError(
+                "the state of the rendezvous is not from this attempt: a stranger has written it"
+            )
+        return state, token
+
+    def set_signed(backend: Any, state: bytes, token: Any = None) -> Any:
+        stored = set_state(backend, signature(backend, state) + state, token)
+        return stored and (*stored[:2], stored[0] == state)
+
+    Backend._decode_state = decode_signed  # type: ignore[method-assign]
+    Backend.set_state = set_signed  # type: ignore[method-assign]
+
+
 def read_options(options: list[str]) -> Any:
     """Return torchrun's options as it reads them; raises ValueError with what it says of one."""
     from torch.distributed import run
@@ -116,7 +176,7 @@ def read_options(options: list[str]) -> Any:
         raise ValueError(said.getvalue().strip().rpartition("error: ")[2]) from None
 
 
-def launch(argv: list[str], node: NodeFolder) -> dict[str, Any] | None:
+def launch(argv: list[str], place: Place) -> dict[str, Any] | None:
     """Run torchrun; return None when all workers exited 0, else what went wrong."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -128,7 +188,9 @@ def launch(argv: list[str], node: NodeFolder) -> dict[str, Any] | None:
     args.training_script_args = escape(rest)
     config, command, command_args = run.config_from_args(args)
     ignore_sigterm()
-    end_when_told(node)
+    end_when_told(place.attempt.node(place.node))
+    rank_in_order([place.host_of(index) for index in range(len(place.nodes))])
+    sign_state(patiently(place.attempt.secret.read_bytes))
     if config.min_nodes < config.max_nodes:
         count_the_lost()
     if config.max_restarts:
@@ -152,7 +214,7 @@ def main(argv: list[str]) -> NoReturn:
     os.environ["HPC_DDP_AGENT_PID"] = str(os.getpid())
     folder = Path(os.environ["HPC_DDP_NODE_FOLDER"])
     try:
-        ended = launch(argv, NodeFolder(folder))
+        ended = launch(argv, Place.from_env(dict(os.environ)))
     except Exception as error:
         if "EADDRINUSE" in f"{error!r} {error.__cause__!r}":
             AttemptFolder(folder.parent).port_taken.touch()

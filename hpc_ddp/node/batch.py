@@ -1,13 +1,16 @@
 """What the batch shell asks for: the attempt's facts before the step, the verdict after it.
 
-``python <run>/lib/node.py batch begin | warned | interrupted | next-port | verdict``
+``python <run>/lib/node.py batch begin | watch | warned | interrupted | next-port | teardown-time
+| verdict``
 
 It runs on the first node, outside of any container, since scontrol is often missing inside.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shlex
 import socket
 import time
@@ -20,12 +23,18 @@ from hpc_ddp.node import continuation
 from hpc_ddp.node.continuation import ask, say
 from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.verdict import Facts, Verdict, decide, over_budget, silent_nodes
+from hpc_ddp.node.worker import die_with_parent
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job
 from hpc_ddp.run.journal import Event
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.run.spec import JobSpec
+
+ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again
+ASK_LEAST_S = 5.0
+TEARDOWN_S = 300.0  # what a user's lines after the training may take
+VERDICT_S = 20.0  # what is kept free for the verdict after them, and for their end
 
 # --- before the step -----------------------------------------------------------------------
 
@@ -61,13 +70,26 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
         link_job(job_id, run)
     if spec.continue_by == "resubmit":
         continuation.queue_next_link(run, attempt, environ)
+    cpus = least_cpus(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    if cpus < spec.workers_per_node:
+        say(
+            f"the job has {cpus} CPU(s) on a node, and {spec.workers_per_node} workers there, which"
+            f" will be slow; hint: --cpus-per-task {4 * spec.workers_per_node}"
+        )
     return {
         "HPC_DDP_RUN": str(run.path),
         "HPC_DDP_RESTARTS": str(restarts),
         "HPC_DDP_HEAD": reach(nodes, 0, spec.host_suffix),
         "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
+        "HPC_DDP_CPUS": str(cpus),
         **variables(attempt, nodes, job_id, job.end_time if job else None, spec),
     }
+
+
+def least_cpus(counts: str) -> int:
+    """Return the CPUs that the job has on its smallest node; `counts` is like ``72(x2),36``."""
+    by_node = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", counts)
+    return min((int(count) for count in by_node), default=1)
 
 
 def check_budget(run: RunFolder, spec: JobSpec) -> None:
@@ -155,11 +177,37 @@ def warned(environ: dict[str, str]) -> None:
     Slurm may send it up to a minute early, and at a preemption too where the site says so.
     """
     job = ask(environ["SLURM_JOB_ID"])
-    if job and job.end_time and not job.preempted:
-        warn_s = float(environ["HPC_DDP_WARN_S"] or 0)
-        time.sleep(max(0.0, job.end_time - warn_s - time.time()))
+    while job and job.end_time and not job.preempted and _warning_is_early(environ, job.end_time):
+        job = ask(environ["SLURM_JOB_ID"])
     preempted = job is not None and job.preempted
     attempt_of(environ).notice.write_text("preemption" if preempted else "warning signal")
+
+
+def watch(environ: dict[str, str]) -> None:
+    """Keep the end time that the nodes read as Slurm has it, until they are due to be warned.
+
+    An operator extends a limit, or shortens it; a job that was suspended ends later. Slurm is asked
+    more often towards the end: some 45 times in a day.
+    """
+    end_time = float(environ["HPC_DDP_END_TIME"] or 0)
+    while end_time and _warning_is_early(environ, end_time):
+        job = ask(environ["SLURM_JOB_ID"])
+        if job and job.preempted:
+            return  # the end time is now that of the grace time, which the supervisors know of
+        end_time = job.end_time or end_time if job else end_time
+
+
+def _warning_is_early(environ: dict[str, str], end_time: float) -> bool:
+    """Write the end time down, and tell whether the nodes are to be warned later; if so, let a part
+    of the time until then pass."""
+    if f"{end_time:.0f}" != environ["HPC_DDP_END_TIME"]:
+        with contextlib.suppress(OSError):  # the nodes go on with what they know
+            attempt_of(environ).end_time.write_text(f"{end_time:.0f}")
+    left_s = end_time - float(environ["HPC_DDP_WARN_S"] or 0) - time.time()
+    if left_s <= 0:
+        return False
+    time.sleep(min(left_s, max(ASK_LEAST_S, ASK_SHARE * left_s)))
+    return True
 
 
 def next_port(environ: dict[str, str]) -> int:
@@ -212,6 +260,17 @@ def judge(
     return facts, decided
 
 
+def teardown_time(environ: dict[str, str]) -> int:
+    """Return how many seconds the user's lines after the training may take: the job's time may be
+    over soon, and Slurm would end the batch shell, and with it the verdict."""
+    job = ask(environ["SLURM_JOB_ID"])
+    end_time = (job.end_time if job else None) or float(environ["HPC_DDP_END_TIME"] or "inf")
+    left_s = end_time - VERDICT_S - time.time()
+    if left_s < TEARDOWN_S:
+        say(f"the teardown has {max(1, int(left_s))} s: the job's time is nearly over")
+    return max(1, int(min(left_s, TEARDOWN_S)))
+
+
 def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
     """Return what a run with a budget has used; nobody asks without one."""
     return 0.0 if spec.budget_gpu_hours is None else run.gpu_hours(spec.gpus_in_use)
@@ -259,6 +318,13 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict
 
 def main(argv: list[str]) -> int:
     environ = dict(os.environ)
+    code = _call(argv, environ)
+    if code and argv in (["begin"], ["verdict"]):  # the batch shell ends with it
+        continuation.end_as_failed(environ)
+    return code
+
+
+def _call(argv: list[str], environ: dict[str, str]) -> int:
     try:
         match argv:
             case ["begin"]:
@@ -266,8 +332,11 @@ def main(argv: list[str]) -> int:
                 print("exit 0" if values is None else export_lines(values))
             case ["interrupted"]:
                 attempt_of(environ).notice.write_text("interrupted")
-            case ["warned"]:
-                warned(environ)
+            case ["warned" | "watch" as part]:
+                die_with_parent()  # the batch shell's end is theirs, also in an allocation
+                warned(environ) if part == "warned" else watch(environ)
+            case ["teardown-time"]:
+                print(teardown_time(environ))
             case ["next-port"]:
                 print(next_port(environ))
             case ["verdict"]:

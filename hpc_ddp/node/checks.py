@@ -16,6 +16,7 @@ asked    told                                                         then stage
 from __future__ import annotations
 
 import contextlib
+import hmac
 import ipaddress
 import json
 import os
@@ -233,7 +234,7 @@ class Listener:
     def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(LINK_S)
         with contextlib.suppress(OSError), peer, peer.makefile("rb") as lines:
-            if lines.readline(100).strip() != self._secret:
+            if not hmac.compare_digest(lines.readline(100).strip(), self._secret):
                 return
             peer.sendall(f"{self._node}\n".encode())
             lines.readline(1)
@@ -282,14 +283,22 @@ class Way:
     def __init__(self, place: Place, folder: Path, secret: str) -> None:
         self._place, self._folder, self._secret = place, folder, secret
         self._resolved: dict[str, str] = {}
+        self._failed_links: list[tuple[str, str, int]] = []  # node, address, port
 
     def look(self, ports: dict[str, int]) -> None:
-        """Look for all nodes that have a port, at once."""
+        """Look for all nodes that have a port, at once.
+
+        A link that fails is tried once more when the rest is through: a node that all others ask at
+        the same time, and that imports torch meanwhile, may be late with its first answer.
+        """
         with ThreadPoolExecutor(32) as pool:
             for index, node in enumerate(self._place.nodes):
                 pool.submit(self._name_and_link, node, self._place.host_of(index), ports.get(node))
             for node in ports:
                 pool.submit(self._disk, node)
+        with ThreadPoolExecutor(32) as pool:
+            for link in self._failed_links:
+                pool.submit(self._link_again, *link)
         if not self._place.is_local:
             self._reverse()
 
@@ -310,14 +319,22 @@ class Way:
         if own or port is None:
             return
         try:
-            ahead = reach(node, found[0], port, self._secret)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            why = f"no way from here to {node} ({found[0]}): {reason}"
-            tell(pair=node, check="link", why=why, address=found[0])
-            return
+            self._link(node, found[0], port)
+        except (OSError, ValueError):
+            self._failed_links.append((node, found[0], port))
+
+    def _link(self, node: str, address: str, port: int) -> None:
+        ahead = reach(node, address, port, self._secret)
         if node == self._place.nodes[0]:
             tell(values={"clock_s": round(-ahead, 3)})
+
+    def _link_again(self, node: str, address: str, port: int) -> None:
+        try:
+            self._link(node, address, port)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            why = f"no way from here to {node} ({address}): {reason}"
+            tell(pair=node, check="link", why=why, address=address)
 
     def _disk(self, node: str) -> None:
         end = time.monotonic() + VISIBLE_S

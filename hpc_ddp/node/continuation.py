@@ -171,6 +171,19 @@ def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -
     return 0
 
 
+def end_as_failed(environ: dict[str, str]) -> None:
+    """See that the job ends as failed: Slurm would hold an expedited one in the queue instead."""
+    if "HPC_DDP_INTERACTIVE" in environ:
+        return
+    job_id = own_id(environ)
+    job = ask(job_id)
+    if job and job.expedited:
+        try:
+            slurm.forbid_requeue(job_id)
+        except HpcDdpError as error:
+            say(f"{error.message}; Slurm may hold the job now: hpc-ddp cancel ends it")
+
+
 def _left_to_the_user(run: RunFolder) -> int:
     say(f"could not be requeued; go on with: hpc-ddp submit --run {_quoted(run)}")
     return CAN_GO_ON

@@ -36,7 +36,8 @@ from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder, read_word
 from hpc_ddp.run.spec import JobSpec
 
-# How long a stage may take, in seconds. All but the import take less than two on healthy nodes.
+# How long a stage may take after the last node that has come to it, in seconds. All but the import
+# take less than two on healthy nodes; where many are busy, they come one after the other.
 STAGE_S = {"hello": 40.0, "checked": 40.0, "imported": 300.0}
 EXCHANGE_S = 60.0
 EXCHANGES = ("done", "again", "third")  # the later ones only where a node seems to be slow
@@ -357,7 +358,8 @@ class Talk:
     def until(self, stage: str, nodes: Sequence[str]) -> list[str]:
         """Wait until nodes have come to a stage, are bad, or time is over; return the ones there.
 
-        Those that are not there without having told why are bad from now on.
+        Those that are not there without having told why are bad from now on. The time begins anew
+        with each node that comes: one that is lost is late by comparison with the others.
 
         Raises
         ------
@@ -367,14 +369,18 @@ class Talk:
             Slurm could not start a node's task
         """
         limit_s = STAGE_S.get(stage, EXCHANGE_S)
-        end = time.monotonic() + limit_s
+        begin = came_at = time.monotonic()
         waiting = set(nodes)
-        while waiting and time.monotonic() < end:
+        while waiting and time.monotonic() < came_at + limit_s:
             with contextlib.suppress(queue.Empty):
                 self._take(*self._lines.get(timeout=0.2))
             if word := self._notice():
                 raise NoticedError(word)
-            waiting = {n for n in waiting if stage not in self.told[n].stages and not self._over(n)}
+            missing = {n for n in waiting if stage not in self.told[n].stages and not self._over(n)}
+            if missing < waiting:
+                came_at = time.monotonic()
+            waiting = missing
+        waited_s = time.monotonic() - begin
         for node in nodes:
             each = self.told[node]
             if stage in each.stages or each.bad:
@@ -386,7 +392,7 @@ class Talk:
             else:
                 said = f" ({self._last})" if self._last else ""
                 each.bad.append(
-                    ("silent", _LATE.get(stage, _LATE["done"]).format(s=limit_s) + said)
+                    ("silent", _LATE.get(stage, _LATE["done"]).format(s=waited_s) + said)
                 )
         return [node for node in nodes if not self.told[node].bad]
 

@@ -36,6 +36,7 @@ from hpc_ddp.run.folder import (
     NodeFolder,
     RunFolder,
     read_json,
+    read_seconds,
     read_word,
     write_json,
 )
@@ -218,6 +219,7 @@ class Supervisor:
     _fabric: fabrics.Found | None = None  # what is to be compared with the first node's
 
     def __post_init__(self) -> None:
+        self.end_time = self.place.end_time
         self.folder = self._own_folder()
         patiently(partial(self.folder.path.mkdir, exist_ok=True))
         for stale in (*self._pids(), self.folder.failures):
@@ -333,7 +335,7 @@ class Supervisor:
 
     def _look(self, agent: subprocess.Popen[bytes]) -> None:
         """Act on what has come since the last look."""
-        now, place = time.time(), self.place
+        now = time.time()
         if self.signals.seen:
             names = [signal.Signals(number).name for number in self.signals.seen]
             self.signals.seen.clear()
@@ -347,8 +349,9 @@ class Supervisor:
         if now >= self._next_fence:
             self._next_fence = now + FENCE_EVERY_S
             self._end_if_superseded(now)
+            self._read_end_time()
         told = self.notice or self._to_tell
-        if told and place.end_time and now >= place.end_time and not self._kill_at:
+        if told and self._time_is_over(now) and not self._kill_at:
             # Slurm's own SIGKILL would take the batch shell too, and with it the verdict.
             self._kill_at = now
         if self._kill_at and now >= self._kill_at:
@@ -367,8 +370,17 @@ class Supervisor:
             self._give_notice(self._to_tell, agent)
         elif word:
             self._give_notice(word, agent)
-        elif place.end_time and now >= place.end_time - place.warn_s:
+        elif self._time_is_over(now + place.warn_s):
             self._give_notice("time limit", agent)
+
+    def _time_is_over(self, time_s: float) -> bool:
+        """Tell whether a time is past the end, as Slurm has it by now: a limit may be extended."""
+        if self.end_time and time_s >= self.end_time:
+            self._read_end_time()
+        return self.end_time is not None and time_s >= self.end_time
+
+    def _read_end_time(self) -> None:
+        self.end_time = read_seconds(self.place.attempt.end_time) or self.end_time
 
     def _end_if_superseded(self, now: float) -> None:
         """End what is left of an attempt on a node that Slurm has given up and started anew.

@@ -14,6 +14,21 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PATIENCE_S = 60.0
+# PMI-1, PMI-2 and PMIx of Slurm and Cray, Open MPI, Intel MPI and MPICH, MVAPICH. Not OMPI_MCA_ and
+# I_MPI_, which are settings.
+OF_AN_MPI_TASK = (
+    "PMI_",
+    "PMI2_",
+    "PMIX_",
+    "SLURM_PMI",
+    "SLURM_MPI_",
+    "PALS_",
+    "OMPI_COMM_WORLD_",
+    "OMPI_UNIVERSE_SIZE",
+    "OMPI_APP_",
+    "MPI_LOCAL",
+    "MV2_COMM_WORLD_",
+)
 AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
@@ -50,6 +65,14 @@ def as_task() -> dict[str, str]:
         "SLURM_STEP_NUM_TASKS": size,
         "SLURM_STEP_TASKS_PER_NODE": by_node,
     }
+
+
+def forget_task() -> None:
+    """Remove what an MPI launcher told its one task of this node, where torchrun has started the
+    workers: each of them would take itself for that task, and `import mpi4py.MPI` would hang."""
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        for name in [name for name in os.environ if name.startswith(OF_AN_MPI_TASK)]:
+            del os.environ[name]
 
 
 def python_path() -> str:
@@ -105,6 +128,7 @@ def main(command: list[str]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    forget_task()
     os.environ.update(as_task(), PYTHONPATH=python_path())
     os.execvp(command[0], command)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.ownership import check_executable
 from hpc_ddp.run.spec import JobSpec
 
 PATIENCE_S = 120.0  # an import from a network disk that nobody has read yet
@@ -57,6 +58,8 @@ def command(run: RunFolder) -> list[str]:
 
     Raises
     ------
+    UsageError
+        only the run's Python may have it, and the run is another user's
     HpcDdpError
         it is in none of them
     """
@@ -64,6 +67,7 @@ def command(run: RunFolder) -> list[str]:
         return [sys.executable, "-m", "tensorboard.main"]
     if on_path := shutil.which("tensorboard"):
         return [on_path]
+    check_executable(run)
     python = JobSpec.from_json(run.job_json.read_text()).python
     with contextlib.suppress(OSError):
         if (

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 COLOURS = {
     "option": "green",
-    **dict.fromkeys(("project", "site", "run"), "cyan"),
+    **dict.fromkeys(("project", "site", "operators", "run"), "cyan"),
     **dict.fromkeys(("profile", "fabric"), "blue"),
     "template": "magenta",
 }

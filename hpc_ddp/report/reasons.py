@@ -44,6 +44,11 @@ REASONS = (
     ),
     Reason(r"Dependency", "the job that it depends on has not ended", _WAIT),
     Reason(
+        r"job[_ ]requeued[_ ]in[_ ]held[_ ]state",
+        "it ended with an error, and Slurm keeps it in the queue, held",
+        "scontrol release {job} starts it again; hpc-ddp cancel ends it",
+    ),
+    Reason(
         r"JobHeldUser", "it is held, by you or an account's coordinator", "scontrol release {job}"
     ),
     Reason(

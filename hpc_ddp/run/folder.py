@@ -26,6 +26,7 @@ import glob
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
 import tempfile
@@ -118,6 +119,12 @@ class AttemptFolder:
         return self.path / "notice"
 
     @property
+    def end_time(self) -> Path:
+        """Holds the end of the job's time in unix seconds, once Slurm has another one than at the
+        attempt's start; empty before (see `notice`)."""
+        return self.path / "end-time"
+
+    @property
     def failed(self) -> Path:
         """Holds the name of a node whose workers failed; empty before (see `notice`)."""
         return self.path / "failed"
@@ -126,6 +133,11 @@ class AttemptFolder:
     def fabric(self) -> Path:
         """Holds the interconnect that the first node has found; empty before (see `notice`)."""
         return self.path / "fabric"
+
+    @property
+    def secret(self) -> Path:
+        """Holds what the attempt's agents sign with; its owner alone may read it."""
+        return self.path / "secret"
 
     @property
     def port_taken(self) -> Path:
@@ -316,9 +328,10 @@ class RunFolder:
         self.logs.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
         (draft / "attempt.json").write_text(json.dumps(info))
-        (draft / "notice").touch()
-        (draft / "failed").touch()
-        (draft / "fabric").touch()
+        for name in ("notice", "failed", "fabric", "end-time"):
+            (draft / name).touch()
+        (draft / "secret").touch(mode=0o600)
+        (draft / "secret").write_bytes(secrets.token_bytes(32))
         try:
             draft.rename(attempt.path)  # fails on a folder that isn't empty: ours never is
         except OSError as error:
@@ -368,6 +381,14 @@ def read_word(path: Path) -> str:
         return ""
 
 
+def read_seconds(path: Path) -> float | None:
+    """Return the number that a file like `end-time` holds, None where there is none."""
+    try:
+        return float(read_word(path))
+    except ValueError:
+        return None
+
+
 def read_tail(path: Path, size: int) -> str:
     """Return the last `size` bytes of a log, without torch's and our own mark of the rank in
     front of its lines; '' when it can't be read."""
@@ -397,6 +418,9 @@ def link_job(job_id: str, run: RunFolder) -> None:
 
 def find_run(root: Path, text: str) -> RunFolder:
     """Return the run that a person means: a folder, a run id, a run's name (newest), a job id.
+
+    A folder in the working directory comes first, whichever user made it. It is read as data;
+    `ownership.check_executable` keeps what is in it from being started.
 
     Raises
     ------

@@ -56,8 +56,9 @@ ELASTIC_RESTARTS = 3  # what is left of a group fails too when a peer is gone: t
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 _NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(
-    r"TOKEN(?!IZER|S)|SECRET|PASSW|CREDENTIAL|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)", re.I
+# A part of a name, in any case, by which its value is taken for a secret.
+SECRET_NAME = (
+    r"TOKEN(?!IZER|S)|SECRET|PASSW|CREDENTIAL|(?<![^\W_])(?:API|ACCESS|PRIVATE)?_?KEY(?![^\W_])"
 )
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
 _INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?", re.A)
@@ -569,7 +570,7 @@ def _check_env(spec: JobSpec) -> None:
                 hint="--env NAME, or --env NAME=VALUE",
             )
     for name in spec.env:
-        if _SECRET.search(name):
+        if re.search(SECRET_NAME, name, re.I):
             raise UsageError(
                 f"the value of {name} looks like a secret and would stand in the job's script",
                 hint=f"export {name} in your shell, then --env {name}",

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from hpc_ddp.run.folder import read_word
+from hpc_ddp.run.folder import read_seconds, read_word
 from hpc_ddp.training.streams import say
 
 NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
@@ -40,12 +40,17 @@ class Notices:
     The signal handler sets nothing but a flag; a thread does the rest, since the main thread
     may sit in a collective for as long as its peers like. The thread also looks at the files
     once a second, so a notice without a signal works, and no step ever asks a file system.
+
+    `end_time`, in unix seconds, is when the attempt's time is over: None without a limit, and on a
+    rank that does not watch the time.
     """
 
     def __init__(self, notice: Path | None) -> None:
         self.reason = NONE
         self.source: str | None = None
+        self.end_time: float | None = None
         self._notice = notice
+        self._end_time_file: Path | None = None
         self._cancelled: Path | None = None
         self._ended = False
         self._first_s = 0.0  # when the first signal came, on the monotonic clock
@@ -64,6 +69,11 @@ class Notices:
     def watch_for_cancel(self, path: Path) -> None:
         """Take the file's existence for a cancel; it may exist already."""
         self._cancelled = path
+        self._look()
+
+    def watch_end_time(self, end_time: float | None, path: Path) -> None:
+        """Know when the time is over; a file at `path` has another time as soon as Slurm does."""
+        self.end_time, self._end_time_file = end_time, path
         self._look()
 
     def end(self, then_exit: bool) -> None:
@@ -114,6 +124,9 @@ class Notices:
         # os.path's: Path.exists raises for a disk that is in trouble.
         if self._cancelled is not None and self.reason == NONE and os.path.exists(self._cancelled):
             self._note(CANCELLED, "cancelled")
+
+        if self._end_time_file is not None:
+            self.end_time = read_seconds(self._end_time_file) or self.end_time
 
     def _note(self, reason: int, source: str) -> None:
         if reason > self.reason:

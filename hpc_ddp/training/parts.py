@@ -87,6 +87,8 @@ def assemble(asked: dict[str, Any]) -> Parts:
     if info.rank == 0:
         journal.write("worker", began=process.began_at(), called=called)
         notices.watch_for_cancel(folder.cancelled)
+        # One clock: hosts' clocks differ, and rank 0 alone knows how long a whole save takes.
+        notices.watch_end_time(said.end_time, folder.attempt(attempt).end_time)
     hook.position = position = Position()
     keep = Keep(options.keep_last, options.keep_every)
     checkpoints = Checkpoints(folder, attempt, control, control.another(), journal, keep)
@@ -97,7 +99,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
         info.rank,
         options.save_every,
         options.save_every_steps,
-        slowest_save_s=control.from_first(slowest_save(history)),
+        slowest_save_s=slowest_save(history),
         failure_interval_s=between_failures(history),
     )
     nodes = control.to_first(said.node)
@@ -126,7 +128,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
         position=position,
         control=control,
         notices=notices,
-        pace=Pace(control, notices, said.end_time, schedule, effort),
+        pace=Pace(control, notices, schedule, effort),
         schedule=schedule,
         checkpoints=checkpoints,
         keeper=keeper,

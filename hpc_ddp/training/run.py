@@ -515,6 +515,7 @@ class Run:
             if self._loader is not None:
                 self._loader.share = None
             beat()
+            self._parts.pace.end_pause()
             self._act(self._parts.pace.hear_all())
 
     @property
@@ -713,6 +714,7 @@ class Run:
         with in_eval_mode(plain):
             yield plain if isinstance(model, torch.nn.Module) else model
         self._parts.effort.step_begins()  # no part of a step
+        self._parts.pace.end_pause()
 
     def sum(self, *values: float | torch.Tensor) -> list[float]:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it.

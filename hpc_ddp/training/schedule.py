@@ -57,8 +57,7 @@ class Schedule:
     every_steps
         a save after every so many optimizer steps as well
     slowest_save_s
-        seconds to expect of a save until one has been measured, the same on all ranks: all of them
-        stop as early as the rank that expects the longest
+        seconds to expect of a save until one has been measured; only rank 0 uses it
     failure_interval_s
         mean time between failures, in seconds; only rank 0 uses it
     """

@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import NoReturn
@@ -64,10 +64,13 @@ class Cluster(Machinery):
         extra: str = "",
         instance: int | None = None,
         suite: str | None = None,
+        first_node: int = 1,
+        cpus: Sequence[int] | None = None,
     ) -> Cluster:
         """Bring up the first free instance (or that one); `extra` is added to slurm.conf.
 
-        `suite` is the one of Debian to take Slurm from; without, the environment says it.
+        `suite` is the one of Debian to take Slurm from; without, the environment says it. The nodes
+        are numbered from `first_node` on, and `cpus` are those of each.
         """
         reason = available() or (cgroup_reason() if proctrack == "cgroup" else None)
         if reason:
@@ -80,7 +83,8 @@ class Cluster(Machinery):
         self = cls(number)
         self._lock = lock
         self.proctrack, self.accounting, self.extra = proctrack, accounting, extra
-        self.suite = suite
+        self.suite, self.first_node = suite, first_node
+        self.cpus = [*cpus] if cpus else self.cpus
         try:
             self._clear()  # an earlier holder may have been killed
             _start_guard(number)

@@ -47,7 +47,7 @@ SLURM_VARIABLE = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|SCANCEL|SQUEUE|SINFO|S
 class Machinery:
     """The hosts and daemons of one instance, without a care for whose it is."""
 
-    KEPT = ("address", "accounting", "proctrack", "extra", "suite")
+    KEPT = ("address", "accounting", "proctrack", "extra", "suite", "first_node", "cpus")
 
     def __init__(self, instance: int) -> None:
         self.instance = instance
@@ -56,7 +56,8 @@ class Machinery:
         self.scratch = self.folder / "scratch"
         self.cluster = f"hd{instance}"
         self.controller = f"{self.cluster}ctl"
-        self.nodes = [f"{self.cluster}n{k}" for k in NODES]
+        self.first_node = 1
+        self.cpus = [8] * len(NODES)  # of each node
         self.address = ""
         self.ctld_port, self.slurmd_port, self.dbd_port = (
             26800 + 10 * instance + k for k in (0, 1, 2)
@@ -67,6 +68,10 @@ class Machinery:
         self.suite = ""  # of Debian, whose Slurm it is; the machine's own without
         self._children: list[subprocess.Popen[bytes]] = []
         self.attached = False
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"{self.cluster}n{k + self.first_node - 1}" for k in NODES]
 
     # --- commands ---
 
@@ -166,8 +171,8 @@ class Machinery:
             else "AccountingStorageType=accounting_storage/none",
             "plugins": f"PluginDir={home_of(self.suite)}/lib/slurm" if self.suite else "",
             "node_lines": "\n".join(
-                f"NodeName={node} NodeAddr={base}.{k} CPUs=8 RealMemory=20000 Gres=gpu:{GPUS}"
-                for node, k in zip(self.nodes, NODES, strict=True)
+                f"NodeName={node} NodeAddr={base}.{k} CPUs={cpus} RealMemory=20000 Gres=gpu:{GPUS}"
+                for node, k, cpus in zip(self.nodes, NODES, self.cpus, strict=True)
             ),
         }
         for name in ("slurm.conf", "slurmdbd.conf"):
@@ -184,7 +189,7 @@ class Machinery:
         if not (self.folder / "gres.conf").exists():
             gpus = f"{self._make_gpus()}[0-{GPUS - 1}]"
             (self.folder / "gres.conf").write_text(
-                f"NodeName=hd{self.instance}n[{NODES[0]}-{NODES[-1]}] Name=gpu File={gpus}\n"
+                f"NodeName={','.join(self.nodes)} Name=gpu File={gpus}\n"
             )
 
     def _make_gpus(self) -> str:
@@ -416,13 +421,11 @@ class Machinery:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _remove_network(self) -> None:
-        links = os.listdir("/sys/class/net")
-        for link in (*(self._cable(node) for node in self.nodes), self._bridge):
-            if link in links:
+        for link in os.listdir("/sys/class/net"):
+            if re.fullmatch(rf"{self._bridge}(n\d)?", link):
                 sh("ip", "link", "del", link, check=False)
-        for node in self.nodes:
-            if os.path.exists(f"/run/netns/{self._netns(node)}"):
-                sh("ip", "netns", "del", self._netns(node), check=False)
+        for space in Path("/run/netns").glob(f"{self._netns(self.cluster)}n*"):
+            sh("ip", "netns", "del", space.name, check=False)
 
     def _remove_cgroups(self) -> None:
         """Remove what proctrack/cgroup made: a slurmd names its part for its node."""

@@ -67,7 +67,8 @@ def cgroup_reason() -> str | None:
 
 
 def ensure_packages(needed: dict[str, str] = PACKAGES) -> None:
-    """Install what is missing of Slurm, munge and MariaDB, or of other packages by program."""
+    """Install what is missing of Slurm, munge and MariaDB, or of other packages by program, or by
+    the path of another file."""
     if not missing_packages(needed):
         return
     with exclusive(CACHE / "packages.lock"):
@@ -105,7 +106,11 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def missing_packages(needed: dict[str, str] = PACKAGES) -> list[str]:
-    return [package for name, package in needed.items() if not shutil.which(name, path=PATH)]
+    return [
+        package
+        for name, package in needed.items()
+        if not (shutil.which(name, path=PATH) or os.path.exists(name))
+    ]
 
 
 def _allowed(script: str) -> bool:
@@ -206,7 +211,9 @@ def tail(text: str) -> str:
 
 
 def folder_of(instance: int) -> Path:
-    return Path(f"/tmp/hpc-ddp-cluster-{instance}")  # short: a unix socket's path has 107 bytes
+    # Not in /tmp, which job_container/tmpfs takes from the jobs; short, since the path of a unix
+    # socket has 107 bytes.
+    return Path(f"/var/tmp/hpc-ddp-cluster-{instance}")
 
 
 def take_lock(instance: int) -> int | None:

@@ -174,9 +174,9 @@ class Hpc:
     def __call__(
         self, *words: str, cwd: Path = REPO, env: dict[str, str] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        environ = self.cluster.env() | {"HPC_DDP_RUNS": str(self.runs)} | (env or {})
+        environ = self.cluster.env() | {"HPC_DDP_RUNS": str(self.runs), "PYTHONPATH": str(REPO)}
         argv = [sys.executable, "-m", "hpc_ddp", *words]
-        environ |= {"PYTHONPATH": str(REPO)}
+        environ |= env or {}
         done = subprocess.run(argv, cwd=cwd, env=environ, capture_output=True, text=True)
         assert not check or done.returncode == 0, done.stderr
         return done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import cluster_versions
@@ -172,5 +173,37 @@ def test_what_becomes_of_it_is_told(hpc: Hpc, cluster: Cluster, tmp_path: Path) 
     assert job.end() == "FAILED", job.output()
     told = hpc("explain", job.id).stdout
     assert "SIGKILL" in told
+    hpc("cancel", held.id)
+    assert held.end() == "CANCELLED"
+
+
+@pytest.fixture
+def expedited(cluster: Cluster) -> Iterator[None]:
+    """A cluster that puts a requeued job before all others."""
+    if cluster.version()[:2] < (25, 11):
+        pytest.skip("Slurm has --requeue=expedite from 25.11 on")
+    use(cluster)
+    cluster.reconfigure(extra="SlurmctldParameters=enable_expedited_requeue")
+    yield
+    cluster.reconfigure(extra="")
+
+
+@pytest.mark.more
+@pytest.mark.version
+@pytest.mark.row(
+    "requeued by Slurm 25.11 and later with `--requeue=expedite`",
+    promise="starts again at once; what is given up fails, and is not held in the queue",
+)
+def test_expedited(expedited: None, hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
+    words = ("--sbatch=--requeue=expedite",)
+    preempted = _begin(hpc, tmp_path / "preempted", *words)
+    preempted.preempt()
+    _goes_on(preempted, "preempted")
+    given_up = _begin(hpc, tmp_path / "given up", *words, "--max-failures", "0")
+    os.kill(given_up.worker(1), signal.SIGKILL)
+    assert given_up.end() == "FAILED", given_up.output()
+    held = hpc.submit(*words, "--setup=exit 7", str(SCRIPTS / "light.py"), ".")
+    held.until(lambda: "REQUEUE_HOLD" in cluster.run("squeue", "--format=%T").stdout, "held")
+    assert "scontrol release" in hpc("explain", held.id).stdout
     hpc("cancel", held.id)
     assert held.end() == "CANCELLED"

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous import (
+    RendezvousParameters,
+    RendezvousStateError,
+    dynamic_rendezvous,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    C10dRendezvousBackend as Backend,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    create_handler,
+)
 
 from hpc_ddp.node import agent
+from hpc_ddp.node.supervisor import Place
 from hpc_ddp.node.worker import started_by
-from hpc_ddp.run.folder import NodeFolder
+from hpc_ddp.run.folder import NodeFolder, RunFolder
 
 
 class LeftError(Exception):
@@ -82,6 +99,12 @@ def test_torchruns_options_are_read_by_torchrun() -> None:
         agent.read_options(["--no-such-option=1"])
 
 
+ATTEMPT = {
+    "HPC_DDP_ATTEMPT": "0",
+    "HPC_DDP_NODES": "n2 n10",
+    "HPC_DDP_NODE_INDEX": "1",
+    "HPC_DDP_HOST_SUFFIX": "-ib",
+}
 TORCHRUN = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=7"]
 
 
@@ -119,15 +142,23 @@ def test_torchrun_is_started_as_changed(
     monkeypatch.setattr(agent, "ignore_sigterm", lambda: changes.append("SIGTERM"))
     monkeypatch.setattr(agent, "end_when_told", lambda node: changes.append(node.path.name))
     monkeypatch.setattr(agent, "count_the_lost", lambda: changes.append("lost"))
+    monkeypatch.setattr(agent, "rank_in_order", lambda h: changes.append(f"order of {' '.join(h)}"))
+    monkeypatch.setattr(agent, "sign_state", lambda key: changes.append(f"signed {key.hex()}"))
     words = [*TORCHRUN, *options, "train.py", "--cost=$5"]
-    assert agent.launch(words, NodeFolder(tmp_path / "n1")) is None
+    run = RunFolder(tmp_path)
+    run.claim_attempt({}, lambda info: False)
+    place = Place.from_env({"HPC_DDP_RUN": str(run.path), **ATTEMPT})
+    assert agent.launch(words, place) is None
     script = started_by(sys.executable, ["train.py", "--cost=$$5"])
     assert starts[0] == [sys.executable, *script[1:]]
-    assert changes == ["SIGTERM", "n1", *["lost"] * counts]
+    order = [f"order of n2-ib n10-ib signed {place.attempt.secret.read_bytes().hex()}"]
+    assert " ".join(changes[:2]) == "SIGTERM n10"
+    assert [" ".join(changes[2:4])] == order
+    assert changes[4:] == ["lost"] * counts
     for rank, code in ((1, 3), (0, -9)):
         failures[rank] = ProcessFailure(0, 1, code, "none")
         failures[rank].timestamp = 5
-    ended = agent.launch(words, NodeFolder(tmp_path / "n1"))
+    ended = agent.launch(words, place)
     assert ended == {
         "failures": [{"rank": 0, "code": -9, "time": 5}, {"rank": 1, "code": 3, "time": 5}]
     }
@@ -141,8 +172,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         raise LeftError(code)
 
     before = signal.getsignal(signal.SIGTERM)
-    folder = tmp_path / "attempt-0" / "n1"
+    folder = RunFolder(tmp_path).attempt(0).node("n10").path
     folder.mkdir(parents=True)
+    for name, value in {"HPC_DDP_RUN": str(tmp_path), **ATTEMPT}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(agent, "die_with_parent", lambda: None)
     monkeypatch.setenv("HPC_DDP_NODE_FOLDER", str(folder))
@@ -157,7 +190,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_which_workers_failed_is_written_down(
     folder: Path, monkeypatch: pytest.MonkeyPatch, ended: dict[str, Any] | None, code: str
 ) -> None:
-    monkeypatch.setattr(agent, "launch", lambda argv, node: ended)
+    monkeypatch.setattr(agent, "launch", lambda argv, place: ended)
     with pytest.raises(LeftError, match=code):
         agent.main(["train.py"])
     path = folder / "failures.json"
@@ -170,7 +203,7 @@ def test_which_workers_failed_is_written_down(
 def test_a_port_that_is_taken_is_marked(
     folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, taken: bool
 ) -> None:
-    def launch(argv: list[str], node: NodeFolder) -> None:
+    def launch(argv: list[str], place: Place) -> None:
         raise RuntimeError("rendezvous") from OSError(text)
 
     monkeypatch.setattr(agent, "launch", launch)
@@ -187,7 +220,7 @@ def test_an_agent_dies_with_its_supervisor_and_loses_no_output(
 ) -> None:
     ties: list[str] = []
     monkeypatch.setattr(agent, "die_with_parent", lambda: ties.append("parent"))
-    monkeypatch.setattr(agent, "launch", lambda argv, node: None)
+    monkeypatch.setattr(agent, "launch", lambda argv, place: None)
     with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)
@@ -202,3 +235,81 @@ def test_an_agent_dies_with_its_supervisor_and_loses_no_output(
 def test_a_failure_of_a_worker_as_it_is_told() -> None:
     failure = SimpleNamespace(exitcode=-9, timestamp=5.0)
     assert agent._failure(3, failure) == {"rank": 3, "code": -9, "time": 5.0}
+
+
+# --- the rendezvous ------------------------------------------------------------------------
+
+
+class Marker:
+    """Creates a file where it is loaded from a pickle."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+@pytest.fixture
+def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DynamicRendezvousHandler]:
+    """Make a node's handler, as torchrun does; all of them meet in one store on this machine."""
+    monkeypatch.setattr(dynamic_rendezvous, "sorted", sorted, raising=False)
+    for name in ("_decode_state", "set_state"):
+        monkeypatch.setattr(Backend, name, getattr(Backend, name))
+    stores: list[Any] = []
+
+    def make(address: str, nodes: int = 1) -> DynamicRendezvousHandler:
+        port = stores[0].port if stores else 0
+        parameters: dict[str, Any] = {"backend": "c10d", "endpoint": f"127.0.0.1:{port}"}
+        parameters |= {"run_id": "7.0", "min_nodes": nodes, "max_nodes": nodes}
+        parameters = RendezvousParameters(
+            **parameters, local_addr=address, is_host=not stores, read_timeout=60
+        )
+        backend, store = create_backend(parameters)
+        stores.append(store)
+        return create_handler(store, backend, parameters)
+
+    return make
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_who_reaches_the_rendezvous_can_not_run_code(
+    rendezvous: Callable[..., Any], tmp_path: Path, signed: bool
+) -> None:
+    """A stranger knows host and port, lists the keys, and puts a pickle in place of each value."""
+    if signed:
+        agent.sign_state(b"the attempt's secret")
+    handler = rendezvous("127.0.0.1")
+    handler._state_holder._cache_duration = 0
+    handler._state_holder.sync()
+    handler._state_holder.state.round = 5
+    handler._state_holder.mark_dirty()
+    assert handler._state_holder.sync()
+    port = handler._store.port
+    stranger = TCPStore("127.0.0.1", port, is_master=False)
+    (key,) = [key for key in stranger.list_keys() if "torch.rendezvous" in key]
+    forged = base64.b64encode(pickle.dumps(Marker(tmp_path / "ran")))
+    stranger.set(key, forged.decode())
+    if not signed:  # what torchrun itself does: it runs the code, and then has no state
+        with pytest.raises(AttributeError):
+            handler._state_holder.sync()
+        assert (tmp_path / "ran").exists()
+        return
+    with pytest.raises(RendezvousStateError, match="a stranger has written it"):
+        handler._state_holder.sync()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_agents_that_know_the_secret_meet_in_the_order_of_their_nodes(
+    rendezvous: Callable[..., Any],
+) -> None:
+    hosts = [f"127.0.0.{number}" for number in (9, 10, 1, 100)]  # as text 1, 10, 100, 9
+    agent.rank_in_order(hosts)
+    agent.sign_state(b"the attempt's secret")
+    handlers = [rendezvous(host, len(hosts)) for host in hosts]
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        infos = list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
+    assert [info.rank for info in infos] == [0, 1, 2, 3]
+    assert {info.bootstrap_store_info.master_addr for info in infos} == {"127.0.0.9"}
+    for handler in handlers:
+        handler.shutdown()

@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,7 @@ def test_the_step_is_told_what_it_needs(controller: Slurm, run: RunFolder) -> No
         "HPC_DDP_FABRIC": "efa",
         "HPC_DDP_SIGNAL": "USR1",
         "HPC_DDP_WARN_S": "90",
+        "HPC_DDP_CPUS": "1",
     }
     (event,) = run.events()
     assert (event["event"], event["nodes"], event["cluster"]) == ("started", ["n1", "n2"], "c")
@@ -234,18 +236,24 @@ def attempt(run: RunFolder) -> AttemptFolder:
 def _in_step(run: RunFolder, **values: str) -> dict[str, str]:
     return _environ(
         run,
-        **{"HPC_DDP_ATTEMPT": "0", "HPC_DDP_NODES": "n1 n2", "HPC_DDP_RESTARTS": "0"} | values,
+        **{
+            "HPC_DDP_ATTEMPT": "0",
+            "HPC_DDP_NODES": "n1 n2",
+            "HPC_DDP_RESTARTS": "0",
+            "HPC_DDP_END_TIME": f"{END:.0f}",
+        }
+        | values,
     )
 
 
 @pytest.mark.parametrize(
     ("job", "warn_s", "word", "slept"),
     [
-        (shown(), "60", "warning signal", [940.0]),
-        (shown(), "", "warning signal", [1000.0]),
-        (shown(), "2000", "warning signal", [0.0]),
-        (shown(preempted="2026-11-21T10:00:00"), "60", "preemption", []),
-        (None, "60", "warning signal", []),
+        (shown(), "60", "warning signal", 940.0),
+        (shown(), "", "warning signal", 1000.0),
+        (shown(), "2000", "warning signal", 0.0),
+        (shown(preempted="2026-11-21T10:00:00"), "60", "preemption", 0.0),
+        (None, "60", "warning signal", 0.0),
     ],
 )
 def test_a_warning_is_passed_on_in_time(
@@ -256,12 +264,90 @@ def test_a_warning_is_passed_on_in_time(
     job: str | None,
     warn_s: str,
     word: str,
-    slept: list[float],
+    slept: float,
 ) -> None:
     slurm_commands.answer("scontrol", job or "", "no such job", int(job is None))
     warned(_in_step(run, HPC_DDP_WARN_S=warn_s))
     assert attempt.notice.read_text() == word
-    assert clock.slept == slept
+    assert sum(clock.slept) == pytest.approx(slept)
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Callable[..., list[float]]:
+    """Have Slurm give a job one end time after the other, each from a time on; return when it was
+    asked."""
+
+    def set_limits(**ends: float | None) -> list[float]:
+        asked_at: list[float] = []
+
+        def ask(job_id: str) -> Any:
+            asked_at.append(clock.now)
+            end = [end for since, end in ends.items() if float(since[1:]) <= clock.now][-1]
+            return end and SimpleNamespace(end_time=end, preempted=False)
+
+        monkeypatch.setattr(batch, "ask", ask)
+        return asked_at
+
+    return set_limits
+
+
+@pytest.mark.parametrize(
+    ("later", "last"),
+    [
+        (200_000.0, 199_940),  # extended by the operator
+        (50_000.0, 49_940),  # shortened
+        (None, 86_340),  # the controller is down: what is known counts
+    ],
+)
+def test_the_end_time_is_asked_for_again_and_again(
+    clock: Clock,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    limits: Callable[..., list[float]],
+    later: float | None,
+    last: float,
+) -> None:
+    clock.now = 0.0
+    asked_at = limits(_0=86_400.0, _20000=later)
+    batch.watch(_in_step(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="86400"))
+    assert asked_at[-1] == pytest.approx(last)  # just before the nodes are warned
+    assert attempt.end_time.read_text() == (f"{later:.0f}" if later else "")
+    assert len(asked_at) < 70
+
+
+def test_a_warning_that_came_before_the_limit_was_extended_waits(
+    clock: Clock, run: RunFolder, attempt: AttemptFolder, limits: Callable[..., list[float]]
+) -> None:
+    clock.now = 80.0
+    limits(_0=150.0, _85=1150.0)
+    warned(_in_step(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="150"))
+    assert clock.now == pytest.approx(1090.0)
+    assert attempt.end_time.read_text() == "1150"
+    assert attempt.notice.read_text() == "warning signal"
+
+
+@pytest.mark.parametrize(
+    ("left_s", "seconds"), [(1000.0, 300), (320.0, 300), (120.0, 100), (3.0, 1), (None, 300)]
+)
+def test_a_teardown_leaves_time_for_the_verdict(
+    clock: Clock,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    limits: Callable[..., list[float]],
+    printed: list[str],
+    left_s: float | None,
+    seconds: int,
+) -> None:
+    limits(_0=clock.now + left_s if left_s else None)
+    assert batch.teardown_time(_in_step(run, HPC_DDP_END_TIME="")) == seconds
+    assert bool(printed) == (seconds < 300)
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("64(x2),48", 48), ("8", 8), ("36,72(x12)", 36), ("", 1), ("4(x16)", 4)]
+)
+def test_the_smallest_node_counts(text: str, cpus: int) -> None:
+    assert batch.least_cpus(text) == cpus
 
 
 def test_another_port_is_tried_without_what_the_first_one_left(
@@ -451,8 +537,11 @@ def test_each_call_of_the_batch_script(
     attempt = run.attempt(0)
     assert call("interrupted") == 0
     assert attempt.notice.read_text() == "interrupted"
-    assert call("warned", HPC_DDP_WARN_S="60") == 0
+    assert call("warned", HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="1") == 0
     assert attempt.notice.read_text() == "warning signal"
+    assert call("watch", HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="1") == 0
+    assert call("teardown-time", HPC_DDP_END_TIME="1") == 0
+    assert int(capsys.readouterr().out) >= 1
     attempt.port_taken.touch()
     assert call("next-port", HPC_DDP_PORT="20000") == 0
     assert int(capsys.readouterr().out) > 20000
@@ -464,6 +553,31 @@ def test_each_call_of_the_batch_script(
     run.journal("batch", 1).write("verdict", cause="finished", action="none", why="")
     assert call("begin", SLURM_RESTART_COUNT="1") == 0
     assert capsys.readouterr().out == "exit 0\n"
+
+
+@pytest.mark.parametrize(
+    ("expedited", "code", "updates"),
+    [("Yes", 3, [["update", "JobId=7", "Requeue=0"]]), ("No", 3, []), ("Yes", 0, [])],
+)
+def test_an_expedited_job_that_is_given_up_fails(
+    controller: Slurm,
+    run: RunFolder,
+    call: Callable[..., int],
+    printed: list[str],
+    expedited: str,
+    code: int,
+    updates: list[list[str]],
+) -> None:
+    """Slurm would hold it in the queue for an exit code other than 0."""
+    controller.answer("scontrol", f"{shown()}   ExpeditedRequeue={expedited}\n")
+    assert call("begin") == 0
+    if not code:
+        run.journal("rank-0", 0).write("finished", step=1)
+    failures = [{"rank": 0, "code": 3, "time": 1, "error": ""}] if code else []
+    for node in ("n1", "n2"):
+        _record(run.attempt(0), node, code=code, failures=failures)
+    assert call("verdict") == code
+    assert [words for words in controller.calls("scontrol") if words[0] == "update"] == updates
 
 
 def test_what_can_not_be_done_is_said(

@@ -424,6 +424,8 @@ def test_a_name_and_a_link(
     nodes = ("n1", "n2") if first == "n1" else ("n2", "n1")
     way = Way(_place(*nodes, index=nodes.index("n1")), Path("/no"), "secret")
     way._name_and_link(node, node, port)
+    for link in way._failed_links:
+        way._link_again(*link)
     messages = lines()
     words = [str(line.pop("why", line.get("note", ""))) for line in messages]
     if expected and "note" in expected[0]:
@@ -438,6 +440,30 @@ def test_a_name_and_a_link(
         assert words == ["no way from here to n2 (10.0.0.9): timed out"]
     elif words and address == ["127.0.1.1"]:
         assert words == [f"the name {node} resolves to 127.0.1.1, which is loopback"]
+
+
+def test_a_link_that_fails_once_is_no_fault(
+    names: dict[str, list[str] | Exception],
+    lines: Lines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each healthy node of 32 was asked by 31 others, and late with an answer or two."""
+    answers: dict[str, Any] = {"n2": [TimeoutError("timed out"), 0.5], "n3": [0.25]}
+
+    def reach(node: str, *link: Any) -> float:
+        answer = answers[node].pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return float(answer)
+
+    monkeypatch.setattr(checks, "reach", reach)
+    monkeypatch.setattr(checks.socket, "gethostbyaddr", lambda a: (f"n{a[-1]}", [], []))  # type: ignore[attr-defined]
+    names["n3"] = ["10.0.0.3"]
+    for node in answers:
+        (tmp_path / node).write_text("secret")
+    Way(_place("n1", "n2", "n3"), tmp_path, "secret").look({"n2": 5, "n3": 6})
+    assert (lines(), answers) == ([], {"n2": [], "n3": []})
 
 
 def test_loopback_is_right_between_processes_of_one_machine(

@@ -223,6 +223,31 @@ def test_accounts_scratch_containers_and_modules() -> None:
     assert not any("accounting" in remark for remark in site.remarks)
 
 
+@pytest.mark.parametrize(
+    ("config", "remark", "options"),
+    [
+        ({}, "waits 121 s before it may start again (cred_expire)", None),
+        ({"AuthInfo": "cred_expire=5"}, "waits 6 s before it may start again (cred_expire)", None),
+        (
+            {"SchedulerParameters": "bf_max_job_test=9,requeue_delay=5"},
+            "waits 5 s before it may start again (requeue_delay)",
+            None,
+        ),
+        (
+            {"SlurmctldParameters": "idle_on_node_suspend,enable_expedited_requeue"},
+            "may start again at once (--requeue=expedite)",
+            ["--requeue=expedite"],
+        ),
+    ],
+)
+def test_how_long_a_requeued_job_waits(
+    config: dict[str, str], remark: str, options: list[str] | None
+) -> None:
+    site = describe(_made("PartitionName=a Default=YES", "", config))
+    _says(site, f"A requeued job {remark}.")
+    assert tomllib.loads(site.to_toml("x")).get("sbatch") == options
+
+
 def test_where_runs_are_kept_is_said_once() -> None:
     facts = _made("PartitionName=a Default=YES", "", {}, scratch=[("WORK", "/w", True)], runs="/r")
     site = describe(facts)

@@ -61,6 +61,7 @@ def test_each_line_has_its_origin(project: Path, monkeypatch: pytest.MonkeyPatch
         "#SBATCH --account=acc": "~/.config/hpc-ddp/site.toml: account",
         "#SBATCH --network=x": "hpc-ddp.toml: sbatch",
         "#SBATCH --open-mode=append": "hpc-ddp: keeps the log over a requeue",
+        "#SBATCH --comment=hpc-ddp/0.1.0": "hpc-ddp: finds its jobs in squeue",
         "#SBATCH --requeue": "default: continue-by",
         "export HPC_DDP_HOST_SUFFIX='' HPC_DDP_INTERFACE=''": "default: host-suffix, interface",
         "export A=2": "--env",
@@ -75,7 +76,7 @@ def test_each_line_has_its_origin(project: Path, monkeypatch: pytest.MonkeyPatch
         "--nproc-per-node=1": "default: gpus-per-node",
         "--numa-binding=node": "--torchrun",
         "'a b'": "command line",
-        '"$host_python" "$node" batch verdict': "hpc-ddp: block verdict",
+        '"${node_side[@]}" batch verdict': "hpc-ddp: block verdict",
     }
     assert {text: labels.get(text) for text in expected} == expected
     (echo,) = (text for text in labels if text.startswith("echo /"))

@@ -206,6 +206,24 @@ def test_a_node_that_says_nothing_is_waited_for(
     assert talk.told["n1"].bad == [("silent", why)]
 
 
+def test_nodes_that_come_one_after_the_other_are_waited_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 32 busy nodes, healthy ones came after the time that one alone would have had."""
+    clock = Clock()
+    monkeypatch.setattr(preflight, "time", clock)
+    talk = start(*["read -r question"] * 4)
+    arrivals = iter(["n2", "n1", "n4", "n3"])
+
+    def get(timeout: float) -> tuple[Command, str]:
+        clock.now += 30.0
+        return Command([], {}), f"0: {_line(next(arrivals), stage='hello')}"
+
+    monkeypatch.setattr(talk._lines, "get", get)
+    assert talk.until("hello", ["n1", "n2", "n3", "n4"]) == ["n1", "n2", "n3", "n4"]
+    assert clock.now - 1000.0 == 120.0
+
+
 def test_a_step_that_ends_without_a_node_is_slurms(tmp_path: Path) -> None:
     command = Command(["bash", "-c", "echo 'srun: error: no' >&2"], dict(os.environ))
     talk = Talk(["n1", "n2"], [command], lambda: "", tmp_path / "log")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,14 @@ def test_options_of_srun_stand_before_the_command(tmp_path: Path) -> None:
     assert words.index("--comment=a b") < words.index("supervisor")
 
 
+def test_an_expedited_requeue_stays_one() -> None:
+    """Of an option that stands twice sbatch takes the last."""
+    header = _render(sbatch=("--requeue=expedite",)).header
+    assert [value for name, value in header if name == "requeue"] == ["expedite"]
+    chain = _render(sbatch=("--requeue=expedite",), continue_by="resubmit").header
+    assert chain.index(("no-requeue", "")) > chain.index(("requeue", "expedite"))
+
+
 def test_a_line_break_in_a_directive_is_refused() -> None:
     with pytest.raises(UsageError, match="#SBATCH"):
         _render(account="a\n#SBATCH --uid=0")
@@ -218,3 +228,97 @@ def test_unknown_fabric_names_the_known_ones() -> None:
 def test_a_run_folder_that_slurm_can_not_hold_is_refused(path: str) -> None:
     with pytest.raises(UsageError, match="colon"):
         _render(path=path)
+
+
+# --- before the step, in a shell -------------------------------------------------------------
+
+NODE_SIDE = """\
+import os, sys
+if sys.argv[1:] == ["batch", "begin"]:
+    print("HPC_DDP_CPUS=8")
+elif sys.argv[1:] != ["batch", "watch"]:
+    print(os.path.basename(sys.executable), *sys.argv[1:], flush=True)
+"""
+SHOW = 'wait; echo "$host_python $OMP_NUM_THREADS"'
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a job's set-up and the start of its attempt on a node with a `python3` and no other."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sh", "sleep", "kill"):
+        (programs / name).symlink_to(f"/bin/{name}")
+    (programs / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "run" / "lib").mkdir(parents=True)
+    (tmp_path / "run" / "lib" / "node.py").write_text(NODE_SIDE)
+    for program in programs.iterdir():
+        if not program.is_symlink():
+            program.chmod(0o755)
+
+    def play(**values: Any) -> subprocess.CompletedProcess[str]:
+        blocks = _render(str(tmp_path / "run"), workdir=str(tmp_path), **values)
+        script = "".join(blocks.block(name) for name in ("settings", "setup", "attempt"))
+        env = {"PATH": str(programs), "HOME": os.environ["HOME"], "HOSTNAME": "n1"}
+        argv = ["/bin/bash", "-c", f"{script}\n{SHOW}"]
+        return subprocess.run(argv, env=env, capture_output=True, text=True)
+
+    return play
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "\x7fELF of another processor",
+        "#!/bin/sh\nexit 1  # as 3.6 answers\n",
+        "#!/no/such/interpreter\n",
+        None,
+    ],
+)
+def test_the_node_side_takes_a_python_that_runs_there(
+    stage: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str | None,
+) -> None:
+    python = tmp_path / "login-python"
+    if broken:
+        python.write_text(broken)
+        python.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        done = stage(python=str(python))
+    assert done.stdout == "python3 8\n", done.stderr
+
+
+def test_without_any_python_the_job_says_what_it_has_tried(
+    stage: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "bin" / "python3").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/login/python")
+        done = stage(python="/worker's/python")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "hpc-ddp: no Python of 3.10 or later runs on n1; tried: python3 and /login/python"
+        ' /worker\'s/python\nhpc-ddp: hint: --setup "module load python", or --python PATH\n'
+    )
+
+
+def test_what_modules_set_for_python_is_not_for_the_node_side(
+    stage: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """The `enum.py` of an old stack, or the home of another Python, would end it."""
+    (tmp_path / "enum.py").write_text("raise SystemError('not this one')")
+    lines = (f"export PYTHONPATH={tmp_path}", f"export PYTHONHOME={tmp_path}")
+    done = stage(setup=lines)
+    assert done.stdout == f"{sys.executable} 8\n", done.stderr
+
+
+def test_a_warning_during_the_set_up_is_passed_on_after_it(
+    stage: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = stage(setup=("kill -USR2 $$",), gpus_per_node="2")
+    assert done.stdout.splitlines() == ["python batch warned", f"{sys.executable} 4"], done.stderr

@@ -43,6 +43,14 @@ def test_a_job_that_is_being_signalled_runs() -> None:
     assert parse_record(WAITS.replace("PENDING", "REQUEUE_HOLD")).state == "PENDING"
 
 
+def test_an_expedited_job_is_known() -> None:
+    """As Slurm 26.05 prints it."""
+    assert not parse_job(SHOWN).expedited
+    job = parse_job(f"{SHOWN}   StdOut=/x\n   ExpeditedRequeue=Yes\n")
+    assert (job.expedited, job.restarts) == (True, 2)
+    assert not parse_job(f"{SHOWN}   ExpeditedRequeue=No\n").expedited
+
+
 def test_unknown_times_are_none() -> None:
     text = SHOWN.replace("2026-11-21T10:01:00", "Unknown").replace("2026-11-21T10:00:30", "None")
     job = parse_job(text)

@@ -41,6 +41,19 @@ def _rendering(own: Path) -> Rendering:
         ("\n\nmodule load y\n", 4, "outside of a block"),
         ("{{ run }}", 2, "outside of a block"),
         ("{% set setup = 5 %}", 0, "not iterable"),
+        (
+            "{% block setup %}\n{{ lipsum.__globals__.os }}{% endblock %}",
+            3,
+            "is unsafe: a template",
+        ),
+        (
+            "{% block setup %}\n{{ run | attr('__class__') }}{% endblock %}",
+            3,
+            "'__class__' of 'str'",
+        ),
+        ("{% block setup %}\n{{ '{0.__class__}'.format(run) }}{% endblock %}", 3, "is unsafe"),
+        ("{% block setup %}\n{{ self.__init__ }}{% endblock %}", 3, "'__init__'"),
+        ("{% block setup %}\n{{ env.update(A='b') }}{% endblock %}", 3, "'update' of 'dict'"),
     ],
 )
 def test_a_mistake_is_named_with_file_and_line(

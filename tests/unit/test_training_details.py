@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -196,41 +197,77 @@ def _schedule(saves: Saves | None = None, rank: int = 0, **options: Any) -> Sche
     return Schedule(checkpoints, rank, **options)
 
 
-def _pace(
-    end_time: float | None = None, saves: Saves | None = None, effort: Any = None, **options: Any
-) -> Pace:
+def _pace(saves: Saves | None = None, effort: Any = None, **options: Any) -> Pace:
     alone: Any = Alone()
-    return Pace(alone, Notices(None), end_time, _schedule(saves, **options), effort)
+    return Pace(alone, Notices(None), _schedule(saves, **options), effort)
+
+
+def _play_steps(pace: Pace, clock: Clock, seconds: Sequence[float]) -> None:
+    for step, duration in enumerate(seconds, start=1):
+        clock.now += duration
+        pace.step_done(step)
+
+
+def _reason_with(pace: Pace, clock: Clock, left_s: float) -> int:
+    pace._notices.end_time = clock.now + left_s
+    return pace._reason()
 
 
 def test_the_deadline_is_counted_from_steps_and_saves(clock: Clock) -> None:
     """A margin, one and a half saves, and the steps of two exchanges and one more."""
     saves = Saves()
     saves.slowest_save_s = 4.0
+    pace = _pace(saves)
+    pace._exchange.period = 1
+    _play_steps(pace, clock, [2.0, 2.0, 2.0])
+    pace._exchange.period = 1
     need_s = 5.0 + 6.0 + 3 * 2.0
-    for left_s, reason in ((need_s + 0.1, NONE), (need_s, DEADLINE)):
-        planner = _pace(saves=saves)
-        clock.now += 2.0
-        planner._end_time = clock.now + left_s
-        planner.step_done(1)
-        assert planner._read().reason == reason, left_s
-    planner = _pace()
-    planner._notices.reason = CANCELLED
-    planner._end_time = clock.now
-    assert planner._reason() == CANCELLED
+    assert _reason_with(pace, clock, need_s + 0.1) == NONE
+    assert _reason_with(pace, clock, need_s) == DEADLINE
+    pace._notices.reason = CANCELLED
+    assert _reason_with(pace, clock, 0.0) == CANCELLED
 
 
-def test_before_the_next_step_the_slowest_one_counts(clock: Clock) -> None:
-    planner = _pace()
-    for seconds in (1.0, 7.0, 2.0):
-        clock.now += seconds
-        planner._steps.append(seconds)
-    planner._turn()
-    assert planner._slowest_before_s == 7.0
-    planner._end_time = clock.now + 5.0 + 1.5 * 5.0 + 3 * 7.0
-    assert planner._reason() == DEADLINE
-    planner._end_time += 0.1
-    assert planner._reason() == NONE
+@pytest.mark.parametrize(
+    ("limit_s", "steps"),
+    [
+        (480.0, [0.02] * 600 + [12.0] + [0.02] * 50),  # an evaluation inside an epoch
+        (3600.0, [0.005] * 500 + [60.0] + [0.005] * 50),
+        (6000.0, [0.002] * 1000 + [30.0, 0.002]),  # a disk that stalls
+        (600.0, [180.0, 0.1, 0.1]),  # torch.compile, in the first step
+        (600.0, [0.1] * 50 + [180.0, 0.1, 0.1]),  # and again for another shape
+    ],
+)
+def test_a_pause_is_expected_once(clock: Clock, limit_s: float, steps: list[float]) -> None:
+    """A run does not stop for its deadline with more than a tenth of its time left."""
+    pace = _pace()
+    pace._notices.end_time = clock.now + limit_s
+    for step, duration in enumerate(steps, start=1):
+        clock.now += duration
+        assert pace.step_done(step).reason == NONE, step
+    quick_s = steps[-1]
+    while pace.step_done(0).reason == NONE:
+        clock.now += quick_s
+    assert 5.0 < pace._notices.end_time - clock.now < limit_s / 10
+
+
+def test_steps_that_became_slow_are_all_expected_to_be(clock: Clock) -> None:
+    pace = _pace()
+    _play_steps(pace, clock, [0.1] * 20 + [10.0] * 4)
+    pace._exchange.period = 1
+    assert _reason_with(pace, clock, 5.0 + 7.5 + 30.0) == DEADLINE
+    assert _reason_with(pace, clock, 5.0 + 7.5 + 30.1) == NONE
+
+
+def test_an_evaluation_may_come_once_more_at_the_end(clock: Clock) -> None:
+    pace = _pace()
+    pace._started_at = clock.now - 10_000
+    _play_steps(pace, clock, [0.0, 0.0])
+    clock.now += 40.0
+    pace.end_pause()
+    pace._exchange.period = 1
+    assert _reason_with(pace, clock, 5.0 + 7.5 + 40.0) == DEADLINE
+    assert _reason_with(pace, clock, 5.0 + 7.5 + 40.1) == NONE
 
 
 def test_what_is_no_part_of_a_step_is_not_counted(clock: Clock) -> None:
@@ -595,8 +632,7 @@ def test_before_the_first_step_no_time_is_kept_for_steps(clock: Clock) -> None:
         planner = _pace()
         for _ in range(turns):
             planner._turn()
-        planner._end_time = clock.now + 5.0 + 1.5 * 5.0 + 0.1
-        assert planner._reason() == NONE
+        assert _reason_with(planner, clock, 5.0 + 1.5 * 5.0 + 0.1) == NONE
 
 
 def test_what_was_printed_is_not_lost_with_a_process_that_hangs(

@@ -29,7 +29,8 @@ def make_schedule(saves: Saves | None = None, **options: Any) -> Schedule:
 
 def make_pace(notices: Notices, end_time: float | None = None, **options: Any) -> Pace:
     schedule = make_schedule(**options)
-    return Pace(Alone(), notices, end_time, schedule)  # type: ignore[arg-type]  # a stand-in
+    notices.end_time = end_time
+    return Pace(Alone(), notices, schedule)  # type: ignore[arg-type]  # a stand-in
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**8))
@@ -134,6 +135,22 @@ def test_a_notice_file_names_its_source(tmp_path: Path, content: str, source: st
     path.write_text(content)
     notices._look()
     assert (notices.reason, notices.source) == (NOTICE, source)
+
+
+def test_a_limit_that_is_extended_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "end-time"
+    path.touch()  # empty: Slurm has the same time still
+    now = time.time()
+    notices = Notices(None)
+    pace = make_pace(notices)
+    notices.watch_end_time(now + 5, path)
+    assert pace._reason() == DEADLINE
+    path.write_text(f"{now + 3600:.0f}")
+    notices._look()
+    assert pace._reason() == NONE
+    path.write_text(f"{now + 1:.0f}")
+    notices._look()
+    assert pace._reason() == DEADLINE
 
 
 def test_metrics_are_written_rarely_and_at_the_end(tmp_path: Path) -> None:

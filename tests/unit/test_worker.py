@@ -34,13 +34,16 @@ from tests.waiting import pid_in, wait_until
 def start(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[bytes]]:
     """Start a worker of two nodes with two workers each, as torchrun would."""
 
-    def run(rank: int = 2, local: int = 0, **environ: str) -> subprocess.CompletedProcess[bytes]:
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "PYTHONPATH")
+    of_slurm = f"import json, os; print(json.dumps([os.environ[n] for n in {names}]))"
+
+    def run(
+        rank: int = 2, local: int = 0, look: str = of_slurm, **environ: str
+    ) -> subprocess.CompletedProcess[bytes]:
         env = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank // 2)}
         env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "PATH": os.environ["PATH"]}
         env |= {"HPC_DDP_RUN": "/r", "HPC_DDP_NODE_FOLDER": str(tmp_path)}
         env |= {"HPC_DDP_AGENT_PID": str(os.getpid()), "SLURM_PROCID": "1", **environ}
-        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "PYTHONPATH")
-        look = f"import json, os; print(json.dumps([os.environ[n] for n in {names}]))"
         argv = worker.started_by(sys.executable, ["-c", look])
         return subprocess.run(argv, env=env, capture_output=True)
 
@@ -68,6 +71,20 @@ def test_a_worker_has_a_log_and_slurms_variables_of_its_own(
     start(rank=3, local=1)
     assert (tmp_path / "rank-0.pid").exists()  # the first worker of the node looks after them
     assert first
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_workers_are_no_task_of_an_mpi_unless_each_of_them_is_one(
+    start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path, by_torchrun: bool
+) -> None:
+    of_task = {"PMI_RANK": "1", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "PMI2_FD": "3"}
+    settings = {"OMPI_MCA_btl": "tcp", "I_MPI_FABRICS": "ofi"}
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if by_torchrun else {}
+    names = [*of_task, *settings]
+    look = f"import json, os; print(json.dumps([n for n in {names} if n in os.environ]))"
+    start(look=look, **of_task, **settings, **agent)
+    kept = json.loads((tmp_path / "rank-2.log").read_text())
+    assert kept == (list(settings) if by_torchrun else names)
 
 
 def test_a_worker_whose_agent_has_died_does_not_begin(

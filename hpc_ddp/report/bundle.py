@@ -1,0 +1,176 @@
+"""What a support ticket needs of a run, in one archive: without secrets, checkpoints and code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import re
+import stat
+import tarfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from hpc_ddp import __version__, slurm
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.spec import SECRET_NAME, JobSpec
+
+LOG_BYTES = 2**20  # of the end of each log
+TOTAL_BYTES = 100 * 2**20
+FOLDERS = ("journal", "logs")
+BINARY = ("flight-rank-",)
+JOB_FILES = ("job.json", "asked.json", "job.sbatch")
+REDACTED = "[redacted]"
+
+_VALUE = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&|)}\]])+"""
+_LONG_VALUE = r"""(?:"[^"]*"|'[^']*'|[^\s"';&|])+"""  # in a script a value may have line breaks
+_SECRETS = (
+    re.compile(rf"""((?:{SECRET_NAME})[\w-]*["']?\s*[=:]\s*)(?:Bearer )?{_VALUE}""", re.I),
+    re.compile(rf"(--[\w-]*(?:{SECRET_NAME})[\w-]*\s+)(?!--){_VALUE}", re.I),
+    re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)"),  # https://user:password@host
+)
+_EXPORT = re.compile(r"\b(?:export|setenv)\s+([A-Za-z_]\w*)")
+
+
+class Redaction:
+    """Replaces the values of a job's environment variables, and of what is named like a secret."""
+
+    def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        exports = _EXPORT.findall("\n".join((*spec.setup, *spec.teardown)))
+        names = {*spec.env, *spec.env_names, *exports}
+        any_name = "|".join(map(re.escape, names)) or "(?!)"
+        self._variable = re.compile(rf"(\b(?:{any_name})=){_LONG_VALUE}")
+        # A log may show a secret that the job has from the user's shell, under whatever name.
+        self._values = [
+            value
+            for name, value in environ.items()
+            if len(value) >= 8 and (name in spec.env_names or _is_secret(name))
+        ]
+
+    def clean(self, text: str, suffix: str) -> str:
+        """Return what the archive has of a file with this suffix."""
+        if suffix == ".json":
+            return self._json(text, indent=1)
+        if suffix == ".jsonl":
+            return "\n".join(self._json(line) for line in text.splitlines())
+        return self._text(text, suffix == ".sbatch")
+
+    def _json(self, text: str, indent: int | None = None) -> str:
+        try:
+            return json.dumps(self._value(json.loads(text), ""), indent=indent)
+        except ValueError:  # torn by a kill, or cut: names and values can't be told apart
+            return REDACTED
+
+    def _value(self, value: Any, name: str) -> Any:
+        """Return a value that stands under a name; all below ``env`` is replaced."""
+        if isinstance(value, dict):
+            return {k: self._value(v, "env" if name == "env" else k) for k, v in value.items()}
+        if isinstance(value, list):  # of arguments, the word before may be the name
+            words = ["", *map(str, value[:-1])][: len(value)]
+            names = (word if word.startswith("--") else name for word in words)
+            return [self._value(v, n) for v, n in zip(value, names, strict=True)]
+        if value is not None and (name == "env" or _is_secret(name)):
+            return REDACTED
+        return self._text(value, True) if isinstance(value, str) else value
+
+    def _text(self, text: str, is_script: bool) -> str:
+        for value in self._values:
+            text = text.replace(value, REDACTED)
+        for pattern in (*_SECRETS, *([self._variable] if is_script else [])):
+            text = pattern.sub(rf"\1{REDACTED}", text)
+        return text
+
+
+def _is_secret(name: str) -> bool:
+    return bool(re.search(SECRET_NAME, name, re.I))
+
+
+def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
+    """Write the archive of a run; return what is in it, and what is not, with the reason.
+
+    Raises
+    ------
+    UsageError
+        the archive exists already, or the run's job.json is broken
+    """
+    whole = RunFolder(run.whole)
+    redaction = Redaction(JobSpec.from_json(whole.job_json.read_text()), os.environ)
+    names = (*JOB_FILES, *FOLDERS)
+    omissions = [
+        f"{path.name} (by rule)" for path in whole.path.iterdir() if path.name not in names
+    ]
+    entries: list[str] = []
+    size = 0
+    with _create(output) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for name, text, note in _texts(run, omissions):
+            content = redaction.clean(text, Path(name).suffix).encode(errors="replace")
+            size += len(content)
+            if size > TOTAL_BYTES:
+                omissions.append(f"{name} (beyond {TOTAL_BYTES >> 20} MiB in all)")
+                continue
+            entry = tarfile.TarInfo(f"hpc-ddp-{whole.id}/{name}")
+            entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
+            archive.addfile(entry, io.BytesIO(content))
+            entries.append(name + note)
+    return entries, sorted(omissions)
+
+
+def _create(output: Path) -> IO[bytes]:
+    try:  # private: a redaction knows names, and what is secret has no other mark
+        return open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+    except FileExistsError:
+        raise UsageError(f"{output} exists; accepted: a new file", hint="-o OTHER.tar.gz") from None
+
+
+def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield name, content and a note of each entry, what matters most first."""
+    yield "versions.txt", _versions(RunFolder(run.whole)), ""
+    for job_id in run.job_ids(run.events())[-1:]:
+        try:
+            yield f"scontrol-{job_id}.txt", slurm.job_text(job_id), ""
+        except HpcDdpError as error:
+            omissions.append(f"scontrol show job {job_id} ({error})")
+    for path in _files(run):
+        name = str(path.relative_to(run.whole))
+        if not stat.S_ISREG(path.lstat().st_mode) or path.name.startswith(BINARY):
+            omissions.append(f"{name} (no text)")
+            continue
+        limit = TOTAL_BYTES if path.suffix == ".jsonl" else LOG_BYTES
+        text, is_cut = _tail(path, limit)
+        yield name, text, f" (its last {limit >> 20} MiB)" if is_cut else ""
+
+
+def _files(run: RunFolder) -> Iterator[Path]:
+    folders = [RunFolder(run.whole), *([run] if run.is_task else run.tasks())]
+    yield from (f.path / name for f in folders for name in JOB_FILES if (f.path / name).exists())
+    for name in FOLDERS:
+        tops = [f.path / name for f in folders if not (f.path / name).is_symlink()]
+        yield from (p for top in tops for p in sorted(top.rglob("*")) if not p.is_dir())
+
+
+def _tail(path: Path, limit: int) -> tuple[str, bool]:
+    """Return the end of a file, and whether it has a beginning. A line that is cut is dropped: the
+    name by which its value is a secret may be gone."""
+    with open(path, "rb") as file:
+        start = max(0, path.stat().st_size - limit)
+        file.seek(start)
+        text = file.read(limit).decode(errors="replace")
+    return (text.partition("\n")[2] if start else text), bool(start)
+
+
+def _versions(run: RunFolder) -> str:
+    try:
+        slurm_version = slurm.show_config().get("SLURM_VERSION", "unknown")
+    except HpcDdpError as error:
+        slurm_version = str(error)
+    package = run.lib / "hpc_ddp" / "__init__.py"
+    in_run = re.search(r'__version__ = "(.*)"', package.read_text() if package.is_file() else "")
+    return (
+        f"hpc-ddp here: {__version__}\nhpc-ddp in the run: {in_run[1] if in_run else 'unknown'}\n"
+        f"Slurm: {slurm_version}\nPython here: {platform.python_version()}\n"
+        f"system here: {platform.platform()}\n"
+    )

@@ -1,0 +1,117 @@
+"""Which files and runs of a shared disk may act for the user, by owner and mode.
+
+As git's ``safe.directory`` and sshd's ``StrictModes`` judge. Mode bits are all that is read: an ACL
+shows in the group's bits on most file systems, and not on all.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import shlex
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.folder import RunFolder
+
+ROOT = 0
+
+
+def file_fault(file: os.stat_result, folder: os.stat_result, uid: int) -> str:
+    """Return why a settings file or template may not act for the user `uid`; '' if it may.
+
+    `folder` holds the file. A folder that a group can write is accepted: a file put in place of
+    this one would belong to another user, and be refused for that.
+    """
+    if not stat.S_ISREG(file.st_mode):
+        return "it is no regular file"
+    if file.st_uid not in (uid, ROOT):  # root can change what the user runs anyway
+        return f"it belongs to {user_name(file.st_uid)}"
+    if is_writable_by_others(file):
+        return f"other users can write it (mode {stat.S_IMODE(file.st_mode):04o})"
+    # In /tmp a file of root's may be a hard link that another user has put there.
+    is_kept = folder.st_mode & stat.S_ISVTX and file.st_uid == uid
+    if folder.st_mode & stat.S_IWOTH and not is_kept:
+        return "other users can replace it: all can write its folder"
+    return ""
+
+
+def is_writable_by_others(status: os.stat_result) -> bool:
+    """Return whether a user besides the owner can write.
+
+    A group that holds its user alone counts as the user, as Debian's sshd has it: with such groups
+    comes the umask 002, by which all of a user's files can be written by the group.
+    """
+    by_group = status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid, status.st_uid)
+    return bool(status.st_mode & stat.S_IWOTH or by_group)
+
+
+def _is_private(gid: int, uid: int) -> bool:
+    try:
+        user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    is_namesake = user.pw_gid == gid and user.pw_name == group.gr_name
+    return is_namesake and not {*group.gr_mem} - {user.pw_name}
+
+
+def user_name(uid: int) -> str:
+    """Return how a message names a user."""
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def run_fault(status: os.stat_result, uid: int) -> str:
+    """Return why nothing may be started from a file or folder of a run by `uid`; '' if it may.
+
+    Unlike a settings file, root's is refused too: root writes settings for all users, and no user
+    has to go on with a run of root's, which the user could not even write a checkpoint to.
+    """
+    if status.st_uid != uid:
+        return f"belongs to {user_name(status.st_uid)}"
+    if not stat.S_ISLNK(status.st_mode) and is_writable_by_others(status):
+        return f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
+    return ""
+
+
+def check_executable(run: RunFolder) -> None:
+    """Refuse a run from whose stored files nothing may be started; everything may be read.
+
+    Raises
+    ------
+    UsageError
+        it, or a file in it that would be executed, belongs to another user, or can be written by
+        one
+    """
+    uid = os.geteuid()
+    for path in _executed(run):
+        if fault := run_fault(path.lstat(), uid):
+            raise UsageError(
+                f"nothing of run {run.path} is executed: {path} {fault}; accepted: a run that is"
+                " yours, and that no other user can write",
+                hint=_hint(path, uid),
+            )
+
+
+def _hint(path: Path, uid: int) -> str:
+    if path.lstat().st_uid == uid:
+        return f"chmod -R go-w {shlex.quote(str(path))}, if its content is still yours"
+    return "submit the script yourself, as a run of your own: hpc-ddp submit SCRIPT"
+
+
+def _executed(run: RunFolder) -> Iterator[Path]:
+    """Yield what has to be the user's own: the run's folder and, if others can enter it, what is
+    executed of it. Its snapshot may have 20,000 files, so a private folder is not walked."""
+    yield run.whole
+    if not stat.S_IMODE(run.whole.stat().st_mode) & 0o077:
+        return
+    for folder in dict.fromkeys((run.whole, run.path)):
+        tops = (folder, folder / "job.json", folder / "job.sbatch", folder / "lib", folder / "code")
+        yield from (path for path in tops if os.path.lexists(path))
+        for top in tops[-2:]:
+            yield from top.rglob("*")

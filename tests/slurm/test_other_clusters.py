@@ -1,0 +1,156 @@
+"""Clusters that differ from that of the other tests as real ones differ from each other."""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from cluster_machine import ensure_packages
+from harness import DIGITS, REPO, SCRIPTS, TWO_BY_ONE, TWO_BY_TWO, Hpc, Job
+
+pytestmark = [pytest.mark.more, pytest.mark.version]
+
+QUICK = (str(DIGITS), "--epochs", "1", "--batch-size", "64")
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Cluster]:
+    """Node names that do not sort as text (n8 to n11), and nodes of different size."""
+    cluster = Cluster.up(accounting=False, first_node=8, cpus=(8, 8, 6, 4))
+    yield cluster
+    cluster.down()
+
+
+@pytest.fixture
+def hpc(other: Cluster, tmp_path: Path) -> Iterator[Hpc]:
+    yield Hpc(other, tmp_path / "runs")
+    other.reset()
+
+
+def _with(cluster: Cluster, extra: str) -> None:
+    if cluster.extra != extra:
+        cluster.reconfigure(extra=extra)
+
+
+def _finishes(job: Job) -> str:
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("finished", "none")]
+    return job.output()
+
+
+@pytest.mark.row(
+    "node names that do not sort as text",
+    promise="ranks go by Slurm's order of the nodes, with rank 0 on the first, beside the store",
+)
+@pytest.mark.parametrize("nodes", ["4", "2-4"])
+def test_ranks_go_by_the_node_list(hpc: Hpc, other: Cluster, tmp_path: Path, nodes: str) -> None:
+    _with(other, "")
+    elastic = ("--elastic",) if "-" in nodes else ()
+    words = ("--nodes", nodes, "--gpus-per-node", "1", *elastic)
+    job = hpc.submit(*words, str(SCRIPTS / "where.py"))
+    output = _finishes(job)
+    (names,) = re.findall(r"ranks on (.*)", output)
+    assert names.split() == job.events("started")[0]["nodes"] == other.nodes
+
+
+@pytest.mark.row(
+    "nodes of different size",
+    promise="a worker asks for the CPUs of the smallest one",
+)
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_nodes_of_different_size(hpc: Hpc, other: Cluster, launcher: str) -> None:
+    _with(other, "")
+    sizes = ("--sbatch=--nodelist=" + ",".join(other.nodes[1:3]), "--exclusive")
+    _finishes(hpc.submit("--launcher", launcher, *TWO_BY_TWO, *sizes, *QUICK))
+
+
+@pytest.mark.row(
+    "GPUs without CPUs by default (cons_tres, no DefCpuPerGPU)",
+    promise="the job says that it has too few CPUs, and what to type",
+)
+def test_too_few_cpus_are_reported(hpc: Hpc, other: Cluster) -> None:
+    _with(other, "")
+    output = _finishes(hpc.submit("--nodes", "1", "--gpus-per-node", "4", *QUICK))
+    assert "the job has 1 CPU(s) on a node, and 4 workers there" in output
+    assert "--cpus-per-task 16" in output
+
+
+@pytest.mark.row(
+    "CPUs bound by task/affinity",
+    promise="everything works",
+)
+def test_tasks_are_bound_to_cpus(hpc: Hpc, other: Cluster) -> None:
+    _with(other, "TaskPlugin=task/affinity")
+    _finishes(hpc.submit(*TWO_BY_TWO, "--cpus-per-task", "4", *QUICK))
+
+
+@pytest.mark.row(
+    "an MPI by default (MpiDefault=pmix)",
+    promise="one task's PMIx reaches no worker of torchrun; each srun task has its own",
+)
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_an_mpi_by_default(hpc: Hpc, other: Cluster, tmp_path: Path, launcher: str) -> None:
+    if other.suite:
+        pytest.skip("PMIx is installed for the machine's own Slurm only")
+    ensure_packages({f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}/libpmix.so": "libpmix-dev"})
+    _with(other, "MpiDefault=pmix")
+    job = hpc.submit("--launcher", launcher, *TWO_BY_TWO, str(SCRIPTS / "where.py"))
+    output = _finishes(job)
+    (line,) = re.findall(r"PMIX_RANK (.*)", output)
+    assert line.split() == (["None"] * 4 if launcher == "torchrun" else ["0", "1", "2", "3"])
+
+
+@pytest.mark.row(
+    "a /tmp of its own for each job (job_container/tmpfs)",
+    promise="everything works",
+)
+def test_a_tmp_for_each_job(hpc: Hpc, other: Cluster) -> None:
+    base, runs = other.folder / "job-tmp", other.folder / "runs"
+    base.mkdir()
+    (other.folder / "job_container.conf").write_text(f"AutoBasePath=true\nBasePath={base}/%n\n")
+    _with(other, "JobContainerType=job_container/tmpfs\nPrologFlags=Contain")
+    try:
+        marker = f"test ! -e {hpc.runs.parent}"  # which is in /tmp
+        _finishes(hpc.submit("--runs-dir", str(runs), "--setup", marker, *TWO_BY_ONE, *QUICK))
+    finally:
+        _with(other, "")
+
+
+@pytest.mark.row(
+    "a profile that exports nothing (SBATCH_EXPORT=NONE)",
+    promise="the job has its variables all the same",
+)
+def test_a_site_that_exports_nothing(hpc: Hpc, other: Cluster) -> None:
+    _with(other, "")
+    nothing = {"SBATCH_EXPORT": "NONE", "SLURM_EXPORT_ENV": "NONE"}
+    _finishes(hpc.submit(*TWO_BY_ONE, *QUICK, env=nothing))
+
+
+@pytest.mark.row(
+    "a login node whose Python does not run on the nodes",
+    promise="the node side takes the worker's Python, or the nodes' own",
+)
+def test_the_login_nodes_python_does_not_run(
+    hpc: Hpc, other: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with(other, "")
+    folder = tmp_path / "login" / "bin"
+    folder.mkdir(parents=True)
+    python = folder / "python"
+    python.symlink_to(Path(sys.executable).resolve())
+    words = ("--sbatch=--hold", "--python", sys.executable, *TWO_BY_ONE, *QUICK)
+    packages = f"{REPO}:{sysconfig.get_path('purelib')}"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        job = hpc.submit(*words, env={"PYTHONPATH": packages})
+    python.unlink()
+    python.write_bytes(b"\x7fELF of another processor")
+    python.chmod(0o755)
+    assert str(python) in (job.run.path / "job.sbatch").read_text()
+    other.run("scontrol", "release", job.id)
+    _finishes(job)

@@ -1,0 +1,207 @@
+"""What the operators of a cluster have from hpc-ddp: a mark on its jobs, a site file, limits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp import __version__
+from hpc_ddp.launch import config, operators, origin, prepare, sites
+from hpc_ddp.launch.config import Settings
+from hpc_ddp.launch.operators import comment_pairs
+from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.folder import RunFolder
+from tests.skips import skip_or_fail
+
+LIMITS = """
+[limits]
+max-requeues = 50
+nodes = 8
+time = "1-00:00:00"
+budget-gpu-hours = 1000
+"""
+
+
+def test_jobs_say_which_version_has_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert comment_pairs(["--network=x", "--commentary"]) == [("comment", f"hpc-ddp/{__version__}")]
+    assert comment_pairs(["--comment=mine"]) == []
+    monkeypatch.setenv("SBATCH_COMMENT", "mine")  # sbatch takes a script's option over it
+    assert comment_pairs([]) == []
+
+
+@pytest.fixture
+def site_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What stands for ``/etc/hpc-ddp/site.toml``; beside it a home, and a project with a script."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv(operators.VARIABLE, raising=False)
+    path = tmp_path / "etc" / "site.toml"
+    path.parent.mkdir()
+    monkeypatch.setattr(operators, "SITE_FILE", path)
+    return path
+
+
+@pytest.fixture
+def settings(site_file: Path) -> Callable[..., Settings]:
+    def load(**options: Any) -> Settings:
+        said = {key.replace("_", "-"): value for key, value in options.items()}
+        return config.load({"script": "train.py"} | said, Path.cwd(), site_file.parents[1])
+
+    return load
+
+
+@pytest.fixture
+def planned(settings: Callable[..., Settings]) -> Callable[..., Prepared]:
+    return lambda **options: prepare.planned_run(settings(**options), Path.cwd(), Path("/runs"))
+
+
+def test_the_operators_file_goes_over_a_profile_and_below_the_users(
+    site_file: Path, settings: Callable[..., Settings]
+) -> None:
+    assert settings(site="frontera").get("partition") == "rtx"
+    site_file.write_text(
+        'title = "Ours"\npartition = "p"\naccount = "a"\n[env]\nA = "1"\nB = "1"\n'
+    )
+    user = site_file.parents[1] / ".config" / "hpc-ddp" / "frontera.toml"
+    user.parent.mkdir(parents=True)
+    user.write_text('account = "mine"\n[env]\nA = "2"\n')
+    merged = settings(site="frontera")
+    assert [merged.get(key) for key in ("starter", "partition", "account")] == [
+        "ibrun",
+        "p",
+        "mine",
+    ]
+    assert merged.get("env") == {"A": "2", "B": "1"}
+    assert settings(partition="q").get("partition") == "q"
+    layer = merged.layer("partition")
+    assert layer
+    assert (layer.kind, layer.path) == ("operators", site_file)
+    home = site_file.parents[1]
+    assert [path.parent.name for path in sites.files("frontera", home)] == [
+        "hpc-ddp",
+        "etc",
+        "sites",
+    ]
+    assert site_file in sites.all_files(home)
+
+
+def test_its_lines_are_explained(
+    site_file: Path, planned: Callable[..., Prepared], settings: Callable[..., Settings]
+) -> None:
+    site_file.write_text('account = "a"\n')
+    lines = origin.explained(planned(), settings())
+    assert {line.text: line.label for line in lines}[
+        "#SBATCH --account=a"
+    ] == "~/etc/site.toml: account"
+
+
+def test_a_module_names_another_file(
+    site_file: Path, settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site_file.write_text('account = "a"\n')
+    other = site_file.with_name("other.toml")
+    monkeypatch.setenv(operators.VARIABLE, str(other))
+    with pytest.raises(UsageError, match=r"HPC_DDP_SITE_FILE is '.*other.toml', which is no file"):
+        settings()
+    other.write_text('account = "b"\n')
+    assert settings().get("account") == "b"
+    monkeypatch.setenv(operators.VARIABLE, "")
+    assert settings().get("account") == "a"
+
+
+@pytest.mark.parametrize("variable", [True, False])
+def test_a_file_of_another_user_does_not_speak_for_the_operators(
+    site_file: Path,
+    settings: Callable[..., Settings],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: bool,
+) -> None:
+    if os.geteuid() != 0:
+        skip_or_fail("only root can give a file to another user")
+    site_file.write_text('account = "a"\n')
+    os.chown(site_file, 54321, -1)
+    if variable:
+        monkeypatch.setenv(operators.VARIABLE, str(site_file))
+    with pytest.raises(UsageError, match="it belongs to uid 54321"):
+        settings()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 9}, "nodes is 9, and FILE limits it; accepted: up to 8"),
+        ({"nodes": "1-9"}, "nodes is 1-9, and FILE limits it"),
+        ({"time": "1-00:00:01"}, "time is 1-00:00:01, and FILE limits it; accepted: up to 1-00:00"),
+        ({"max_requeues": 51}, "max-requeues is 51, and FILE limits it; accepted: up to 50"),
+        ({"budget_gpu_hours": 1000.5}, "budget-gpu-hours is 1000.5, and FILE limits it"),
+    ],
+)
+def test_a_job_beyond_a_limit_is_refused(
+    site_file: Path, planned: Callable[..., Prepared], options: dict[str, Any], message: str
+) -> None:
+    site_file.write_text(LIMITS)
+    with pytest.raises(UsageError) as caught:
+        planned(**options)
+    assert message.replace("FILE", str(site_file)) in caught.value.message
+    assert caught.value.hint
+    assert planned(**options, backend="local").spec.backend == "local"  # asks Slurm for nothing
+
+
+def test_a_limit_bounds_jobs_that_name_none(
+    site_file: Path, planned: Callable[..., Prepared]
+) -> None:
+    site_file.write_text(LIMITS)
+    spec = planned(nodes="2-8", time="24:00:00").spec
+    assert (spec.max_requeues, spec.budget_gpu_hours) == (50, 1000)
+    assert planned().spec.time is None  # the partition's
+    site_file.write_text(f"max-requeues = 5\n{LIMITS}")
+    assert planned().spec.max_requeues == 5
+
+
+def test_a_run_from_before_the_limits(
+    site_file: Path, planned: Callable[..., Prepared], settings: Callable[..., Settings]
+) -> None:
+    run = RunFolder(site_file.parents[1] / "runs" / "train" / "1").make()
+    run.job_json.write_text(replace(planned().spec).to_json())
+    site_file.write_text(LIMITS)
+    with pytest.raises(UsageError, match="max-requeues is unbounded") as caught:
+        prepare.planned_continuation(run, {}, settings(), Path.cwd())
+    assert caught.value.hint == "--max-requeues 50"
+    bounds = {"max-requeues": 50, "budget-gpu-hours": 10}
+    assert prepare.planned_continuation(run, bounds, settings(), Path.cwd()).spec.max_requeues == 50
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("limits = 3", "limits is 3, but must be a table"),
+        ("[limits]\nnode = 3", r"unknown limit 'node', did you mean 'nodes'\?; accepted: max-req"),
+        ("[limits]\nnodes = 0", r"\[limits\]: nodes is 0; accepted: a whole number from 1"),
+        ("[limits]\nnodes = [3]", r"\[limits\]: "),
+        ("[limits]\ntime = 'soon'", r"\[limits\]: time 'soon' is not a Slurm time"),
+        ("[limits]\ntime = 3", r"\[limits\]: "),
+        ("[limits]\nmax-requeues = 'x'", r"\[limits\]: max-requeues is 'x'; accepted: a whole"),
+        ("[limits]\nbudget-gpu-hours = -1", r"\[limits\]: budget-gpu-hours is -1"),
+    ],
+)
+def test_broken_limits_name_their_file(
+    site_file: Path, settings: Callable[..., Settings], text: str, message: str
+) -> None:
+    site_file.write_text(text)
+    with pytest.raises(UsageError, match=f"^{site_file}: {message}") as caught:
+        settings()
+    assert caught.value.hint == f"tell the operators of this cluster: {site_file}"
+
+
+def test_only_the_operators_have_limits(site_file: Path, settings: Callable[..., Settings]) -> None:
+    Path("hpc-ddp.toml").write_text(LIMITS)
+    with pytest.raises(UsageError, match="unknown key 'limits'"):
+        settings()
