@@ -172,15 +172,6 @@ class Keeper:
             "best": asdict(self.best),
             "tree": found.tree,
         }
-        own = {
-            "rank": self._grid.rank,
-            "stream": self._grid.stream,
-            "rng": self._rng or randomness.snapshot(self._devices),  # not yet put back, or living
-            "pieces": as_plain(self._buffer.pieces),
-            **({"objects": found.own_tree} if found.own_tree else {}),
-        }
-        if self._grid.pp_rank and self._grid.stage_rank == 0:
-            own["tree"] = found.tree  # rank 0 knows of its own stage only
         self._written, self._has_begun = self._now(), True
         self._checkpoints.begin(
             Content(
@@ -188,13 +179,26 @@ class Keeper:
                 facts={"epoch": self._position.epoch, "samples": self._position.samples}
                 | {"best": None if self.best.step is None else asdict(self.best)},
                 shared=shared,
-                own=own,
+                own=self._own_values(found),
                 data=self._bytes,
                 inventory=lambda: replace(inventory, checksums=wait_for_checksums()),
                 is_sound=partial(self._buffer.is_finite, guarded),
                 stall_s=time.monotonic() - began,
             )
         )
+
+    def _own_values(self, found: State) -> dict[str, Any]:
+        """Return what this rank's file of plain values is to hold."""
+        values = {
+            "rank": self._grid.rank,
+            "stream": self._grid.stream,
+            "rng": self._rng or randomness.snapshot(self._devices),  # not yet put back, or living
+            "pieces": as_plain(self._buffer.pieces),
+            **({"objects": found.own_tree} if found.own_tree else {}),
+        }
+        if self._grid.pp_rank and self._grid.stage_rank == 0:
+            values["tree"] = found.tree  # rank 0 knows of its own stage only
+        return values
 
     def _bytes(self) -> tuple[list[memoryview], float]:
         """Return what the data file is to hold, and how long a device has copied it, in seconds."""
