@@ -37,9 +37,22 @@ from hpc_ddp.run.folder import RunFolder, find_run
 PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
 
 
-def _prepare(options: dict[str, Any], **forced: Any) -> Prepared:
-    prepared, settings = _plan(options, **forced)
-    return prepare.make(prepared, settings, Path.cwd())
+_fresh = click.option(
+    "--fresh", is_flag=True, help="With --run: begin at step 0; the old checkpoints are kept."
+)
+
+
+def _prepare(options: dict[str, Any], fresh: bool = False, **forced: Any) -> Prepared:
+    if fresh and options["run_text"] is None:
+        raise UsageError(
+            "--fresh needs --run RUN: a new run begins at step 0 in any case",
+            hint="hpc-ddp submit --run RUN --fresh",
+        )
+    planned, settings = _plan(options, **forced)
+    prepared = prepare.make(planned, settings, Path.cwd())
+    for folder in prepare.set_aside(prepared) if fresh else ():
+        say(f"its checkpoints are kept in {folder}")
+    return prepared
 
 
 def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
@@ -93,11 +106,12 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Sett
 @click.option(
     "--test-only", is_flag=True, help="Submit nothing: ask Slurm when and where it would start."
 )
+@_fresh
 @job_options
-def submit(as_json: bool, test_only: bool, **options: Any) -> None:
+def submit(as_json: bool, test_only: bool, fresh: bool, **options: Any) -> None:
     """Submit SCRIPT with ARGS to Slurm; prints the job id."""
     if not test_only:
-        _start(_prepare(options), as_json)
+        _start(_prepare(options, fresh), as_json)
         return
     prepared, _ = _plan(options)
     found = estimate.of(prepared)
@@ -192,13 +206,14 @@ def _show_difference(since: str, options: dict[str, Any], as_json: bool) -> None
 
 
 @click.command("dry-run", cls=Grouped, context_settings=PASS_ON)
+@_fresh
 @job_options
-def dry_run(as_json: bool, **options: Any) -> None:
+def dry_run(as_json: bool, fresh: bool, **options: Any) -> None:
     """Play the same job on this machine: gloo on CPU, nodes as processes, in the foreground.
 
     Exit code 75 means that it was stopped and can go on with --run.
     """
-    prepared = _prepare(options, backend="local")
+    prepared = _prepare(options, fresh, backend="local")
     say(f"run: {prepared.run.path}")
     code = _foreground(prepared.run, backends.start(prepared))
     if code == CAN_GO_ON:

@@ -174,7 +174,15 @@ GROUPS = {
         *("backend", "nproc_per_node", "launcher", "starter", "srun", "torchrun", "preflight"),
     ),
     "Going on": (
-        *("run_text", "signal", "continue_by", "max_requeues", "max_failures", "max_restarts"),
+        *(
+            "run_text",
+            "fresh",
+            "signal",
+            "continue_by",
+            "max_requeues",
+            "max_failures",
+            "max_restarts",
+        ),
         *("elastic", "budget_gpu_hours"),
     ),
 }

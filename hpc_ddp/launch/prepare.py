@@ -16,11 +16,11 @@ from hpc_ddp import slurm
 from hpc_ddp.launch import snapshot
 from hpc_ddp.launch.config import JOINED, Settings, job_spec, working_directory
 from hpc_ddp.launch.render import Rendering
-from hpc_ddp.run import process
+from hpc_ddp.run import checkpoints, process
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder, read_json, write_json
 from hpc_ddp.run.ownership import check_executable
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.spec import JobSpec, array_indexes
 
 
 @dataclass(frozen=True)
@@ -286,6 +286,27 @@ def make(
         prepared.discard()
         raise
     return prepared
+
+
+def set_aside(prepared: Prepared) -> list[Path]:
+    """Let a continued run, or those tasks of an array that go on, begin at step 0.
+
+    Returns the folders where the checkpoints are now; nothing is deleted.
+
+    Raises
+    ------
+    UsageError
+        the disk refuses it; what was moved by then stays there
+    """
+    run, array = prepared.run, prepared.spec.array
+    runs = [task for task in run.tasks() if array and task.index in array_indexes(array)] or [run]
+    try:
+        return [folder for folder in map(checkpoints.set_aside, runs) if folder]
+    except OSError as error:
+        raise UsageError(
+            f"the checkpoints of {run.path} can't be set aside: {error.strerror}",
+            hint="the same command again, when the disk answers",
+        ) from None
 
 
 def _asked(run: RunFolder, settings: Settings, cwd: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@
     checkpoints/step-<n>.tmp-<attempt>/      being written; worth nothing
     checkpoints/step-<n>.old-<attempt>/      on its way out: the same step, saved once more
     checkpoints/step-<n>.bad-<attempt>/      did not verify; kept for a person to look at
+    checkpoints/aside-<n>/                   all that ``--fresh`` has moved out of the way
 
 Standard library only, so that a login node without torch can verify them.
 """
@@ -16,7 +17,9 @@ Standard library only, so that a login node without torch can verify them.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import time
 import zlib
 from collections.abc import Callable
@@ -25,6 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.run.folder import RunFolder, read_json
 from hpc_ddp.run.progress import Progress
 
 MANIFEST = "manifest.json"
@@ -64,27 +68,51 @@ def verify(
 ) -> str | None:
     """Return why a checkpoint can't be trusted, or None when every byte is as it was written.
 
+    An I/O error counts as a reason; `find_damage` tells it from damage.
+    """
+    try:
+        return find_damage(folder, rank, world_size, read)
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def find_damage(
+    folder: Path, rank: int = 0, world_size: int = 1, read: Callable[[int], None] = _unheard
+) -> str | None:
+    """Return what is missing or damaged in a checkpoint, None when every byte is as written.
+
     Ranks can share the work: each looks at the manifest, and at its part of the files. `read` is
-    told how many bytes were read, again and again.
+    called with the number of bytes after each chunk.
+
+    Raises
+    ------
+    OSError
+        the disk does not answer: nothing is known of a file
     """
     try:
         files = read_manifest(folder)["files"]
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError) as error:
+    except OSError as error:
+        return _missing(folder / MANIFEST, error)
+    except (ValueError, KeyError) as error:
         return f"{MANIFEST} can't be read: {error}"
-    for name, said in list(files.items())[rank::world_size]:
+    for name, expected in list(files.items())[rank::world_size]:
         try:
-            found = facts_of(folder / name, read)
-        except FileNotFoundError:
-            return f"{name} is missing"
+            facts = facts_of(folder / name, read)
         except OSError as error:
-            return f"{name} can't be read: {error}"
-        if found.size != said["size"]:
-            return f"{name} has {found.size} bytes instead of {said['size']}"
-        if found.crc32 != said["crc32"]:
+            return _missing(folder / name, error)
+        if facts.size != expected["size"]:
+            return f"{name} has {facts.size} bytes instead of {expected['size']}"
+        if facts.crc32 != expected["crc32"]:
             return f"{name} has been damaged: its CRC32 differs"
     return None
+
+
+def _missing(path: Path, error: OSError) -> str:
+    """Return that a file is missing where its folder can be listed and lacks it, or raise."""
+    if isinstance(error, FileNotFoundError) and path.name not in os.listdir(path.parent):
+        return f"{path.name} is missing"
+    reason = f"{path.name} can't be read: {error.strerror or error}"
+    raise OSError(error.errno, reason) from error
 
 
 def facts_of(path: Path, read: Callable[[int], None] = _unheard) -> FileFacts:
@@ -100,12 +128,16 @@ def facts_of(path: Path, read: Callable[[int], None] = _unheard) -> FileFacts:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return what may be a checkpoint, newest first; at the same step `.old-` comes second."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if match := _STEP.fullmatch(path.name):
-            found.append((int(match[1]), match[2] is None, path))
-    return [path for *_, path in sorted(found, reverse=True)]
+    """Return what may be a checkpoint, newest first; at the same step `.old-` comes second.
+
+    Raises OSError, but for a folder that does not exist.
+    """
+    names: list[str] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = os.listdir(folder)
+    matches = filter(None, map(_STEP.fullmatch, names))
+    ranked = [(int(match[1]), match[2] is None, folder / match[0]) for match in matches]
+    return [path for *_, path in sorted(ranked, reverse=True)]
 
 
 def published(folder: Path) -> list[Path]:
@@ -117,6 +149,47 @@ def all_of(folder: Path) -> list[Path]:
     """Return all checkpoints, also those that are half-written, damaged or on their way out."""
     found = folder.glob("step-*") if folder.is_dir() else ()
     return sorted(path for path in found if _ANY.fullmatch(path.name) and path.is_dir())
+
+
+def set_aside(run: RunFolder) -> Path | None:
+    """Move all checkpoints of an idle run aside, so that its next attempt begins at step 0.
+
+    Returns the folder where they are, None if there were none. The journal notes it, since
+    without a note an attempt refuses to begin a run that has had checkpoints (see `lost`).
+    """
+    folders, number = all_of(run.checkpoints), 0
+    while (aside := run.checkpoints / f"aside-{number}").exists():
+        number += 1
+    for folder in folders:
+        aside.mkdir(exist_ok=True)
+        folder.rename(aside / folder.name)
+    attempts = [attempt.number + 1 for attempt in run.attempts()]
+    run.journal("submit").write_surely("fresh", first_attempt=max(attempts, default=0))
+    return aside if folders else None
+
+
+def lost(run: RunFolder) -> list[str]:
+    """Return what is known of the checkpoints of a run that has no candidate: name and problem.
+
+    Empty for a run that has never had one, or none since `set_aside`.
+    """
+    bad = [path.name for path in all_of(run.checkpoints) if ".bad-" in path.name]
+    if bad:
+        return [f"{name}: it was found damaged by an earlier attempt" for name in bad]
+    events = run.events()
+    first = max((e["first_attempt"] for e in events if e["event"] == "fresh"), default=0)
+    saved = [e for e in events if e["event"] == "checkpoint" and e["attempt"] >= first]
+    return [f"step-{saved[-1]['step']}: it was saved, and is gone"] if saved else []
+
+
+def fresh_command(run: RunFolder) -> str:
+    """Return the command that lets a run begin at step 0 again and keeps its checkpoints."""
+    path = shlex.quote(str(run.path))
+    whole = RunFolder(run.whole)
+    if not whole.lib.exists():  # not started by hpc-ddp
+        return f"mv {path} {path}-old"
+    command = "dry-run" if read_json(whole.job_json).get("backend") == "local" else "submit"
+    return f"hpc-ddp {command} --run {path} --fresh"
 
 
 def step_of(folder: Path) -> int:

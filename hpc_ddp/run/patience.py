@@ -14,13 +14,15 @@ PATIENCE_S = 60.0
 def patiently(act: Callable[[], T]) -> T:
     """Return what `act` returns; while it raises OSError, try again each second.
 
-    For the few things that an attempt's end hangs on. After `PATIENCE_S` the error is raised.
+    For the few things that an attempt's end hangs on. `PATIENCE_S` after the first failure the
+    error is raised: so reading a large file, which takes longer than that, is tried twice.
     """
-    give_up = time.monotonic() + PATIENCE_S
+    give_up: float | None = None
     while True:
         try:
             return act()
         except OSError:
+            give_up = give_up or time.monotonic() + PATIENCE_S
             if time.monotonic() > give_up:
                 raise
             time.sleep(1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import sys
 import threading
 import time
@@ -17,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -30,16 +30,20 @@ from hpc_ddp.run.journal import Journal
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.training import storage
 from hpc_ddp.training.control import Control
+from hpc_ddp.training.inventory import Digest, Inventory, find_fault, fit_together
 from hpc_ddp.training.pieces import Reader
 from hpc_ddp.training.state import joined
 from hpc_ddp.training.storage import Keep
 
+T = TypeVar("T")
+
 STATE = "state.pt"
 TRIES = 3  # failed saves in a row that end the run, if they are spread over as many seconds:
 PATIENCE_S = 30.0
-NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 _SAVED, _SUPERSEDED, _UNSOUND = "saved", "superseded", "unsound"
+_UNFIT = "unfit"  # what the ranks have does not fit together
 _FAILED, _FAILING = "failed", "failing"  # the latter for `PATIENCE_S` already
 
 
@@ -64,10 +68,9 @@ class Content:
     data
         returns the bytes of the data file, in order, and for how many seconds a device was busy
         to copy them; waits for them, behind the training
-    layout
-        a sum of the names and shapes of all tensors, which must be the same on all ranks of a
-    stage
-        of the pipeline, 0 where there is none
+    inventory
+        returns the names, shapes and parts of all tensors, for the ranks to compare; called behind
+        the training
     is_sound
         tells whether it is fit to go on from; asked behind the training
     stall_s
@@ -79,18 +82,28 @@ class Content:
     shared: dict[str, Any]
     own: dict[str, Any]
     data: Callable[[], tuple[Sequence[memoryview], float]]
-    layout: int
-    stage: int
+    inventory: Callable[[], Inventory]
     is_sound: Callable[[], bool]
     stall_s: float
 
 
-class Answer(NamedTuple):
-    """What a rank tells rank 0 of its part of a save: its files, and of which tensors."""
+class Failure(NamedTuple):
+    """What a rank tells rank 0 of an error: its code, where it was the system's, and its text."""
 
-    stage: int
-    layout: int
-    files: dict[str, FileFacts]
+    code: int | None
+    text: str
+
+
+class Claim(NamedTuple):
+    """What a rank tells rank 0 before it writes: bytes, files, and a digest of its tensors."""
+
+    size: int
+    files: int
+    digest: Digest
+
+
+Files = dict[str, Sequence[bytes | memoryview]]
+Outcome = tuple[str, str]  # of a save: its kind, and why or how many bytes
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,8 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._known = threading.Event()  # what has become of the save is
         self._known.set()
-        self._outcome: tuple[str, str] = (_SAVED, "")
+        self._outcome: Outcome = (_SAVED, "")
+        self._refusal: HpcDdpError | None = None  # no other try would end otherwise
         self._failures = 0
         self._failing_since: float | None = None  # on rank 0, whose clock counts
         self._begun = False
@@ -169,7 +183,8 @@ class Checkpoints:
         SupersededError
             a later attempt has started; nothing was published
         HpcDdpError
-            not all of the weights were finite; nothing was published
+            not all of the weights were finite, or what the ranks have does not make a whole;
+            nothing was published
         """
         if not self._begun:
             return True
@@ -184,6 +199,8 @@ class Checkpoints:
             )
         if kind == _UNSOUND:
             raise self.unsound(why)
+        if self._refusal is not None:
+            raise self._refusal
         self._failures = self._failures + 1 if kind in (_FAILED, _FAILING) else 0
         if kind == _FAILING and self._failures >= TRIES:
             raise HpcDdpError(
@@ -193,14 +210,12 @@ class Checkpoints:
         return kind == _SAVED
 
     def _save(self, content: Content) -> None:
-        """In the thread: write this rank's files and let rank 0 judge."""
+        """In the thread: take part in a save, and report it."""
         began = time.monotonic()
         first = self._background.rank == 0
         made = storage.draft(self._run.checkpoints, content.step, self._attempt)
         try:
-            answers = self._background.to_first(self._write(made, content))
-            verdict = self._be_patient(self._judge(made, content, answers)) if first else None
-            self._outcome = self._background.from_first(verdict)
+            self._outcome = self._write_together(made, content)
         except Exception as error:  # a peer is gone: the training will find that out, too
             self._outcome = _FAILING, f"the ranks could not agree: {error}"
         took = time.monotonic() - began
@@ -214,50 +229,105 @@ class Checkpoints:
             self._prune(content, self._keep)
 
     def _prune(self, content: Content, keep: Keep) -> None:
+        """On rank 0: remove old checkpoints, but for the best and what `keep` names."""
         best = content.facts.get("best") or {"step": content.step}
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
             storage.prune(self._run.checkpoints, keep, [content.step, best["step"]])
 
-    def _write(self, made: Path, content: Content) -> Answer | str:
-        """Write this rank's files of a draft; return what goes into the manifest, or the error."""
-        rank, ranks = self._background.rank, self._background.world_size
+    def _write_together(self, made: Path, content: Content) -> Outcome:
+        """Write, where all ranks have what belongs together and there is room for all of it.
+
+        Every rank answers each time, be it by a `Failure`, since its peers wait for it.
+        """
+        background, is_first = self._background, self._background.rank == 0
+        files, claim = self._prepare(content)
+        claims = background.to_first(claim)
+        outcome = background.from_first(
+            self._refuse_early(made, content, claims) if is_first else None
+        )
+        if outcome is None:
+            answers = background.to_first(self._write(made, files, content))
+            outcome = background.from_first(
+                self._be_patient(self._judge(made, content, answers)) if is_first else None
+            )
+        elif outcome[0] == _UNFIT:
+            self._refusal = _fault(background, content.inventory())
+            outcome = _UNFIT, self._refusal.message
+        result: Outcome = outcome
+        return result
+
+    def _prepare(self, content: Content) -> tuple[Files, Claim | Failure]:
+        """Return what this rank's files are to hold, by name, and how much that is."""
+        rank = self._background.rank
         try:
-            files: dict[str, Sequence[bytes | memoryview]] = {}
-            files[f"rank-{rank}.pt"] = [_dump(content.own)]
+            files: Files = {f"rank-{rank}.pt": [_dump(content.own)]}
             data, copy_s = content.data()
             self.stall_s = content.stall_s + copy_s
             if content.own["pieces"]:  # of tensors without numbers it is empty
                 files[f"tensors-{rank}.bin"] = data
             if rank == 0:
                 files[STATE] = [_dump(content.shared)]
-            made.mkdir(parents=True, exist_ok=True)
             size = sum(len(part) for parts in files.values() for part in parts)
-            storage.check_space(made, size * ranks, 2 * ranks + 2)
+            return files, Claim(size, len(files), content.inventory().digest)
+        except Exception as error:  # whatever it is, the peers wait for an answer
+            return {}, _failure(error)
+
+    def _refuse_early(
+        self, made: Path, content: Content, claims: list[Claim | Failure]
+    ) -> Outcome | None:
+        """On rank 0, before anything is written: return why nothing is to be, None to go on."""
+        sound = [claim for claim in claims if isinstance(claim, Claim)]
+        if len(sound) < len(claims):
+            return self._be_patient(self._drop(made, content, claims))
+        if not fit_together([claim.digest for claim in sound]):
+            return _UNFIT, ""
+        size, files = sum(claim.size for claim in sound), sum(claim.files for claim in sound)
+        try:
+            made.mkdir(parents=True, exist_ok=True)
+            try:
+                storage.check_space(made, size, files + 1)
+            except OSError:
+                self._make_room(content)
+                storage.check_space(made, size, files + 1)
+        except OSError as error:
+            return self._be_patient(self._drop(made, content, [_failure(error)]))
+        return None
+
+    def _write(
+        self, made: Path, files: Files, content: Content
+    ) -> dict[str, FileFacts] | str | Failure:
+        """Write this rank's files of a draft; return what goes into the manifest."""
+        try:
             with ThreadPoolExecutor(1) as pool:  # while the disk is busy
                 sound = pool.submit(content.is_sound)
                 facts = {n: storage.write_file(made / n, *parts) for n, parts in files.items()}
-            return Answer(content.stage, content.layout, facts) if sound.result() else _UNSOUND
-        except Exception as error:  # whatever it is, the peers wait for an answer
-            return str(error) or repr(error)
+            return facts if sound.result() else _UNSOUND
+        except Exception as error:  # as above
+            return _failure(error)
 
-    def _judge(self, made: Path, content: Content, answers: list[Answer | str]) -> tuple[str, str]:
+    def _drop(self, made: Path, content: Content, answers: Sequence[object]) -> Outcome:
+        """On rank 0: remove a draft of which a rank has failed; see to room if that was why."""
+        storage.remove(made)
+        rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
+        if failure.code in NO_ROOM:
+            self._make_room(content)
+        return _FAILED, f"rank {rank}: {failure.text}"
+
+    def _make_room(self, content: Content) -> None:
+        """On rank 0: let all but the newest checkpoints, the best and the milestones give way."""
+        if self._run.is_newest(self._attempt):
+            self._prune(content, Keep(storage.LEAST, self._keep.every))
+
+    def _judge(self, made: Path, content: Content, answers: list[Any]) -> Outcome:
         """On rank 0: complete and publish a draft, or remove it."""
-        files: dict[str, FileFacts] = {}
-        leaders: dict[int, tuple[int, int]] = {}  # of a stage, its first rank and layout
         if _UNSOUND in answers:
             storage.remove(made)
             return _UNSOUND, str(content.step)
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, str):
-                storage.remove(made)
-                if any(word in answer for word in NO_ROOM) and self._run.is_newest(self._attempt):
-                    self._prune(content, Keep(storage.LEAST))  # room for the next try
-                return _FAILED, f"rank {rank}: {answer}"
-            files |= answer.files
-            leader, layout = leaders.setdefault(answer.stage, (rank, answer.layout))
-            if answer.layout != layout:
-                storage.remove(made)
-                return _FAILED, f"rank {rank} has other tensors to save than rank {leader}"
+        if any(isinstance(answer, Failure) for answer in answers):
+            return self._drop(made, content, answers)
+        files: dict[str, FileFacts] = {
+            n: facts for answer in answers for n, facts in answer.items()
+        }
         facts = {
             "format": checkpoints.FORMAT,
             "step": content.step,
@@ -273,11 +343,10 @@ class Checkpoints:
                 return _SUPERSEDED, ""
             storage.publish(made, self._attempt)
         except Exception as error:  # as above
-            storage.remove(made)
-            return _FAILED, f"rank 0: {error}"
+            return self._drop(made, content, [_failure(error)])
         return _SAVED, str(sum(each.size for each in files.values()))
 
-    def _be_patient(self, outcome: tuple[str, str]) -> tuple[str, str]:
+    def _be_patient(self, outcome: Outcome) -> Outcome:
         """On rank 0: tell failures that have lasted from those that may pass."""
         kind, why = outcome
         if kind != _FAILED:
@@ -289,7 +358,7 @@ class Checkpoints:
 
     def _report(self, content: Content, took: float) -> None:
         kind, detail = self._outcome
-        if kind in (_FAILED, _FAILING):
+        if kind in (_FAILED, _FAILING, _UNFIT):
             self._journal.write("save_failed", step=content.step, error=detail)
             _say(f"the checkpoint of step {content.step} could not be saved ({detail})")
         elif kind == _SAVED:
@@ -314,76 +383,134 @@ class Checkpoints:
             hint="lower the learning rate, or clip: run.update(optimizer, clip_norm=1.0)",
         )
 
+    def warn(self, text: str) -> None:
+        """Print a warning, on rank 0."""
+        if self._control.rank == 0:
+            _say(text)
+
     def agree(self, value: float) -> float:
         """Return rank 0's value on every rank."""
         agreed: float = self._control.from_first(value)
         return agreed
 
-    # -- restoring -------------------------------------------------------------------------
-
-    def restore(self) -> Restored | None:
-        """Find the newest checkpoint that verifies and map it on the CPU; None when there is none.
-
-        The ranks share the reading. What is passed over is named on stderr and in the journal,
-        and set aside as `.bad-`.
-        """
-        began = time.monotonic()
-        rank = self._control.rank
-        names: list[str] = []
-        if rank == 0:
-            # A disk that is gone for a moment must not look like a run without checkpoints.
-            patiently(self._run.checkpoints.stat)
-            storage.clear_drafts(self._run.checkpoints)
-            names = [path.name for path in checkpoints.candidates(self._run.checkpoints)]
-        names = self._control.from_first(names)
-        passed_over: list[str] = []
-        chosen = None
-        for folder in map(self._run.checkpoints.joinpath, names):
-            why = self._problem_of(folder)
-            if why is None:
-                chosen = folder
-                break
-            passed_over.append(f"{folder.name}: {why}")
-            if rank == 0:
-                self._set_aside(folder, why)
-        if rank == 0:
-            self._tell(chosen, passed_over, time.monotonic() - began)
-        if chosen is None:
-            return None
-        return self._open(chosen)
-
-    def load(self, step: int) -> Restored:
-        """Verify the checkpoint of a step and map it on the CPU.
+    def check(self, inventory: Inventory) -> None:
+        """Refuse, on all ranks, tensors that would not make a whole; called before the training.
 
         Raises
         ------
         HpcDdpError
-            it is not there, or damaged
+            names a tensor that is sharded otherwise on some rank, or that a rank lacks
+        """
+        digests = self._control.to_first(inventory.digest)
+        if not self._control.from_first(self._control.rank != 0 or fit_together(digests)):
+            raise _fault(self._control, inventory)
+
+    # -- restoring -------------------------------------------------------------------------
+
+    def restore(self) -> Restored | None:
+        """Open the newest checkpoint that verifies; None for a run that has never had one.
+
+        The ranks share the reading. A damaged one is named on stderr and in the journal, and set
+        aside as `.bad-`.
+
+        Raises
+        ------
+        HpcDdpError
+            a disk does not answer for a minute; or the run has had checkpoints, and none is good
+        """
+        began = time.monotonic()
+        names = self._from_first(self._find_names)
+        if self._control.rank == 0:
+            storage.clear_drafts(self._run.checkpoints)
+        passed_over: list[str] = []
+        chosen = None
+        for folder in map(self._run.checkpoints.joinpath, names):
+            damage = self._damage_of(folder)
+            if damage is None:
+                chosen = folder
+                break
+            passed_over.append(f"{folder.name}: {damage}")
+            if self._control.rank == 0:
+                self._set_aside(folder, damage)
+        if self._control.rank == 0:
+            self._report_restore(chosen, passed_over, time.monotonic() - began)
+        if chosen is None:
+            self._from_first(partial(self._refuse_step_0, passed_over))
+            return None
+        return self._open(chosen)
+
+    def load(self, step: int) -> Restored:
+        """Verify the checkpoint of a step and open it on the CPU.
+
+        Raises
+        ------
+        HpcDdpError
+            it is not there, or damaged, or can't be read
         """
         folder = self._run.checkpoints / f"step-{step}"
-        if problem := self._problem_of(folder):
-            raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {self._run.path}")
+        names = self._from_first(self._find_names)
+        damage = self._damage_of(folder) if folder.name in names else "it is not there"
+        if damage:
+            raise HpcDdpError(f"{folder}: {damage}", hint=f"hpc-ddp verify {self._run.path}")
         return self._open(folder)
+
+    def _find_names(self) -> list[str]:
+        """Return the names of what may be a checkpoint, newest first; on rank 0."""
+        # A disk that is gone for a moment must not look like a run without checkpoints.
+        folder = self._run.checkpoints
+        patiently(folder.stat)
+        return [path.name for path in patiently(partial(checkpoints.candidates, folder))]
+
+    def _refuse_step_0(self, damaged: list[str]) -> None:
+        """Raise an error on a run that has had checkpoints; on rank 0, which has no good one."""
+        if lost := damaged or checkpoints.lost(self._run):
+            raise HpcDdpError(
+                f"{self._run.path} has no good checkpoint any more, and does not begin at step 0"
+                f" by itself: {'; '.join(lost)}",
+                hint="to begin at step 0, and keep what there is:"
+                f" {checkpoints.fresh_command(self._run)}",
+            )
+
+    def _from_first(self, act: Callable[[], T]) -> T:
+        """Return on all ranks what `act` returns on rank 0; its errors are raised on all."""
+        answer: Any = None
+        if self._control.rank == 0:
+            try:
+                answer = act()
+            except HpcDdpError as error:
+                answer = error
+            except OSError as error:
+                answer = _unreadable(self._run.checkpoints, error)
+        answer = self._control.from_first(answer)
+        if isinstance(answer, HpcDdpError):
+            raise answer
+        result: T = answer
+        return result
 
     def _open(self, folder: Path) -> Restored:
         rank, world_size = self._control.rank, self._control.world_size
-        shared, owns, reader = open_checkpoint(folder, rank, world_size)
+        try:
+            shared, owns, reader = open_checkpoint(folder, rank, world_size)
+        except OSError as error:
+            raise _unreadable(folder, error, rank) from error
         every = [owns[each] for each in sorted(owns)]
         return Restored(checkpoints.step_of(folder), shared, every, reader)
 
-    def _problem_of(self, folder: Path) -> str | None:
-        """Return why a checkpoint can't be trusted, None where it can; the same on all ranks."""
-        # Asked again after a "no", since it may have been the disk's and not the file's.
-        return self._verify(folder) and self._verify(folder)
+    def _damage_of(self, folder: Path) -> str | None:
+        """Return what is damaged in a checkpoint, None where nothing is; the same on all ranks."""
+        # Asked again after damage, since it may have been the disk's and not the file's.
+        return self._find_damage(folder) and self._find_damage(folder)
 
-    def _verify(self, folder: Path) -> str | None:
-        """Let the ranks verify a checkpoint together; all get the same answer."""
+    def _find_damage(self, folder: Path) -> str | None:
+        """Let the ranks verify a checkpoint together; all get the same answer, or error."""
         rank, world_size = self._control.rank, self._control.world_size
-        problems = self._control.to_first(checkpoints.verify(folder, rank, world_size))
-        if any(problems):
-            patiently(self._run.checkpoints.stat)
-        found: str | None = self._control.from_first(next(filter(None, problems), None))
-        return found
+        answer: str | HpcDdpError | None
+        try:
+            answer = patiently(partial(checkpoints.find_damage, folder, rank, world_size))
+        except OSError as error:
+            answer = _unreadable(folder, error, rank)
+        answers = self._control.to_first(answer)
+        return self._from_first(partial(_damage_in, answers))
 
     def _set_aside(self, folder: Path, why: str) -> None:
         try:
@@ -392,7 +519,7 @@ class Checkpoints:
             kept = f"{folder.name}: {error}"
         _say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {kept}")
 
-    def _tell(self, chosen: Path | None, passed_over: list[str], took: float) -> None:
+    def _report_restore(self, chosen: Path | None, passed_over: list[str], took: float) -> None:
         step = checkpoints.step_of(chosen) if chosen else 0
         if chosen or passed_over:
             self._journal.write(
@@ -400,8 +527,32 @@ class Checkpoints:
             )
         if chosen:
             _say(f"going on from step {step} of {self._run.path}")
-        elif passed_over:
-            _say("NO checkpoint of this run is good any more: it starts again from step 0")
+
+
+def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
+    """Return the first damage that a rank reports; an error comes first, and is raised."""
+    for answer in answers:
+        if isinstance(answer, HpcDdpError):
+            raise answer
+    return next((answer for answer in answers if isinstance(answer, str)), None)
+
+
+def _unreadable(folder: Path, error: OSError, rank: int = 0) -> HpcDdpError:
+    return HpcDdpError(
+        f"{folder} can't be read on rank {rank}, and was waited for: {error.strerror or error}",
+        hint="the checkpoint stays as it is: start the run again when the disk answers",
+    )
+
+
+def _fault(control: Control, inventory: Inventory) -> HpcDdpError:
+    """Return on all ranks what keeps their tensors from fitting together."""
+    inventories = control.to_first(inventory)
+    fault: HpcDdpError = control.from_first(find_fault(inventories) if inventories else None)
+    return fault
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure(getattr(error, "errno", None), str(error) or repr(error))
 
 
 def open_checkpoint(
@@ -442,7 +593,8 @@ def _dump(value: Mapping[str, Any]) -> bytes:
 
 def _load(path: Path) -> dict[str, Any]:
     # On the CPU, and never pickled code.
-    value: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    content = io.BytesIO(patiently(path.read_bytes))
+    value: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
     return value
 
 

@@ -75,8 +75,8 @@ class DrilledRun(Run):
         made.on_batch = self._consumed.batch
         return made
 
-    def track(self, **objects: Any) -> None:
-        super().track(**objects)
+    def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
+        super().track(per_rank=per_rank, **objects)
         self._tracked |= objects
 
     def epochs(self, total: int) -> Iterator[int]:

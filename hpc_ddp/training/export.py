@@ -118,7 +118,7 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
             "the package safetensors is not installed", hint="pip install safetensors"
         ) from None
     with _replacing(out) as draft:
-        # It refuses tensors that share memory, as views of one mapped file do.
+        # It refuses tensors that share memory, as tied weights do.
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, draft)
 
 

@@ -55,6 +55,11 @@ class Grid:
         return self.rank % self.stage_size
 
     @property
+    def stage_first(self) -> int:
+        """The first rank of this rank's stage."""
+        return self.pp_rank * self.stage_size
+
+    @property
     def counts(self) -> bool:
         """Whether this rank is the one that tells what came of its samples: of each group that
         takes the same ones, the first of the last stage."""

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices, randomness, state
-from hpc_ddp.training.checkpoint import Checkpoints, Content
+from hpc_ddp.training.checkpoint import Checkpoints, Content, Restored
 from hpc_ddp.training.grid import Grid
+from hpc_ddp.training.inventory import inventory_of, start_checksums
 from hpc_ddp.training.order import Position, derive
 from hpc_ddp.training.pieces import Buffer, as_plain
-from hpc_ddp.training.state import layout_of, my_parts, unwrap
+from hpc_ddp.training.sharded import is_sharded
+from hpc_ddp.training.state import State, my_parts, unwrap
 
 RETRY_S = 1.0
 
@@ -50,27 +52,34 @@ class Keeper:
         self.best = Best()
         self._objects: dict[str, Any] = {}
         self._data: dict[str, Any] = {}
+        self._per_rank: tuple[str, ...] = ()
+        self._has_begun = False  # to save, in this attempt
+        self._compared = False  # what is to be the same on all ranks; once in an attempt
         self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
         self._buffer = Buffer(devices[0])
         self._written: tuple[Position, Best] | None = None  # saved, or being saved
         self._names_best = False  # the last save is to be the best checkpoint
 
-    def track(self, objects: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    def track(
+        self, objects: Mapping[str, Any], data: Mapping[str, Any], per_rank: Sequence[str] = ()
+    ) -> None:
         """Name the objects, and put back the newest checkpoint if there is one.
 
         `data` is what decides the order of the training's samples, in plain values by name.
+        `per_rank` are the names of the objects that each rank has its own of.
 
         Raises
         ------
         UsageError
             called twice, or the seed or the training set is not the checkpoint's
         HpcDdpError
-            the checkpoint is of other objects
+            the checkpoint is of other objects, or of another number of ranks that had their own
+            weights
         """
         if self._objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
-        state.collect(objects)  # what can't be saved is said now
-        self._objects, self._data = dict(objects), dict(data)
+        self._check(state.collect(objects, per_rank).shared)  # what can't be saved is refused now
+        self._objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
         found = self._checkpoints.restore()
         if found is None:
             return
@@ -81,15 +90,41 @@ class Keeper:
                     " the data would not go on in the same order",
                     hint="start another run, or go on with the same value",
                 )
-        state.put_back(
-            self._objects, found.shared["tree"], found.reader, found.step, self._grid.pp > 1
-        )
+        tree = self._tree_of(found)
+        anew = self._per_rank if len(found.owns) != self._grid.world_size else ()
+        objects = {name: each for name, each in objects.items() if name in tree or name not in anew}
+        state.put_back(objects, tree, found.reader, found.step, self._grid.pp > 1)
         vars(self._position).update(found.shared["position"])
         self.best = Best(**found.shared["best"])
         self._written = self._now()
         # All ranks of a stream take up the same one, whichever of them wrote it.
         mine = (own for own in found.owns if own.get("stream", own["rank"]) == self._grid.stream)
         self._rng = next((own["rng"] for own in mine), None)
+
+    def _tree_of(self, found: Restored) -> dict[str, Any]:
+        """Return the objects' state dicts: what all ranks share, and what this rank has had."""
+        tree: dict[str, Any] = found.shared["tree"]
+        ranks, names = len(found.owns), sorted(found.owns[0].get("objects", ()))
+        if ranks == self._grid.world_size:
+            own = next(own for own in found.owns if own["rank"] == self._grid.rank)
+            return {**tree, **own.get("objects", {})}
+        if not names:
+            return tree
+        text = (
+            f"each of the {ranks} ranks that wrote the checkpoint of step {found.step} had its own"
+            f" {', '.join(names)}, and {self._grid.world_size} run here"
+        )
+        kinds = (torch.nn.Module, torch.optim.Optimizer)
+        if any(isinstance(unwrap(self._objects.get(name)), kinds) for name in names):
+            raise HpcDdpError(text, hint=f"start {ranks} workers, as before")
+        self._checkpoints.warn(f"WARNING: {text}: it begins anew")
+        return tree
+
+    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse DTensors that are not sharded alike on all ranks, before the training."""
+        sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+        parts = my_parts(State(tensors=sharded), self._grid)
+        self._checkpoints.check(inventory_of(self._grid.pp_rank, sharded, parts))
 
     def start_random(self) -> None:
         """Give the generators the state of the checkpoint, or one of this rank's own.
@@ -124,8 +159,12 @@ class Keeper:
         self._names_best = self.best.step is None and self.best.value is not None
         if self._names_best:
             self.best.step = self._position.step
-        found = state.collect(self._objects)
-        self._buffer.fill(my_parts(found, self._grid))
+        found = state.collect(self._objects, self._per_rank)
+        compares = not self._compared and self._grid.stage_size > 1
+        wait_for_checksums = start_checksums(found.equal if compares else {})
+        parts = my_parts(found, self._grid)
+        self._buffer.fill(parts)
+        inventory = inventory_of(self._grid.pp_rank, found.shared, parts)
         guarded = found.trained if self._only_finite else ()
         shared = {
             **self._facts(),
@@ -133,29 +172,33 @@ class Keeper:
             "best": asdict(self.best),
             "tree": found.tree,
         }
-        own = {
-            "rank": self._grid.rank,
-            "stream": self._grid.stream,
-            "rng": self._rng or randomness.snapshot(self._devices),  # not yet put back, or living
-            "pieces": as_plain(self._buffer.pieces),
-        }
-        if self._grid.pp_rank and self._grid.stage_rank == 0:
-            own["tree"] = found.tree  # rank 0 knows of its own stage only
-        self._written = self._now()
+        self._written, self._has_begun = self._now(), True
         self._checkpoints.begin(
             Content(
                 step=self._position.step,
                 facts={"epoch": self._position.epoch, "samples": self._position.samples}
                 | {"best": None if self.best.step is None else asdict(self.best)},
                 shared=shared,
-                own=own,
+                own=self._own_values(found),
                 data=self._bytes,
-                layout=layout_of(found.tensors),
-                stage=self._grid.pp_rank,
+                inventory=lambda: replace(inventory, checksums=wait_for_checksums()),
                 is_sound=partial(self._buffer.is_finite, guarded),
                 stall_s=time.monotonic() - began,
             )
         )
+
+    def _own_values(self, found: State) -> dict[str, Any]:
+        """Return what this rank's file of plain values is to hold."""
+        values = {
+            "rank": self._grid.rank,
+            "stream": self._grid.stream,
+            "rng": self._rng or randomness.snapshot(self._devices),  # not yet put back, or living
+            "pieces": as_plain(self._buffer.pieces),
+            **({"objects": found.own_tree} if found.own_tree else {}),
+        }
+        if self._grid.pp_rank and self._grid.stage_rank == 0:
+            values["tree"] = found.tree  # rank 0 knows of its own stage only
+        return values
 
     def _bytes(self) -> tuple[list[memoryview], float]:
         """Return what the data file is to hold, and how long a device has copied it, in seconds."""
@@ -188,13 +231,14 @@ class Keeper:
         self.save_surely()
         assert self.best.step is not None  # the save has seen to that
         found = self._checkpoints.load(self.best.step)
-        tree = {names[0]: found.shared["tree"][names[0]]}
+        tree = {names[0]: self._tree_of(found)[names[0]]}
         state.put_back({names[0]: model}, tree, found.reader, found.step, self._grid.pp > 1)
         return found.step
 
     def settle(self) -> bool:
         """Wait for the save under way; False after a failure. Raises as `save` does."""
         done = self._checkpoints.settle()
+        self._compared = self._compared or (done and self._has_begun)
         if not done:
             self._written = None
             if self._names_best:  # it is not there, so the next one is the best checkpoint

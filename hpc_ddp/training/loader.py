@@ -7,7 +7,7 @@ import multiprocessing.connection
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -393,8 +393,8 @@ def _rows(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on `device`.
 
-    They are looked for in tuples, lists, dicts and dataclasses. What moves itself, by a method
-    ``to``, does so: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
+    They are looked for in tuples, lists, dicts, other mappings and dataclasses. What moves itself,
+    by a method ``to``, does so: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
     """
     return _changed(batch, partial(_moved, device=device))
 
@@ -423,6 +423,10 @@ def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
         return changed
     if isinstance(batch, dict):
         return {key: _changed(value, change) for key, value in batch.items()}
+    if isinstance(batch, MutableMapping):  # a UserDict
+        mapping = copy.copy(batch)
+        mapping.update({key: _changed(value, change) for key, value in batch.items()})
+        return mapping
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_changed(value, change) for value in batch))
     if isinstance(batch, (tuple, list)):

@@ -17,11 +17,13 @@ from hpc_ddp.run.errors import UsageError
 
 @dataclass
 class Position:
-    """Where a run is: `step` completed optimizer steps, `samples` consumed in `epoch`."""
+    """Where a run is: `step` completed optimizer steps, `epoch_steps` of them in `epoch`, and
+    `samples` that the run's loader has yielded in it."""
 
     step: int = 0
     epoch: int = 0
     samples: int = 0
+    epoch_steps: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,25 @@ number of ranks, whole or sharded in another way. `state.my_parts` says who writ
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
-import mmap
+import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.patience import patiently
 from hpc_ddp.training import devices
 from hpc_ddp.training.sharded import from_local, is_sharded, local_box
 
 OWN = "@rank-"  # between the name of a tensor that each rank has its own of, and the rank
 ALIGNMENT = 64  # bytes, so that a mapped file can be viewed as numbers of any type
+MOST_FILES = 256  # open at a time; processes may have 1,024
 LARGEST_BLOCK, LEAST_BLOCK = 1 << 30, 1 << 20  # bytes of pinned memory; multiples of the alignment
 
 Shape = tuple[int, ...]
@@ -35,12 +40,6 @@ class Piece(NamedTuple):  # thousands are made at each save, in the training's t
     start: Shape
     size: Shape
     offset: int
-
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the box as a view of the data file's bytes, a tensor of shape (bytes,)."""
-        dtype = dtype_named(self.dtype)
-        content = memory[self.offset : self.offset + math.prod(self.size) * dtype.itemsize]
-        return content.view(dtype).view(self.size)
 
 
 class Part(NamedTuple):
@@ -124,17 +123,19 @@ class Buffer:
     def is_finite(self, names: Container[str]) -> bool:
         """Tell whether the numbers of these tensors are; takes about the time of reading them."""
         for piece, segments in zip(self.pieces, self._segments, strict=True):
-            if piece.name in names and not all(map(_is_finite, segments)):
+            if piece.name.partition(OWN)[0] in names and not all(map(_is_finite, segments)):
                 return False
         return True
 
     @property
     def bytes(self) -> list[memoryview]:
-        """The memory itself, in order; no copy, and without numpy, which not every torch has."""
-        return [
-            memoryview((ctypes.c_char * block.numel()).from_address(block.data_ptr())).cast("B")
-            for block in self._blocks
-        ]
+        """The memory itself, in order; no copy."""
+        return [_memory(block) for block in self._blocks]
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor; without numpy, which not every torch has."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _blocks(size: int) -> Iterator[torch.Tensor]:
@@ -208,11 +209,16 @@ def as_plain(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
     return [tuple(piece) for piece in pieces]
 
 
-class Reader:
-    """Reads tensors, or boxes of them, from the data files of a checkpoint by memory map.
+class UnreadableError(HpcDdpError):
+    """A data file can't be read, which says nothing of what is in it."""
 
-    Files are mapped privately and read on the CPU: each process touches only what it needs, and
-    no rank's copy lands on another rank's device.
+
+class Reader:
+    """Reads tensors, or boxes of them, from the data files of a checkpoint, onto the CPU.
+
+    By plain reads: an I/O error below a memory map would be a SIGBUS, which ends the process
+    without a word, and no rank could wait for the disk. The price is memory for what is read, of
+    which an optimizer's state needed a copy anyway.
 
     Parameters
     ----------
@@ -227,7 +233,8 @@ class Reader:
     ) -> None:
         self._rank = rank
         self._pieces: dict[str, list[tuple[Path, Piece]]] = {}
-        self._maps: dict[Path, torch.Tensor] = {}
+        self._files: dict[Path, FileIO] = {}
+        weakref.finalize(self, _close, self._files)
         for path, pieces in files:
             for each in pieces:
                 self._pieces.setdefault(each[0], []).append((path, Piece(*each)))
@@ -235,65 +242,102 @@ class Reader:
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._pieces if OWN not in name)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._pieces
+    def __contains__(self, name: str) -> bool:
+        return self._key(name) in self._pieces
+
+    def is_of_other_ranks(self, name: str) -> bool:
+        """Tell whether each rank had a tensor of its own, and this one can't say which is its."""
+        return name not in self and any(key.startswith(f"{name}{OWN}") for key in self._pieces)
+
+    def _key(self, name: str) -> str:
+        own = f"{name}{OWN}{self._rank}"
+        return own if own in self._pieces else name
 
     def describe(self, name: str) -> torch.Tensor:
         """Return a tensor of the stored shape and type that holds nothing (on ``meta``)."""
-        _, piece = self._pieces[name][0]
+        _, piece = self._pieces[self._key(name)][0]
         return torch.empty(piece.shape, dtype=dtype_named(piece.dtype), device="meta")
 
     def read(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a tensor, or, where `like` is a DTensor, this rank's part of it as one.
+        """Return a new tensor, or, where `like` is a DTensor, this rank's part of it as one.
 
-        Without a copy where one piece has it all: the result may then be a view of the file.
+        Raises
+        ------
+        UnreadableError
+            the disk does not answer, and was waited for
+        HpcDdpError
+            the files do not hold all of it
         """
         if like is not None and is_sharded(like):
             return from_local(self._box(name, *local_box(like)), like)
-        own = f"{name}{OWN}{self._rank}"
-        name = own if own in self._pieces else name
         shape = tuple(self.describe(name).shape)
-        return self._box(name, (0,) * len(shape), shape)
+        return self._box(self._key(name), (0,) * len(shape), shape)
 
     def _box(self, name: str, start: Shape, size: Shape) -> torch.Tensor:
-        made: torch.Tensor | None = None
-        found = 0
+        """Return a box of a tensor, from all pieces that have some of it."""
+        dtype = dtype_named(self._pieces[name][0][1].dtype)
+        box = torch.empty(size, dtype=dtype, device="cpu")
+        count = 0
         for path, piece in self._pieces[name]:
-            low = tuple(map(max, start, piece.start))
-            extent = tuple(
-                min(a + n, b + m) - first
-                for a, n, b, m, first in zip(start, size, piece.start, piece.size, low, strict=True)
-            )
-            if any(n <= 0 for n in extent) and size != extent:
-                continue
-            part = self._view(path, piece)[_slices(low, extent, piece.start)]
-            if extent == size:
-                return part
-            if made is None:
-                made = torch.empty(size, dtype=part.dtype, device="cpu")
-            made[_slices(low, extent, start)] = part
-            found += part.numel()
-        if made is None:
-            dtype = dtype_named(self._pieces[name][0][1].dtype)
-            made = torch.empty(size, dtype=dtype, device="cpu")
-        if found != made.numel():
-            raise HpcDdpError(f"{name}: only {found} of {made.numel()} numbers are stored")
-        return made
+            low, extent = _overlap(piece, start, size)
+            if all(n > 0 for n in extent):
+                part = box[_slices(low, extent, start)]
+                self._fill(part, path, piece, low)
+                count += part.numel()
+        if count != box.numel():
+            raise HpcDdpError(f"{name}: only {count} of {box.numel()} numbers are stored")
+        return box
 
-    def _view(self, path: Path, piece: Piece) -> torch.Tensor:
-        if path not in self._maps:
-            self._maps[path] = _map(path)
-        return piece.of(self._maps[path])
+    def _fill(self, part: torch.Tensor, path: Path, piece: Piece, low: Shape) -> None:
+        """Read the part of a tensor that begins at `low` from a piece, whole rows at a time."""
+        shape = (*part.shape[:1], *piece.size[1:])
+        is_direct = part.is_contiguous() and part.shape == shape
+        rows = part if is_direct else torch.empty(shape, dtype=part.dtype, device="cpu")
+        row_size = math.prod(piece.size[1:]) * part.dtype.itemsize
+        first = low[0] - piece.start[0] if low else 0
+        try:
+            patiently(partial(self._read, path, piece.offset + first * row_size, _memory(rows)))
+        except OSError as error:
+            raise UnreadableError(
+                f"{path} can't be read, and was waited for: {error.strerror or error}",
+                hint="the checkpoint stays as it is: start the run again when the disk answers",
+            ) from error
+        if not is_direct:
+            inner = _slices(low, tuple(part.shape), (low[0], *piece.start[1:]))
+            part.copy_(rows[inner])
+
+    def _read(self, path: Path, offset: int, memory: memoryview) -> None:
+        """Fill memory from a file; raises OSError, and opens the file anew at the next call."""
+        file = self._files.pop(path, None) or FileIO(path)
+        try:
+            file.seek(offset)
+            while memory:
+                count = file.readinto(memory)
+                if not count:
+                    raise OSError(errno.EIO, "it ends too early")
+                memory = memory[count:]
+        except OSError:
+            file.close()
+            raise
+        if len(self._files) >= MOST_FILES:
+            _close(self._files)
+        self._files[path] = file
+
+
+def _close(files: dict[Path, FileIO]) -> None:
+    while files:
+        files.popitem()[1].close()
+
+
+def _overlap(piece: Piece, start: Shape, size: Shape) -> tuple[Shape, Shape]:
+    """Return where the common part of a piece and a box begins, and its size, not above 0 where
+    there is none."""
+    low = tuple(map(max, start, piece.start))
+    ends = (
+        min(a + n, b + m) for a, n, b, m in zip(start, size, piece.start, piece.size, strict=True)
+    )
+    return low, tuple(end - first for end, first in zip(ends, low, strict=True))
 
 
 def _slices(low: Shape, extent: Shape, base: Shape) -> tuple[slice, ...]:
     return tuple(slice(a - b, a - b + n) for a, n, b in zip(low, extent, base, strict=True))
-
-
-def _map(path: Path) -> torch.Tensor:
-    """Return a file's bytes, shape (size,); changes to them stay in this process."""
-    with open(path, "rb") as file:
-        if path.stat().st_size == 0:
-            return _allocate(0)
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return torch.frombuffer(content, dtype=torch.uint8)

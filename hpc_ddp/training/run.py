@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -440,11 +440,19 @@ class Run:
         self._loader.timed = self._parts.effort.batches
         return self._loader
 
-    def track(self, **objects: Any) -> None:
+    def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
         """Name what a checkpoint holds, and take it up from the newest one if there is any.
 
         Each object has ``state_dict`` and ``load_state_dict``, which speak in tensors and
-        plain values. A wrapped model is stored without its wrapper.
+        plain values. A wrapped model is stored without its wrapper. Weights are taken to be the
+        same on all ranks, which the first save checks, and of other objects rank 0's are saved.
+
+        Parameters
+        ----------
+        per_rank
+            names of the objects that each rank has its own of, and gets back: a
+            StatefulDataLoader, a sampler, an environment. On another number of ranks they begin
+            anew, with a warning; models and optimizers are refused there
 
         Raises
         ------
@@ -453,11 +461,25 @@ class Run:
         UsageError
             it was made with another seed or training set, or an object can't be saved
         """
+        if isinstance(per_rank, str) or not set(per_rank) <= set(objects):
+            raise UsageError(
+                f"per_rank is {per_rank!r}; accepted: a tuple of names of tracked objects, here of"
+                f" {', '.join(objects) or 'none'}",
+                hint="run.track(model=model, loader=loader, per_rank=('loader',))",
+            )
         self._check_copies(objects.values())
         if self._parts.grid.pp > 1:
             self._check_stages(sorted(objects))
         data = {} if self._loader is None else self._loader.facts
-        self._parts.keeper.track({**objects, "_precision": self._parts.precision}, data)
+        objects = {**objects, "_precision": self._parts.precision}
+        self._parts.keeper.track(objects, data, per_rank)
+        if self.position.epoch_steps and self._loader is None and not per_rank:
+            self._say(
+                f"WARNING: the checkpoint is from epoch {self.position.epoch}, after"
+                f" {self.position.epoch_steps} of its steps, and the script has no run.loader: a"
+                " DataLoader begins the epoch again, and its first samples are seen twice; write"
+                " run.loader(dataset, batch_size) in place of DataLoader(dataset, …)"
+            )
         for each in objects.values():
             if isinstance(each, torch.optim.Optimizer):
                 step_apart(each)
@@ -489,7 +511,7 @@ class Run:
             self._parts.effort.step_begins()
             yield self.position.epoch
             self.position.epoch += 1
-            self.position.samples = 0
+            self.position.samples = self.position.epoch_steps = 0
             if self._loader is not None:
                 self._loader.share = None
             beat()
@@ -585,6 +607,7 @@ class Run:
         self._parts.effort.step_ends()
         self._parts.precision.end_step()
         self.position.step += 1
+        self.position.epoch_steps += 1
         self._parts.watchdog.step_done()
         values = {name: gathered(value) for name, value in values.items()}
         if self._check_values:

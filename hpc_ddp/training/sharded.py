@@ -6,6 +6,7 @@ Importing it takes a second, so that is done only where a script has loaded it a
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -58,24 +59,29 @@ def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def holds_first_copy(tensor: Any, grid: Grid) -> bool:
-    """Tell whether this rank is the first of those that hold the same part of a DTensor.
+    """Tell whether this rank is the first of those of its stage that hold a part of a DTensor.
 
-    Where its mesh is one dimension of the run's, the ranks along the other one hold the same.
+    All ranks of a stage have the tensor, on this mesh or on one of other ranks, and each mesh has
+    all of it. So the mesh counts that has the stage's first rank, whatever made it and whatever
+    its dimensions are called; and of that, along the dimensions that replicate, the first ranks.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise HpcDdpError("a tensor with a pending reduction (Partial) can't be saved")
     coordinate = tensor.device_mesh.get_coordinate()
-    names: Any = tensor.device_mesh.mesh_dim_names
-    beside = {("dp",): grid.tp_rank, ("tp",): grid.dp_rank}.get(names, 0)
     return (
         coordinate is not None
-        and beside == 0
+        and grid.stage_first in _ranks_of(tensor.device_mesh)
         and all(
             place == 0
             for place, placement in zip(coordinate, tensor.placements, strict=True)
             if placement.is_replicate()
         )
     )
+
+
+@lru_cache(maxsize=64)  # there are few meshes, and thousands of tensors
+def _ranks_of(mesh: Any) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
 
 
 def reduced(tensor: Any) -> torch.Tensor:

@@ -6,7 +6,6 @@ trained under one wrapper is found again under another.
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.pieces import OWN, Part, Reader, rows, shard, whole
+from hpc_ddp.training.pieces import OWN, Part, Reader, UnreadableError, rows, shard, whole
 from hpc_ddp.training.sharded import holds_first_copy, is_sharded, reshard
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
@@ -61,6 +60,11 @@ class State:
         those of them that the training changes
     buffers
         names of the modules' buffers, of which each rank may have its own: running means, say
+    own_tree
+        the state dicts of the objects that each rank has its own of
+    own
+        names of the tensors that other ranks can't do with: those of such objects, parameters that
+        DDP ignores, and an optimizer's state for these
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
@@ -68,10 +72,26 @@ class State:
     replicated: set[str] = field(default_factory=set)
     trained: set[str] = field(default_factory=set)
     buffers: set[str] = field(default_factory=set)
+    own_tree: dict[str, Any] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+
+    @property
+    def shared(self) -> dict[str, torch.Tensor]:
+        """The tensors that the ranks of a stage save together, by name."""
+        return {name: each for name, each in self.tensors.items() if name not in self.own}
+
+    @property
+    def equal(self) -> dict[str, torch.Tensor]:
+        """Of them those that are the same on all ranks, each as a whole."""
+        return {
+            name: tensor
+            for name, tensor in self.shared.items()
+            if name in self.replicated and not is_sharded(tensor)
+        }
 
 
-def collect(objects: Mapping[str, Any]) -> State:
-    """Return the state of each object by name.
+def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
+    """Return the state of each object by name; `per_rank` names those that ranks do not share.
 
     Raises
     ------
@@ -82,6 +102,7 @@ def collect(objects: Mapping[str, Any]) -> State:
         if isinstance(each, torch.nn.Module):
             reshard(each)
     labels = _labels(objects)
+    ignored = set(_ignored_by_ddp(objects))
     state = State()
     for name, wrapped in objects.items():
         each = unwrap(wrapped)
@@ -101,7 +122,13 @@ def collect(objects: Mapping[str, Any]) -> State:
                 known = state.trained if parameter.requires_grad else state.replicated
                 known.add(f"{name}.{plain_name(key)}")
             state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in each.named_buffers())
-        state.tree[name] = _take_apart(found, name, state.tensors)
+        tensors: dict[str, torch.Tensor] = {}
+        tree = state.own_tree if name in per_rank else state.tree
+        tree[name] = _take_apart(found, name, tensors)
+        state.tensors.update(tensors)
+        prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
+        own = {key for key in tensors if key in ignored or key.startswith(prefixes)}
+        state.own.update(key for key in own if not is_sharded(tensors[key]))
     state.replicated.update(state.trained)
     return state
 
@@ -110,15 +137,12 @@ def my_parts(state: State, grid: Grid) -> dict[str, Part]:
     """Return what a rank writes of the tensors, which have the same names on all of its stage.
 
     - sharded (FSDP2, tensor parallel): its own shard, where ranks hold the same the first of them
+    - what each rank has its own of: all of that
     - replicated: its share; the ranks' shares of all bytes together are equal, cut between rows
     - buffers: its own; a run on another number of ranks goes on from the first rank's
     - anything else: the first rank of the stage all of it
     """
-    shared = {
-        name: tensor.nbytes
-        for name, tensor in state.tensors.items()
-        if name in state.replicated and not is_sharded(tensor)
-    }
+    shared = {name: tensor.nbytes for name, tensor in state.equal.items()}
     rank, size = grid.stage_rank, grid.stage_size
     low, high = (sum(shared.values()) * r // size for r in (rank, rank + 1))
     parts: dict[str, Part] = {}
@@ -126,6 +150,8 @@ def my_parts(state: State, grid: Grid) -> dict[str, Part]:
         if is_sharded(tensor):
             if holds_first_copy(tensor, grid):
                 parts[name] = shard(tensor)
+        elif name in state.own:
+            parts[f"{name}{OWN}{grid.rank}"] = whole(tensor)
         elif length := shared.get(name):
             if part := rows(tensor, low, high):
                 parts[name] = part
@@ -134,12 +160,15 @@ def my_parts(state: State, grid: Grid) -> dict[str, Part]:
             parts[name] = whole(tensor)
         elif name in state.buffers:
             parts[f"{name}{OWN}{grid.rank}"] = whole(tensor)
-    return {name: part for name, part in parts.items() if part.numbers.numel() or rank == 0}
+    is_empty = {name: not part.numbers.numel() for name, part in parts.items()}
+    return {n: part for n, part in parts.items() if rank == 0 or OWN in n or not is_empty[n]}
 
 
-def layout_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return a sum of names and shapes: ranks that share a save must agree on them."""
-    return zlib.crc32(repr([(name, tuple(each.shape)) for name, each in tensors.items()]).encode())
+def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of tensors that DDP leaves to each rank: experts, parts of an embedding."""
+    for name, wrapped in objects.items():
+        for key in getattr(unwrap(wrapped), "_ddp_params_and_buffers_to_ignore", ()):
+            yield f"{name}.{plain_name(key)}"
 
 
 def joined(one: Any, other: Any, key: object = None) -> Any:
@@ -291,6 +320,8 @@ def put_back(
             else:
                 own = _tensors_of(each.state_dict(), name)
                 each.load_state_dict(_assemble(tree[name], name, reader, own=own))
+        except UnreadableError:
+            raise
         except HpcDdpError as error:
             raise _other(step, error.message) from None
         except (ValueError, RuntimeError, KeyError) as error:
@@ -300,7 +331,7 @@ def put_back(
 def _for_module(
     name: str, module: torch.nn.Module, tree: Mapping[str, Any], reader: Reader, stage: bool
 ) -> dict[str, Any]:
-    """Return what `module` loads; tensors may be views of the file, since it copies them."""
+    """Return what `module` loads."""
     here = {plain_name(key): (key, value) for key, value in module.state_dict().items()}
     found = [f"{key} is not in the checkpoint" for key in here if key not in tree]
     found += [f"{key} is not in the model" for key in tree if key not in here and not stage]
@@ -308,7 +339,9 @@ def _for_module(
         stored = f"{name}.{key}"
         mine = getattr(here[key][1], "shape", None)
         saved = reader.describe(stored).shape if stored in reader else None
-        if mine != saved:
+        if reader.is_of_other_ranks(stored):
+            found.append(f"{key} was each rank's own, of as many ranks as do not run here")
+        elif mine != saved:
             found.append(f"{key} is {_shape(mine)} here and {_shape(saved)} in the checkpoint")
     if found:
         more = f", and {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
@@ -374,10 +407,10 @@ def _assemble(
     like: Mapping[str, torch.Tensor] = MappingProxyType({}),
     own: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Any:
-    """Undo `_take_apart`. Tensors are copies, since an object may keep what it is given; `like`
-    has those of which this rank wants a part, `own` those whose devices are to be had again."""
+    """Undo `_take_apart`. Tensors are new ones, which an object may keep; `like` has those of which
+    this rank wants a part, `own` those whose devices are to be had again."""
     if value == TENSOR and type(value) is str and where in reader:
-        tensor = reader.read(where, like.get(where)).clone()
+        tensor = reader.read(where, like.get(where))
         return tensor.to(own[where].device) if where in own else tensor
     if isinstance(value, dict):
         items = {k: _assemble(v, f"{where}.{k}", reader, like, own) for k, v in value.items()}

@@ -71,6 +71,7 @@ def _names(folder: Path) -> list[str]:
         (["submit", "--env", "NOT_SET", "train.py"], "NOT_SET is not set here"),
         (["submit", "--env", "HF_TOKEN=x", "train.py"], "looks like a secret"),
         (["submit", "--run", "nope", "train.py"], "no run 'nope'"),
+        (["submit", "--fresh", "train.py"], "--fresh needs --run RUN"),
         (["submit", "--backend", "allocation", "train.py"], "this shell is in none"),
         (["preflight"], "this shell is in none"),
         (["sweep", "train.py"], "a sweep without a parameter is no sweep"),
@@ -231,7 +232,7 @@ def test_the_options_are_these() -> None:
     options = {o for p in command("submit").params for o in p.opts if o.startswith("--")}
     assert options == {
         *("--account", "--array", "--backend", "--budget-gpu-hours", "--constraint", "--container"),
-        *("--continue-by",),
+        *("--continue-by", "--fresh"),
         *("--cpus-per-task", "--dependency", "--env", "--exclude", "--exclusive", "--fabric"),
         *("--gpus-per-node", "--interface", "--job-name", "--json", "--launcher"),
         *("--mail-type", "--mail-user"),

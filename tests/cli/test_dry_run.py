@@ -25,6 +25,9 @@ TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
 TWO_BY_ONE = ("--nodes", "2", "--gpus-per-node", "1")
 
 
+FRESH = "hpc-ddp dry-run --run"
+
+
 class DryRun:
     """A dry run in the background; `run` is its folder, once there is one."""
 
@@ -98,6 +101,29 @@ def test_stopped_politely_it_goes_on_at_the_next_step(tmp_path: Path) -> None:
     again = DryRun(tmp_path / "runs", "--run", first.run.id)
     assert again.end() == 2
     assert "is finished" in again.printed()
+
+
+def test_fresh_begins_at_step_0_and_keeps_the_checkpoints(tmp_path: Path) -> None:
+    words = ("--nproc-per-node", "2", str(SCRIPTS / "trouble.py"), "none")
+    first = DryRun(tmp_path / "runs", *words)
+    first.until("first_step")
+    first.process.send_signal(signal.SIGTERM)
+    assert first.end() == 75, first.printed()
+    step = f"step-{first.events('stopped')[0]['step']}"
+    manifest = first.run.checkpoints / step / "manifest.json"
+    manifest.rename(manifest.with_name("lost"))
+    damaged = DryRun(tmp_path / "runs", "--run", first.run.id)
+    assert damaged.end() == 1, damaged.printed()
+    assert (
+        f"hint: to begin at step 0, and keep what there is: {FRESH} {first.run.path} --fresh"
+        in (damaged.printed())
+    )
+    again = DryRun(tmp_path / "runs", "--run", first.run.id, "--fresh")
+    assert again.end() == 0, again.printed()
+    assert again.events("first_step", 2)[0]["step"] == 1
+    aside = first.run.checkpoints / "aside-0"
+    assert f"its checkpoints are kept in {aside}" in again.printed()
+    assert [path.name for path in aside.iterdir()] == [f"{step}.bad-1"]
 
 
 def test_a_script_of_others_is_ended_promptly(tmp_path: Path) -> None:

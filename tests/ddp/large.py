@@ -81,7 +81,9 @@ for name, weight in model.named_parameters():
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
 batches = run.loader(TensorDataset(inputs, inputs.flip(0)), 4)
-objects = {"model": model, "optimizer": optimizer} | ({"average": average} if average else {})
+objects: dict[str, Any] = {"model": model, "optimizer": optimizer} | (
+    {"average": average} if average else {}
+)
 run.track(**objects)
 for _ in run.epochs(args.epochs):
     for x, y in batches:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from hpc_ddp.run.checkpoints import health
+from hpc_ddp.run.checkpoints import health, set_aside
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.export import export
 from tests.skips import skip_or_fail
@@ -64,15 +64,21 @@ def test_damage_is_passed_over_loudly(make_crew: Callable[[str], Any]) -> None:
     assert left == ["step-20.bad-1", "step-24", "step-24.bad-1", "step-28", "step-30"]
 
 
-def test_with_nothing_good_left_it_starts_again(make_crew: Callable[[str], Any]) -> None:
+def test_with_nothing_good_left_it_begins_again_only_once_told(
+    make_crew: Callable[[str], Any],
+) -> None:
     whole = make_crew("whole")
     whole.go(1, *SMALL)
     crew = make_crew("damaged")
-    kill_in(crew, 7, *SMALL)
+    kill_in(crew, 7, *SMALL, ranks=2)
     (crew.run.checkpoints / "step-4" / "manifest.json").unlink()
-    output = crew.go(1, *SMALL)
-    assert "manifest.json is missing" in output
-    assert "starts again from step 0" in output
+    for problem in ("step-4: manifest.json is missing", "step-4.bad-1: it was found damaged"):
+        launch = crew.launch(2, *SMALL)
+        assert launch.wait() == [1, 1]
+        assert launch.output().count(f"does not begin at step 0 by itself: {problem}") == 2
+        assert "Traceback" not in launch.output()
+    set_aside(crew.run)
+    crew.go(1, *SMALL)
     assert crew.weights == whole.weights
 
 
@@ -135,6 +141,7 @@ def test_a_full_disk_is_survived_for_a_while(crew: Any, tiny_disk: Path) -> None
 
     for path in tiny_disk.iterdir():
         shutil.rmtree(path)
+    set_aside(crew.run)
     ballast.write_bytes(bytes(1_030_000))
     launch = crew.launch(2, *save, "--patience", "0")
     assert launch.wait() == [1, 1]
@@ -216,3 +223,75 @@ def test_an_emptied_manifest_and_a_missing_file_are_passed_over(crew: Any) -> No
     assert "step-12: manifest.json can't be read" in output
     assert "step-8: tensors-1.bin is missing" in output
     assert "going on from step 4" in output
+
+
+def ends(output: str) -> list[str]:
+    """Return what each rank of own.py has come to."""
+    return sorted(line for line in output.splitlines() if line.startswith("RANK"))
+
+
+PER_RANK = ("--per-rank", "loader")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("loader", *PER_RANK),
+        ("ignored", *PER_RANK),
+        ("local", "--per-rank", "loader", "model", "optimizer"),
+    ],
+)
+def test_what_each_rank_has_its_own_of_comes_back_there(
+    make_crew: Callable[[str], Any], words: tuple[str, ...]
+) -> None:
+    whole, crew = make_crew("whole"), make_crew("two")
+    expected = ends(whole.go(2, *words, "--steps", "8", script="own.py"))
+    assert expected[0].partition(":")[2] != expected[1].partition(":")[2]
+    crew.go(2, *words, "--steps", "4", script="own.py")
+    assert ends(crew.go(2, *words, "--steps", "8", script="own.py")) == expected
+
+
+def test_on_other_ranks_a_loader_begins_anew_and_weights_do_not(
+    make_crew: Callable[[str], Any],
+) -> None:
+    crew = make_crew("loader")
+    crew.go(2, "loader", *PER_RANK, script="own.py")
+    output = crew.go(1, "loader", *PER_RANK, "--steps", "6", script="own.py")
+    warning = (
+        "each of the 2 ranks that wrote the checkpoint of step 4 had its own loader, and 1 run"
+    )
+    assert f"WARNING: {warning} here: it begins anew" in output
+    assert "RANK 0: place 2 buffer 1" in output
+
+    crew = make_crew("local")
+    words = ("local", "--per-rank", "loader", "model", "optimizer")
+    crew.go(2, *words, script="own.py")
+    launch = crew.launch(1, *words, script="own.py")
+    assert launch.wait() == [1]
+    assert "had its own loader, model, optimizer, and 1 run here" in launch.output()
+
+    crew = make_crew("ignored")
+    crew.go(2, "ignored", *PER_RANK, script="own.py")
+    launch = crew.launch(1, "ignored", *PER_RANK, script="own.py")
+    assert launch.wait() == [1]
+    assert "1.weight was each rank's own" in launch.output()
+
+
+def test_weights_that_differ_between_ranks_are_refused_at_the_first_save(crew: Any) -> None:
+    """As of a local SGD between two averagings: of some rows from each rank comes a mixture."""
+    launch = crew.launch(3, "local", *PER_RANK, script="own.py")
+    assert launch.wait() == [1] * 3, launch.output()
+    assert "model.0.weight differs between rank 0 and ranks 1, 2" in launch.output()
+    assert "per_rank=('model', 'optimizer')" in launch.output()
+    assert "Traceback" not in launch.output()
+    assert not list(crew.run.checkpoints.iterdir())
+
+
+@pytest.mark.parametrize(("words", "warnings"), [((), 1), (PER_RANK, 0)])
+def test_a_loader_that_begins_the_epoch_again_is_warned_of(
+    crew: Any, words: tuple[str, ...], warnings: int
+) -> None:
+    output = crew.go(2, "loader", *words, script="own.py")
+    output += crew.go(2, "loader", *words, "--steps", "6", script="own.py")
+    warning = "WARNING: the checkpoint is from epoch 0, after 4 of its steps, and the script has no"
+    assert output.count(warning) == warnings

@@ -28,6 +28,8 @@ GLOO = (1, REFUSED.format("gloo", "it sends no tensors of sim")) if DEVICE == "s
         ("too few", "the training set has 64 samples; accepted: enough for one step of 65"),
         ("late loader", "run.loader was called after run.track"),
         ("number", "best is a builtins.float; accepted by run.track: objects with state_dict"),
+        ("per rank", "per_rank is ('loader',); accepted: a tuple of names of tracked objects"),
+        ("per rank word", "per_rank is 'model'; accepted: a tuple of names"),
         ("no track", "run.track was not called"),
         ("no scalar", "run.step was given loss, a Tensor that is no scalar"),
         ("two steps", "run.step was called twice for one batch"),

@@ -150,3 +150,22 @@ def test_its_checkpoint_goes_to_ddp(trial: Trial, way: str) -> None:
 @pytest.mark.parametrize("way", SPREAD)
 def test_it_takes_up_a_checkpoint_of_ddp(trial: Trial, way: str) -> None:
     assert_equal(trial.run("spread", "ddp on 4", way, at=2), trial.run("one", "one"))
+
+
+@pytest.mark.parametrize("way", ["grid", "both"])
+def test_a_mesh_of_the_scripts_own_is_saved_in_whole(crew: Any, way: str) -> None:
+    """Also one with copies, of which the run knows nothing."""
+    first = crew.launch(4, way, "3", script="meshes.py")
+    assert first.wait() == [0] * 4, first.output()
+    newest = checkpoints.published(crew.run.checkpoints)[0]
+    weight = open_checkpoint(newest)[2].read("model.weight")
+    assert weight.shape == (4, 8)
+    assert f"SUM {weight.sum().item():.3f}"[:-1] in first.output()
+
+
+def test_a_tensor_that_some_ranks_shard_is_refused_before_the_training(crew: Any) -> None:
+    launch = crew.launch(4, "half", "3", script="meshes.py")
+    assert launch.wait() == [1] * 4, launch.output()
+    assert "rank 2 has other tensors to save than rank 0: model.weight" in launch.output()
+    assert "Traceback" not in launch.output()
+    assert not checkpoints.published(crew.run.checkpoints)

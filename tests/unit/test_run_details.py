@@ -17,7 +17,16 @@ import pytest
 from fakes import stop_clock
 
 from hpc_ddp.run import checkpoints, patience, process, progress
-from hpc_ddp.run.checkpoints import Health, all_of, facts_of, health, manifest_crc, verify
+from hpc_ddp.run.checkpoints import (
+    FileFacts,
+    Health,
+    all_of,
+    facts_of,
+    find_damage,
+    health,
+    manifest_crc,
+    verify,
+)
 from hpc_ddp.run.errors import HpcDdpError, UsageError, closest
 from hpc_ddp.run.folder import (
     AttemptFolder,
@@ -272,6 +281,21 @@ def test_a_disk_that_comes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     assert clock.slept == [1, 1]
 
 
+def test_what_takes_longer_than_the_patience_is_tried_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, calls = stop_clock(monkeypatch, patience), []
+
+    def act() -> None:
+        calls.append(clock.now)
+        clock.now += 2 * patience.PATIENCE_S
+        raise OSError("away")
+
+    with pytest.raises(OSError, match="away"):
+        patience.patiently(act)
+    assert len(calls) == 2
+
+
 def test_a_process_is_known_by_when_it_began() -> None:
     info = process.identity()
     assert (info["host"], info["pid"]) == (socket.gethostname(), os.getpid())
@@ -365,6 +389,61 @@ def test_ranks_share_the_reading(tmp_path: Path) -> None:
     assert "c can't be read: " in str(verify(made, 2, 3))
     (made / "manifest.json").write_text("[]")
     assert verify(made) == "manifest.json can't be read: its own CRC32 differs"
+
+
+def test_only_what_a_readable_folder_lacks_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what a look-up denies and the folder lists, nor what an I/O error hides."""
+    made = _checkpoint(tmp_path, "step-1")
+
+    def fail(error: OSError) -> None:
+        def facts_of(path: Path, read: Any) -> FileFacts:
+            raise error
+
+        monkeypatch.setattr(checkpoints, "facts_of", facts_of)
+
+    fail(OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(OSError, match="a can't be read: Input/output error") as caught:
+        find_damage(made)
+    assert caught.value.errno == errno.EIO
+    assert verify(made) == "a can't be read: Input/output error"
+    fail(FileNotFoundError(errno.ENOENT, "No such file or directory"))
+    with pytest.raises(FileNotFoundError, match="a can't be read: No such file"):
+        find_damage(made)
+    (made / "a").unlink()
+    assert find_damage(made) == "a is missing"
+    with pytest.raises(FileNotFoundError):
+        find_damage(tmp_path / "step-2")
+
+
+def test_checkpoints_are_set_aside_and_kept(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "name" / "run").make()
+    assert checkpoints.lost(run) == []
+    _checkpoint(run.checkpoints, "step-4")
+    (run.checkpoints / "step-5.tmp-0").mkdir()
+    run.journal("rank-0", 3).write("checkpoint", step=4)
+    (run.logs / "attempt-3").mkdir()
+    assert checkpoints.set_aside(run) == run.checkpoints / "aside-0"
+    assert find_damage(run.checkpoints / "aside-0" / "step-4") is None
+    assert [path.name for path in run.checkpoints.iterdir()] == ["aside-0"]
+    assert checkpoints.lost(run) == []
+    run.journal("rank-0", 4).write("checkpoint", step=2)
+    assert checkpoints.lost(run) == ["step-2: it was saved, and is gone"]
+    _checkpoint(run.checkpoints, "step-2")
+    assert checkpoints.set_aside(run) == run.checkpoints / "aside-1"
+
+
+@pytest.mark.parametrize(("backend", "command"), [("local", "dry-run"), ("slurm", "submit")])
+def test_the_command_that_begins_again_is_that_of_the_run(
+    tmp_path: Path, backend: str, command: str
+) -> None:
+    run = RunFolder(tmp_path / "a name" / "run").make()
+    assert checkpoints.fresh_command(run) == f"mv '{run.path}' '{run.path}'-old"
+    run.lib.mkdir()
+    run.job_json.write_text(json.dumps({"backend": backend}))
+    assert checkpoints.fresh_command(run) == f"hpc-ddp {command} --run '{run.path}' --fresh"
+    assert command in checkpoints.fresh_command(run.task(0))  # what an array has is the array's
 
 
 def test_health_of_all_that_is_there(tmp_path: Path) -> None:

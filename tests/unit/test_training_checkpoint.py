@@ -16,19 +16,21 @@ import pytest
 import torch
 from fakes import Clock, stop_clock
 
-from hpc_ddp.run import checkpoints
+from hpc_ddp.run import checkpoints, patience
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.training import checkpoint, randomness, storage
 from hpc_ddp.training import keeper as keeper_module
 from hpc_ddp.training.checkpoint import (
-    Answer,
     Checkpoints,
+    Claim,
     Content,
+    Failure,
     SupersededError,
     open_checkpoint,
 )
 from hpc_ddp.training.grid import Grid
+from hpc_ddp.training.inventory import Inventory
 from hpc_ddp.training.keeper import Keeper
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.storage import Keep
@@ -38,17 +40,24 @@ CPU = torch.device("cpu")
 
 
 class Alone:
-    """The talk of a world of one rank. `peers` are the answers of others, if there are some."""
+    """The talk of a world of one rank. `peers` are the answers of others, if there are some, and
+    `claims` what they are about to write; `inventories` come where these do not fit together."""
 
     rank, world_size = 0, 1
 
     def __init__(self) -> None:
         self.peers: list[Any] = []
+        self.claims: list[Any] = []
+        self.inventories: list[Inventory] = []
 
     def from_first(self, value: Any) -> Any:
         return value
 
     def to_first(self, value: Any) -> list[Any]:
+        if isinstance(value, Claim):
+            return [value, *(self.claims or [value] * len(self.peers))]
+        if isinstance(value, Inventory):
+            return [value, *self.inventories]
         return [value, *self.peers]
 
 
@@ -75,8 +84,8 @@ def make(run: RunFolder) -> Make:
 def _content(step: int, **values: Any) -> Content:
     fields: dict[str, Any] = {
         **{"facts": {"epoch": 1, "best": None}, "shared": {"tree": {"a": step}}},
-        **{"own": {"rank": 0, "pieces": {}}, "data": lambda: ([memoryview(b"")], 0.0), "layout": 7},
-        **{"stage": 0, "is_sound": lambda: True, "stall_s": 0.25},
+        **{"own": {"rank": 0, "pieces": {}}, "data": lambda: ([memoryview(b"")], 0.0)},
+        **{"inventory": lambda: Inventory(0, {}), "is_sound": lambda: True, "stall_s": 0.25},
     }
     return Content(step, **{**fields, **values})
 
@@ -219,13 +228,14 @@ def test_ranks_that_can_not_agree_have_failed_for_long(make: Make) -> None:
 def test_what_the_other_ranks_answer_counts(run: RunFolder, make: Make) -> None:
     background = Alone()
     saver = make(background=background)
-    background.peers = ["no such file"]
+    background.peers = [Failure(None, "no such file")]
     assert _save(saver, 1) == [False]
-    background.peers = [Answer(0, 8, {})]
+    background.peers = [{}]
+    background.claims = [Failure(None, "no copy")]
     assert _save(saver, 2) == [False]
     errors = [event["error"] for event in _events(run, "save_failed")]
-    assert errors == ["rank 1: no such file", "rank 1 has other tensors to save than rank 0"]
-    background.peers = [Answer(1, 8, {})]  # of another stage
+    assert errors == ["rank 1: no such file", "rank 1: no copy"]
+    background.claims = []
     assert _save(saver, 3) == [True]
     background.peers = ["unsound"]
     with pytest.raises(HpcDdpError, match="NaN"):
@@ -233,41 +243,90 @@ def test_what_the_other_ranks_answer_counts(run: RunFolder, make: Make) -> None:
     assert _names(run) == ["step-3"]
 
 
+def test_ranks_whose_tensors_do_not_fit_together_write_nothing(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *content: object) -> None:
+        raise AssertionError("it was written")
+
+    monkeypatch.setattr(storage, "write_file", refuse)
+    other = Inventory(0, {"model.w": (4,)}, {"model.w": 4})
+    background = Alone()
+    background.claims = [Claim(9, 1, other.digest)]
+    background.inventories = [other]
+    saver = make(background=background)
+    for _ in range(2):  # no later try ends otherwise
+        with pytest.raises(HpcDdpError, match=r"rank 1 has other tensors .* rank 0: model\.w"):
+            _save(saver, 1)
+    assert saver.failed
+    assert _names(run) == []
+    assert "model.w" in _events(run, "save_failed")[0]["error"]
+
+
 @pytest.mark.parametrize(
     ("error", "left"),
-    [(errno.ENOSPC, ["step-2", "step-3"]), (errno.EIO, ["step-1", "step-2", "step-3"])],
+    [
+        (errno.ENOSPC, ["step-1", "step-3", "step-4"]),
+        (errno.EDQUOT, ["step-1", "step-3", "step-4"]),
+        (errno.EIO, ["step-1", "step-2", "step-3", "step-4"]),
+    ],
 )
-def test_a_full_disk_costs_old_checkpoints(
-    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch, error: int, left: list[str]
+def test_a_full_disk_costs_old_checkpoints_and_no_milestone(
+    run: RunFolder, make: Make, error: int, left: list[str]
 ) -> None:
-    saver = make(Keep(9))
-    _save(saver, 1, 2, 3)
-
-    def full(path: Path, content: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(storage, "write_file", full)
-    assert _save(saver, 4) == [False]
+    """Whatever the system calls the error on the rank that it befalls."""
+    background = Alone()
+    saver = make(Keep(9, every=4), background)
+    _save(saver, 1, 2, 3, 4)
+    background.peers = [Failure(error, "Kein Platz")]
+    assert _save(saver, 5) == [False]
     assert _names(run) == left
 
 
-def test_space_is_looked_for_before_it_is_written(
-    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def space(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Have a disk of 9,600 bytes, on which a checkpoint takes 2,000; return what is asked for."""
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        storage, "check_space", lambda made, size, files: asked.append((size, files))
-    )
+
+    def check(made: Path, size: int, files: int) -> None:
+        asked.append((size, files))
+        if size + 2000 * len(checkpoints.published(made.parent)) > 9600:
+            raise OSError(errno.ENOSPC, f"No space left for {size} bytes")
+
+    monkeypatch.setattr(storage, "check_space", check)
+    return asked
+
+
+def test_room_is_made_before_it_is_written(
+    run: RunFolder, make: Make, space: list[tuple[int, int]]
+) -> None:
+    """Milestones and the two newest stay; where that is too much, the save is refused."""
     background = Alone()
-    background.world_size = 4
-    background.peers = [Answer(0, 7, {})] * 3
+    saver = make(Keep(9, every=3), background)
+    assert _save(saver, 1, 2, 3, 4) == [True] * 4
+    background.peers = [{}]
+    background.claims = [Claim(1000, 1, Inventory(0, {}).digest)]
+    assert _save(saver, 5) == [True]
+    assert _names(run) == ["step-1", "step-3", "step-4", "step-5"]
+    background.claims = [Claim(1500, 1, Inventory(0, {}).digest)]
+    assert _save(saver, 6) == [False]
+    assert "No space left for" in _events(run, "save_failed")[0]["error"]
+    assert _names(run) == ["step-1", "step-3", "step-4", "step-5"]
+
+
+def test_space_is_looked_for_once_and_for_what_ranks_really_write(
+    run: RunFolder, make: Make, space: list[tuple[int, int]]
+) -> None:
+    background = Alone()
+    background.peers = [{}] * 3
+    background.claims = [Claim(size, 2, Inventory(0, {}).digest) for size in (70, 0, 5)]
     own = {"rank": 0, "pieces": [("x", "uint8", (1000,), (0,), (1000,), 0)]}
     _save(make(background=background), 1, data=lambda: ([b"x" * 400, b"x" * 600], 0.5), own=own)
     folder = run.checkpoints / "step-1"
     size = sum(
         (folder / name).stat().st_size for name in ("rank-0.pt", "state.pt", "tensors-0.bin")
     )
-    assert asked == [(4 * size, 10)]
+    assert space == [(size + 75, 3 + 6 + 1)]
 
 
 # --- restoring -----------------------------------------------------------------------------
@@ -280,31 +339,36 @@ def test_a_run_without_checkpoints_begins(run: RunFolder, make: Make) -> None:
     assert _events(run, "restored") == []
 
 
-def _verify(monkeypatch: pytest.MonkeyPatch, *problems: str | None) -> list[str]:
-    """Have verifications give these answers in turn; return the folders that they were of."""
-    answers, names = iter(problems), []
+Finding = str | OSError | None
 
-    def verify(folder: Path, rank: int, world_size: int) -> str | None:
+
+def _find(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> list[str]:
+    """Have verifications end like this in turn; return the folders that they were of."""
+    answers, names = iter(findings), []
+
+    def find_damage(folder: Path, rank: int, world_size: int) -> str | None:
         names.append(folder.name)
         assert (rank, world_size) == (0, 1)
-        return next(answers)
+        finding = next(answers)
+        if isinstance(finding, OSError):
+            raise finding
+        return finding
 
-    monkeypatch.setattr(checkpoints, "verify", verify)
+    monkeypatch.setattr(checkpoints, "find_damage", find_damage)
     return names
 
 
 @pytest.mark.parametrize(
-    ("problems", "looks", "step", "left"),
+    ("findings", "looks", "step", "left"),
     [
         ((None,), ["step-2"], 2, ["step-1", "step-2"]),
-        (("a read error", None), ["step-2"] * 2, 2, ["step-1", "step-2"]),
+        (("a bad read", None), ["step-2"] * 2, 2, ["step-1", "step-2"]),
         (
             ("damaged", "damaged", None),
             ["step-2", "step-2", "step-1"],
             1,
             ["step-1", "step-2.bad-0"],
         ),
-        (("damaged",) * 4, ["step-2"] * 2 + ["step-1"] * 2, None, ["step-1.bad-0", "step-2.bad-0"]),
     ],
 )
 def test_a_bad_checkpoint_is_looked_at_twice_and_passed_over(
@@ -312,44 +376,77 @@ def test_a_bad_checkpoint_is_looked_at_twice_and_passed_over(
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    problems: tuple[str | None, ...],
+    findings: tuple[Finding, ...],
     looks: list[str],
-    step: int | None,
+    step: int,
     left: list[str],
 ) -> None:
     _save(make(), 1, 2)
-    names = _verify(monkeypatch, *problems)
+    names = _find(monkeypatch, *findings)
     restored = make().restore()
-    assert (restored.step if restored else None, names, _names(run)) == (step, looks, left)
+    assert restored is not None
+    assert (restored.step, names, _names(run)) == (step, looks, left)
     (event,) = _events(run, "restored")
     bad = [f"step-{2 - index}: damaged" for index in range(str(left).count("bad"))]
-    assert (event["step"], event["passed_over"]) == (step or 0, bad)
+    assert (event["step"], event["passed_over"]) == (step, bad)
     assert 0 <= event["restore_s"] < 60
     printed = capsys.readouterr().err
     assert printed.count("PASSED OVER the checkpoint step-") == len(bad)
-    assert ("going on from step" in printed) is (step is not None)
-    assert ("NO checkpoint of this run is good" in printed) is (step is None)
+    assert f"going on from step {step}" in printed
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither at once nor at the next attempt, until all of them have been set aside."""
+    _save(make(), 1, 2)
+    with monkeypatch.context() as patch:
+        _find(patch, *["damaged"] * 4)
+        with pytest.raises(HpcDdpError, match=r"no good checkpoint.*step-2: damaged; step-1: dam"):
+            make().restore()
+    assert capsys.readouterr().err.count("PASSED OVER the checkpoint step-") == 2
+    assert _names(run) == ["step-1.bad-0", "step-2.bad-0"]
+    (event,) = _events(run, "restored")
+    assert (event["step"], len(event["passed_over"])) == (0, 2)
+    with pytest.raises(HpcDdpError, match=r"step-2\.bad-0: it was found damaged") as caught:
+        make().restore()
+    assert caught.value.hint
+    assert caught.value.hint.endswith(f"mv {run.path} {run.path}-old")
+    assert checkpoints.set_aside(run) == run.checkpoints / "aside-0"
+    assert make().restore() is None
+    assert sorted(os.listdir(run.checkpoints / "aside-0")) == ["step-1.bad-0", "step-2.bad-0"]
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run: RunFolder, make: Make) -> None:
+    """As after the purge of a scratch."""
+    _save(make(), 7)
+    shutil.rmtree(run.checkpoints / "step-7")
+    with pytest.raises(HpcDdpError, match="step-7: it was saved, and is gone"):
+        make().restore()
+    assert checkpoints.set_aside(run) is None
+    run.claim_attempt({}, lambda info: False)
+    assert make().restore() is None
 
 
 def test_a_folder_that_can_only_be_read_is_passed_over(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _save(make(), 1)
-    _verify(monkeypatch, "damaged", "damaged")
+    _save(make(), 1, 2)
+    _find(monkeypatch, "damaged", "damaged", None)
 
     def refuse(folder: Path, kind: str, attempt: int) -> Path:
         raise OSError("Read-only file system")
 
     monkeypatch.setattr(storage, "set_aside", refuse)
-    assert make().restore() is None
-    assert "damaged; kept as step-1: Read-only file system" in capsys.readouterr().err
+    assert make().restore() is not None
+    assert "damaged; kept as step-2: Read-only file system" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_a_step_is_loaded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = make()
     _save(saver, 1, 2)
     assert saver.load(1).shared == {"tree": {"a": 1}}
-    with pytest.raises(HpcDdpError, match=r"step-7: manifest.json is missing") as caught:
+    with pytest.raises(HpcDdpError, match=r"step-7: it is not there") as caught:
         saver.load(7)
     assert "hpc-ddp verify" in str(caught.value.hint)
 
@@ -577,12 +674,15 @@ class Begun:
 
     def __init__(self) -> None:
         self.content: Content | None = None
+        self.good = True
+
+    def check(self, inventory: Inventory) -> None: ...
 
     def restore(self) -> None:
         return None
 
     def settle(self) -> bool:
-        return True
+        return self.good
 
     def begin(self, content: Content) -> None:
         self.content = content
@@ -598,7 +698,23 @@ def test_the_first_rank_of_each_later_stage_tells_of_its_objects(rank: int, tell
     keeper.track({"count": Count()}, {})
     keeper.save()
     assert ("tree" in begun.content.own) is tells
-    assert begun.content.stage == rank // 2
+    assert begun.content.inventory().stage == rank // 2
+
+
+@pytest.mark.parametrize(("ranks", "names"), [(1, set()), (2, {"model.weight", "model.bias"})])
+def test_weights_are_compared_until_a_save_has_succeeded(ranks: int, names: set[str]) -> None:
+    begun: Any = Begun()
+    position = Position()
+    keeper = Keeper(begun, position, [CPU], 1, Grid(0, ranks), only_finite=True)
+    keeper.track({"model": torch.nn.Linear(2, 2)}, {})
+    compared = []
+    for good in (False, True, True):
+        keeper.save()
+        compared.append(begun.content.inventory().checksums.keys())
+        begun.good = good
+        position.step += 1
+        assert keeper.settle() is good
+    assert compared == [names, names, set()]
 
 
 @pytest.mark.parametrize("only_finite", [True, False])
@@ -692,12 +808,13 @@ def test_rank_0_alone_removes_old_checkpoints(
         world_size = 2
 
         def from_first(self, value: Any) -> Any:
-            return (checkpoint._SAVED, None) if rank else value
+            return answers.pop(0) if rank else value
 
         def to_first(self, value: Any) -> list[Any]:
-            return [] if rank else [value, Answer(0, 7, {})]
+            return [] if rank else [value, value]
 
     Ranked.rank = rank
+    answers = [None, (checkpoint._SAVED, "")]
     steps: list[int] = []
     monkeypatch.setattr(storage, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
     saver = make(background=Ranked())
@@ -707,17 +824,57 @@ def test_rank_0_alone_removes_old_checkpoints(
     assert steps == removed
 
 
-@pytest.mark.parametrize(("problems", "waits"), [((None,), 1), (("a read error", None), 2)])
 def test_a_disk_that_is_away_is_waited_for(
-    make: Make, monkeypatch: pytest.MonkeyPatch, problems: tuple[str | None, ...], waits: int
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it looks for checkpoints, and before it takes one for damaged."""
+    _save(make(), 1, 2)
+    clock = stop_clock(monkeypatch, patience)
+    error = OSError(errno.EIO, "tensors-0.bin can't be read: Input/output error")
+    names = _find(monkeypatch, error, error, None)
+    restored = make().restore()
+    assert restored is not None
+    assert (restored.step, names, clock.slept) == (2, ["step-2"] * 3, [1, 1])
+
+
+def test_a_disk_that_stays_away_fails_the_attempt_and_costs_nothing(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No checkpoint is taken for damaged: the older one might come next, and then step 0."""
+    _save(make(), 1, 2)
+    clock = stop_clock(monkeypatch, patience)
+    names = _find(monkeypatch, *[OSError(errno.EIO, "Input/output error")] * 99)
+    with pytest.raises(HpcDdpError, match=r"step-2 can't be read on rank 0.*: Input/output error"):
+        make().restore()
+    assert sum(clock.slept) >= patience.PATIENCE_S
+    assert set(names) == {"step-2"}
+    assert _names(run) == ["step-1", "step-2"]
+
+
+def test_what_a_peer_can_not_read_fails_all_ranks(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = make()
+    _save(saver, 1)
+    peers: Any = saver._control
+    peers.peers = [HpcDdpError("step-1 can't be read on rank 1")]
+    _find(monkeypatch, "damaged")
+    with pytest.raises(HpcDdpError, match="can't be read on rank 1"):
+        saver.restore()
+    assert _names(run) == ["step-1"]
+
+
+def test_a_folder_of_checkpoints_that_is_away_is_no_run_without_any(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _save(make(), 1)
-    calls: list[Any] = []
-    monkeypatch.setattr(checkpoint, "patiently", calls.append)
-    _verify(monkeypatch, *problems)
-    assert make().restore() is not None
-    assert len(calls) == waits
+    stop_clock(monkeypatch, patience)
+
+    def fail(folder: Path) -> list[Path]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(checkpoints, "candidates", fail)
+    with pytest.raises(HpcDdpError, match=r"can't be read on rank 0.*Stale file handle"):
+        make().restore()
 
 
 def test_the_folder_of_a_save_may_be_there_or_its_parent_not(run: RunFolder, make: Make) -> None:

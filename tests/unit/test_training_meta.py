@@ -153,9 +153,18 @@ def _placement(*, partial: bool = False, replicate: bool = False) -> Any:
     return SimpleNamespace(is_partial=lambda: partial, is_replicate=lambda: replicate)
 
 
-def _tensor(*placements: Any, coordinate: list[int] | None) -> Any:
-    mesh = SimpleNamespace(get_coordinate=lambda: coordinate, mesh_dim_names=("dp",))
-    return SimpleNamespace(placements=placements, device_mesh=mesh)
+class Mesh:
+    """A device mesh, as far as it is asked."""
+
+    def __init__(self, coordinate: list[int] | None, *ranks: int) -> None:
+        self.coordinate, self.mesh = coordinate, torch.tensor(ranks)
+
+    def get_coordinate(self) -> list[int] | None:
+        return self.coordinate
+
+
+def _tensor(*placements: Any, coordinate: list[int] | None, ranks: tuple[int, ...] = (0, 1)) -> Any:
+    return SimpleNamespace(placements=placements, device_mesh=Mesh(coordinate, *ranks))
 
 
 def test_of_copies_on_several_ranks_one_is_saved() -> None:
@@ -166,6 +175,23 @@ def test_of_copies_on_several_ranks_one_is_saved() -> None:
     assert not sharded.holds_first_copy(_tensor(_placement(), coordinate=None), grid)
     with pytest.raises(HpcDdpError, match="pending reduction"):
         sharded.holds_first_copy(_tensor(_placement(partial=True), coordinate=[0]), grid)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_of_meshes_side_by_side_the_first_ranks_one_is_saved(size: int, pp: int) -> None:
+    """Neighbours (tensor parallel) or every other rank (data parallel), in each stage."""
+    stage = 8 // pp
+    for first in range(0, 8, stage):
+        for step in (1, stage // size):
+            count = 0
+            for rank in range(first, first + stage):
+                place = (rank - first) // step % size
+                begin = rank - place * step
+                mesh = tuple(range(begin, begin + size * step, step))
+                tensor = _tensor(_placement(), coordinate=[place], ranks=mesh)
+                count += sharded.holds_first_copy(tensor, Grid(rank, 8, pp=pp))
+            assert count == size
 
 
 class Fake:

@@ -200,4 +200,4 @@ def test_the_order_and_derived_seeds_stay_what_they_are() -> None:
 
 
 def test_a_run_begins_before_its_first_step() -> None:
-    assert vars(Position()) == {"step": 0, "epoch": 0, "samples": 0}
+    assert vars(Position()) == {"step": 0, "epoch": 0, "samples": 0, "epoch_steps": 0}

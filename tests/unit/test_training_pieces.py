@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import stop_clock
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
@@ -26,6 +27,7 @@ from torch.utils.data import (
 from torch.utils.data._utils import worker as torch_worker
 from training_fakes import Holds
 
+from hpc_ddp.run import patience
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import loader as module
 from hpc_ddp.training import norms, pieces, randomness, state
@@ -106,6 +108,10 @@ def test_batches_of_other_libraries_are_moved() -> None:
     assert sample.image.device == sample.boxes[0].device == meta
     assert (sample.name, sample.area) == ("n", 3)
     assert to_device(Sample, meta) is Sample
+    features = UserDict[str, Any]({"ids": [torch.ones(2)], "name": "n"})
+    moved = to_device(features, meta)
+    assert (type(moved), moved["ids"][0].device, moved["name"]) == (UserDict, meta, "n")
+    assert features["ids"][0].device == CPU
 
 
 def test_what_is_in_the_cpus_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,9 +519,6 @@ def test_who_writes_what() -> None:
     ]
     assert sizes[0]["m.weight"] + sizes[1].get("m.weight", 0) == 4
     assert sizes[0].get("m.bias", 0) + sizes[1]["m.bias"] == 4
-    assert state.layout_of(result.tensors) != state.layout_of({"m.weight": torch.ones(4)})
-    assert state.layout_of({"a": torch.ones(4)}) == state.layout_of({"a": torch.zeros(4)})
-    assert state.layout_of({"a": torch.ones(4)}) != state.layout_of({"a": torch.ones(2, 2)})
 
 
 # --- pieces --------------------------------------------------------------------------------
@@ -701,6 +704,52 @@ def test_any_box_of_a_tensor_is_read(tmp_path: Path) -> None:
         assert torch.equal(Reader(files)._box("t", start, size), wanted)
     with pytest.raises(HpcDdpError, match="t: only 0 of 6 numbers are stored"):
         Reader(files[:1])._box("t", (4, 0), (2, 3))
+
+
+def _stored(folder: Path) -> Reader:
+    buffer = Buffer(CPU)
+    buffer.fill({"t": whole(torch.arange(6.0).view(3, 2))})
+    (folder / "data").write_bytes(b"".join(buffer.bytes))
+    return Reader([(folder / "data", as_plain(buffer.pieces))])
+
+
+def test_a_data_file_that_is_away_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, clock = _stored(tmp_path), stop_clock(monkeypatch, patience)
+    (tmp_path / "data").rename(tmp_path / "away")
+
+    def sleep(seconds: float) -> None:
+        (tmp_path / "away").rename(tmp_path / "data")
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    assert torch.equal(reader.read("t"), torch.arange(6.0).view(3, 2))
+
+
+def test_a_data_file_that_can_not_be_read_is_not_of_another_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No SIGBUS either, which ends a process that has mapped a file at an I/O error."""
+    reader, clock = _stored(tmp_path), stop_clock(monkeypatch, patience)
+    os.truncate(tmp_path / "data", 20)
+    holds = Holds(torch.zeros(3, 2))
+    with pytest.raises(pieces.UnreadableError, match=r"data can't be read.*it ends too early"):
+        state.put_back({"t": holds}, {"t": state.TENSOR}, reader, 1)
+    assert sum(clock.slept) >= patience.PATIENCE_S
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "MOST_FILES", 2)
+    files = []
+    for index in range(5):
+        buffer = Buffer(CPU)
+        buffer.fill({f"t{index}": whole(torch.tensor(index))})
+        (tmp_path / str(index)).write_bytes(b"".join(buffer.bytes))
+        files.append((tmp_path / str(index), as_plain(buffer.pieces)))
+    reader = Reader(files)
+    for _ in range(2):
+        assert [int(reader.read(f"t{index}")) for index in range(5)] == [0, 1, 2, 3, 4]
+        assert len(reader._files) <= 2
 
 
 def test_with_workers_batches_keep_their_order_and_notices_are_survived() -> None:

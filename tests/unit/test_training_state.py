@@ -21,7 +21,7 @@ from hpc_ddp.training.facts import DistInfo, Surroundings
 from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.loader import Loader, Shard, to_device
 from hpc_ddp.training.order import Cut, Position
-from hpc_ddp.training.pieces import Buffer, Reader, as_plain
+from hpc_ddp.training.pieces import OWN, Buffer, Reader, as_plain
 from hpc_ddp.training.run import Run
 
 CPU = torch.device("cpu")
@@ -338,6 +338,43 @@ def test_each_rank_has_its_buffers_and_others_take_the_first_one_s(tmp_path: Pat
     ]
     means = [Reader(files, rank).read("model.running_mean")[0].item() for rank in (0, 1, None)]
     assert means == [1.0, 2.0, 1.0]
+
+
+def test_objects_and_weights_of_each_rank_are_its_own() -> None:
+    """Also without numbers, which no other rank's would be read for."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ddp: Any = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    objects = {"optimizer": optimizer, "model": model, "loader": Holds(torch.empty(0))}
+    found = state.collect(objects, ("loader",))
+    of_adam = {f"optimizer.state.model.1.weight.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert found.own == {"model.1.weight", "loader.value", *of_adam}
+    assert (sorted(found.tree), sorted(found.own_tree)) == (["model", "optimizer"], ["loader"])
+    assert found.shared.keys() | found.own == found.tensors.keys()
+    assert "model.0.weight" in found.equal
+    assert not found.equal.keys() & found.own
+    for rank in (0, 1):
+        parts = state.my_parts(found, Grid(rank, 2))
+        assert {name for name in parts if OWN in name} == {f"{n}{OWN}{rank}" for n in found.own}
+    buffer = Buffer(CPU)
+    buffer.fill(parts)
+    assert buffer.is_finite(found.trained)
+    with torch.no_grad():
+        model.get_parameter("1.weight").fill_(torch.inf)
+    buffer.fill(state.my_parts(found, Grid(1, 2)))
+    assert not buffer.is_finite(found.trained)
+
+
+def test_what_was_other_ranks_own_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    ddp: Any = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(model, ["weight"])
+    store(tmp_path, {"model": model}, 2)
+    with pytest.raises(HpcDdpError, match="weight was each rank's own"):
+        put_back(tmp_path, {"model": nn.Linear(2, 2)})
 
 
 def test_a_frozen_mask_of_infinities_is_sound() -> None:
