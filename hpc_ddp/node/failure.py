@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.node.worker import AGAIN
+from hpc_ddp.run.errors import CAN_GO_ON
 from hpc_ddp.run.folder import read_tail
 from hpc_ddp.run.journal import parse_event
 
@@ -39,13 +40,16 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """``torn down``, ``communication``, ``signal``, ``hang``, ``exception`` or ``exit``."""
+        """``torn down``, ``communication``, ``signal``, ``hang``, ``disk``, ``exception`` or
+        ``exit``."""
         if self.code in _TORN_DOWN:
             return "torn down"
         if self.code < 0 and not _COMMUNICATION.search(self.error):
             return "signal"
         if self.error.startswith("HangError: "):
             return "hang"
+        if self.code == CAN_GO_ON:
+            return "disk"
         if _COMMUNICATION.search(self.error):
             return "communication"
         return "exception" if self.error else "exit"
@@ -84,7 +88,8 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
     Python's lock exits without a word, and its peers say why. Among equals the earliest counts;
     clocks of nodes differ, so time comes last.
     """
-    order = {"exception": 0, "signal": 0, "hang": 1, "exit": 2, "communication": 3, "torn down": 4}
+    first = dict.fromkeys(("exception", "signal", "disk"), 0)
+    order = {**first, "hang": 1, "exit": 2, "communication": 3, "torn down": 4}
     return min(failures, key=lambda f: (order[f.kind], f.time), default=None)
 
 

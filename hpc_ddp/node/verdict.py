@@ -265,12 +265,14 @@ def _why_no_retry(facts: Facts) -> str | None:
         return "it came before the first step, and would come again"
     last = facts.verdicts[-1] if facts.verdicts else None
     # A hang is no error of the step: a disk or the network may have stood still.
-    error = failure.error if failure and failure.kind != "hang" else ""
+    error = failure.error if failure and failure.kind not in ("hang", "disk") else ""
     if last and error and (last.get("error"), last.get("step")) == (error, facts.step):
         return "the same error came at the same step in the attempt before"
     failed = sum(v["cause"] == "failed" for v in facts.verdicts)
     if failed >= facts.spec.max_failures:
         return f"{failed} retries were made already (--max-failures)"
+    if failure and failure.kind == "disk":  # it could not even be read where the run stood
+        return None
     return _no_progress(facts) if facts.is_ours else None
 
 

@@ -3,14 +3,16 @@
 ::
 
     HpcDdpError          something failed                     exit 1
-    └── UsageError       what was asked for can't be done     exit 2
+    ├── UsageError       what was asked for can't be done     exit 2
+    └── DiskError        a disk does not answer               exit 75
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Exit code (EX_TEMPFAIL): it stopped, can go on, and nobody has requeued it.
+# Exit code (EX_TEMPFAIL): of a job, it stopped, can go on, and was not requeued; of a worker, what
+# failed may succeed in another attempt.
 CAN_GO_ON = 75
 
 
@@ -33,6 +35,12 @@ class UsageError(HpcDdpError):
     """The request itself is wrong: an option, a file, a value."""
 
     exit_code = 2
+
+
+class DiskError(HpcDdpError):
+    """A disk that was waited for does not answer; another attempt may find that it does."""
+
+    exit_code = CAN_GO_ON
 
 
 def closest(value: str, accepted: Iterable[str], alike: float = 0.6) -> str:

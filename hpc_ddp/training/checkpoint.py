@@ -24,7 +24,7 @@ import torch
 
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.checkpoints import FileFacts
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.errors import DiskError, HpcDdpError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.run.patience import patiently
@@ -537,8 +537,8 @@ def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
     return next((answer for answer in answers if isinstance(answer, str)), None)
 
 
-def _unreadable(folder: Path, error: OSError, rank: int = 0) -> HpcDdpError:
-    return HpcDdpError(
+def _unreadable(folder: Path, error: OSError, rank: int = 0) -> DiskError:
+    return DiskError(
         f"{folder} can't be read on rank {rank}, and was waited for: {error.strerror or error}",
         hint="the checkpoint stays as it is: start the run again when the disk answers",
     )

@@ -85,7 +85,10 @@ def test_what_is_asked_of_slurm(slurm_commands: Slurm, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ask", "nothing"),
     [
-        (lambda: slurm.why_refused(Path("job")), "sbatch refused: no answer is laid down for sbatch"),
+        (
+            lambda: slurm.why_refused(Path("job")),
+            "sbatch refused: no answer is laid down for sbatch",
+        ),
         (lambda: slurm.is_pending_or_running("7"), False),
         (lambda: slurm.takes_option("sbatch", "gres"), False),
         (lambda: slurm.partitions(), []),

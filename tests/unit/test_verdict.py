@@ -188,6 +188,21 @@ def test_a_hang_is_retried_like_a_lost_connection() -> None:
     assert _decide(attempt=1, records=records, events=stuck).action == "give up"
 
 
+def test_a_disk_that_does_not_answer_a_restore_is_tried_again() -> None:
+    """Before its first step, in attempt after attempt: the code of a `DiskError`, 75."""
+    error = "/r/checkpoints/step-5 can't be read on rank 1, and was waited for: I/O error"
+    records = _failed(error=error, code=75)
+    before = [
+        _event("verdict", k, cause="failed", action="requeue", error=error, step=None)
+        for k in range(3)
+    ]
+    for count in range(3):
+        assert _decide(attempt=count, records=records, events=before[:count]).action == "requeue"
+    last = _decide(attempt=3, records=records, events=before)
+    assert (last.action, last.exit_code) == ("give up", 75)
+    assert _decide(records=_failed(error=error, code=1), events=[]).action == "give up"
+
+
 def test_two_attempts_without_progress_end_it() -> None:
     first = _event("verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False)
     events = [first, _event("first_step", 1, step=1)]
