@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import bad_days
 import pytest
 
@@ -51,3 +54,14 @@ def test_each_row_has_one_promise() -> None:
     rows = bad_days.rows()
     assert len(rows) > 20
     assert all(row.promise and row.tests for row in rows)
+
+
+def test_each_test_that_a_page_names_is_there() -> None:
+    """In pages that say how a thing is known: ``slurm/test_x.py::test_y``."""
+    tests = Path(__file__).parents[1]
+    for page in (tests.parent / "docs").glob("*.md"):
+        named = re.findall(r"`((?:unit|slurm|cli|ddp)/test_\w+\.py)(?:::(\w+))?", page.read_text())
+        for path, name in named:
+            assert (tests / path).exists(), f"{page.name}: {path}"
+            text = (tests / path).read_text()
+            assert not name or f"def {name}" in text, f"{page.name}: {path}::{name}"
