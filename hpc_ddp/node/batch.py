@@ -191,7 +191,7 @@ def watch(environ: dict[str, str]) -> None:
     """
     end_time = float(environ["HPC_DDP_END_TIME"] or 0)
     while end_time and _warning_is_early(environ, end_time):
-        job = ask(environ["SLURM_JOB_ID"])
+        job = ask(environ["SLURM_JOB_ID"], is_quiet=True)  # `begin` has said it, where it can't
         if job and job.preempted:
             return  # the end time is now that of the grace time, which the supervisors know of
         end_time = job.end_time or end_time if job else end_time

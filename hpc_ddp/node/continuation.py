@@ -28,12 +28,13 @@ def say(text: str) -> None:
         os.write(2, f"hpc-ddp: {text}\n".encode())
 
 
-def ask(job_id: str) -> slurm.Job | None:
-    """Return what Slurm says of a job; None, and why, where it says nothing."""
+def ask(job_id: str, is_quiet: bool = False) -> slurm.Job | None:
+    """Return what Slurm says of a job; None where it says nothing, and unless quiet print why."""
     try:
         return slurm.show_job(job_id)
     except HpcDdpError as error:
-        say(error.message)
+        if not is_quiet:
+            say(error.message)
         return None
 
 

@@ -280,7 +280,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Callable[..., list[
     def set_limits(**ends: float | None) -> list[float]:
         asked_at: list[float] = []
 
-        def ask(job_id: str) -> Any:
+        def ask(job_id: str, is_quiet: bool = False) -> Any:
             asked_at.append(clock.now)
             end = [end for since, end in ends.items() if float(since[1:]) <= clock.now][-1]
             return end and SimpleNamespace(end_time=end, preempted=False)
