@@ -51,5 +51,5 @@ def test_a_best_that_is_gone_is_said(crew: Any) -> None:
     shutil.rmtree(crew.run.checkpoints / "step-8")
     launch = crew.launch(2, script="leaving.py")
     assert launch.wait() == [1, 1]
-    assert "step-8: manifest.json is missing" in launch.output()
+    assert "step-8: it is not there" in launch.output()
     assert "Traceback" not in launch.output()
