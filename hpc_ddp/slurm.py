@@ -6,6 +6,7 @@ version. Arguments are lists, never shell strings.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -31,8 +32,18 @@ _NO_ANSWER = re.compile(
 
 # What describes an outer job: with it, srun would bind to that one's CPUs. What names the cluster,
 # and proves who asks, is the user's, and so are sbatch's own variables (see `submit_env`).
-_INHERITED = re.compile(r"(SLURM|SLURMD|SRUN|SALLOC)_")
-_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+_INHERITED = re.compile(
+    r"(SLURM|SLURMD|SRUN|SALLOC|TORCHELASTIC|HPC_DDP)_"
+    r"|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT))$"
+)
+_KEPT = (
+    *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"),
+    # The user's own, of a shell or a script.
+    *("HPC_DDP_RUNS", "HPC_DDP_SITE_FILE", "HPC_DDP_SAVE_EVERY", "HPC_DDP_HANG_AFTER"),
+    *("HPC_DDP_PROFILE", "HPC_DDP_BACKEND", "HPC_DDP_DRY_RUN_DEVICES"),
+)
+# A supervisor sets these for its own node.
+_OF_A_NODE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 # sbatch's variables whose option has another name (man sbatch, INPUT ENVIRONMENT VARIABLES).
 _OPTIONS = {"timelimit": "time", "array-inx": "array", "req-switch": "switches"}
@@ -53,8 +64,14 @@ class NoAnswerError(HpcDdpError):
 
 
 def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without what an outer job or a shell profile left there for srun."""
-    return {k: v for k, v in environ.items() if k in _KEPT or not _INHERITED.match(k)}
+    """Return `environ` without what an outer job, or a run of hpc-ddp in it, left there, and a
+    shell profile for srun."""
+    of_a_node = _OF_A_NODE if "HPC_DDP_NODE_FOLDER" in environ else ()
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _KEPT or not (_INHERITED.match(name) or name in of_a_node)
+    }
 
 
 def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
@@ -401,6 +418,10 @@ def _state(shown: str) -> str:
 class Job:
     """What ``scontrol show job`` says of a job; times in unix seconds.
 
+    `left_s` is how long the job may still run, inf without a limit, None where Slurm does not say.
+    Unlike `end_time`, which the controller prints by its own clock and in local time, it holds on
+    a host whose clock is off, and in the hour that comes twice a year.
+
     `preempted_at` is when a preemption began, or, without a grace time or after it, when it
     ended the job. `expedited` is one of Slurm 25.11 and later with ``--requeue=expedite``: if its
     batch script ends with a code other than 0, Slurm holds it in the queue as REQUEUE_HOLD.
@@ -411,6 +432,7 @@ class Job:
     restarts: int
     preempted_at: float | None
     end_time: float | None
+    left_s: float | None = None
     expedited: bool = False
 
     @property
@@ -462,6 +484,7 @@ def parse_job(text: str) -> Job:
         restarts=int(value(r"^\s+Requeue=\S+ Restarts=(\d+)") or 0),
         preempted_at=_unix(value(r"^\s+PreemptEligibleTime=\S+ PreemptTime=(\S+)")),
         end_time=_unix(end),
+        left_s=_left_s(value(r"^\s+RunTime=(\S+)"), value(r"^\s+RunTime=\S+ TimeLimit=(\S+)")),
         expedited=value(r"^\s+ExpeditedRequeue=(\S+)") == "Yes",
     )
 
@@ -470,6 +493,13 @@ def _field(text: str, pattern: str) -> str:
     """Return the first group of what a pattern finds in ``scontrol show``'s lines, or ''."""
     match = re.search(pattern, text, re.M)
     return match[1] if match else ""
+
+
+def _left_s(run_time: str, limit: str) -> float | None:
+    elapsed_s, limit_s = _seconds(run_time), _seconds(limit)
+    if limit == "UNLIMITED":
+        return math.inf
+    return None if elapsed_s is None or limit_s is None else float(limit_s - elapsed_s)
 
 
 def _unix(text: str) -> float | None:

@@ -9,6 +9,7 @@ It runs on the first node, outside of any container, since scontrol is often mis
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -26,13 +27,15 @@ from hpc_ddp.node.verdict import Facts, Verdict, decide, over_budget, silent_nod
 from hpc_ddp.node.worker import die_with_parent
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job
+from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_seconds
 from hpc_ddp.run.journal import Event
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.run.spec import JobSpec
 
 ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again
 ASK_LEAST_S = 5.0
+ASK_MOST_S = 3600.0  # without a limit, which an operator may set all the same
+SAME_S = 3.0  # how far two answers about the same end may lie apart: Slurm counts whole seconds
 TEARDOWN_S = 300.0  # what a user's lines after the training may take
 VERDICT_S = 20.0  # what is kept free for the verdict after them, and for their end
 
@@ -61,7 +64,9 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     check_budget(run, spec)
     job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
-    info = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
+    info: dict[str, Any] = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
+    if "HPC_DDP_INTERACTIVE" in environ:  # the script leads a session
+        info["shell"] = process.identity(os.getsid(0))
     cluster = environ.get("SLURM_CLUSTER_NAME")
     is_live = partial(_is_live, job_id=job_id, restarts=restarts)
     attempt = patiently(partial(run.claim_attempt, info, is_live))
@@ -82,7 +87,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
         "HPC_DDP_HEAD": reach(nodes, 0, spec.host_suffix),
         "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
         "HPC_DDP_CPUS": str(cpus),
-        **variables(attempt, nodes, job_id, job.end_time if job else None, spec),
+        **variables(attempt, nodes, job_id, _end_of(job), spec),
     }
 
 
@@ -109,7 +114,7 @@ def variables(
     `id` is unique among what runs now; `end` is in unix seconds, None without a limit. The
     nodes are warned ``warn_s`` seconds before it, or in the last tenth of a shorter attempt.
     """
-    warn_s = spec.warn_s
+    warn_s = min(spec.warn_s, (end - time.time()) / 10) if end else spec.warn_s
     return {
         "HPC_DDP_ATTEMPT": str(attempt.number),
         "HPC_DDP_NODES": " ".join(nodes),
@@ -119,7 +124,7 @@ def variables(
         "HPC_DDP_END_TIME": f"{end:.0f}" if end else "",
         "HPC_DDP_FABRIC": spec.fabric,
         "HPC_DDP_SIGNAL": spec.notice_signal,
-        "HPC_DDP_WARN_S": f"{min(warn_s, (end - time.time()) / 10):.0f}" if end else "",
+        "HPC_DDP_WARN_S": f"{warn_s:.0f}",
     }
 
 
@@ -148,8 +153,8 @@ def _is_live(other: dict[str, Any], job_id: str, restarts: int) -> bool:
     theirs = other.get("job_id")
     if not theirs:
         return process.is_live(other)
-    if theirs == job_id:
-        return False  # an earlier start of this very job
+    if theirs == job_id:  # an earlier start of this very job, or another shell in an allocation
+        return process.is_live(other.get("shell", {}))
     try:
         job = slurm.show_job(theirs)
     except HpcDdpError as error:
@@ -177,7 +182,10 @@ def warned(environ: dict[str, str]) -> None:
     Slurm may send it up to a minute early, and at a preemption too where the site says so.
     """
     job = ask(environ["SLURM_JOB_ID"])
-    while job and job.end_time and not job.preempted and _warning_is_early(environ, job.end_time):
+    while job and not job.preempted and job.left_s is not None:
+        _note_end_time(environ, job.left_s)
+        if not _await_warning(environ, job.left_s):
+            break
         job = ask(environ["SLURM_JOB_ID"])
     preempted = job is not None and job.preempted
     attempt_of(environ).notice.write_text("preemption" if preempted else "warning signal")
@@ -189,24 +197,41 @@ def watch(environ: dict[str, str]) -> None:
     An operator extends a limit, or shortens it; a job that was suspended ends later. Slurm is asked
     more often towards the end: some 45 times in a day.
     """
-    end_time = float(environ["HPC_DDP_END_TIME"] or 0)
-    while end_time and _warning_is_early(environ, end_time):
+    left_s = float(environ["HPC_DDP_END_TIME"] or "inf") - time.time()
+    end_time = time.time() + left_s
+    while _await_warning(environ, left_s):
         job = ask(environ["SLURM_JOB_ID"], is_quiet=True)  # `begin` has said it, where it can't
         if job and job.preempted:
-            return  # the end time is now that of the grace time, which the supervisors know of
-        end_time = job.end_time or end_time if job else end_time
+            return  # the time that is left is that of the grace time, which the supervisors know of
+        left_s = end_time - time.time()
+        if job and job.left_s is not None:
+            left_s = job.left_s
+            end_time = time.time() + left_s
+            _note_end_time(environ, left_s)
 
 
-def _warning_is_early(environ: dict[str, str], end_time: float) -> bool:
-    """Write the end time down, and tell whether the nodes are to be warned later; if so, let a part
-    of the time until then pass."""
-    if f"{end_time:.0f}" != environ["HPC_DDP_END_TIME"]:
+def _end_of(job: slurm.Job | None) -> float | None:
+    """Return when a job's time is over by this host's clock, None where that is not known."""
+    if job is None or job.left_s is None or math.isinf(job.left_s):
+        return None
+    return time.time() + job.left_s
+
+
+def _note_end_time(environ: dict[str, str], left_s: float) -> None:
+    """Write the end time into the file that the nodes read, where it is another one by now."""
+    path, end_time = attempt_of(environ).end_time, time.time() + left_s
+    known = read_seconds(path) or float(environ["HPC_DDP_END_TIME"] or "inf")
+    if abs(end_time - known) > SAME_S:
         with contextlib.suppress(OSError):  # the nodes go on with what they know
-            attempt_of(environ).end_time.write_text(f"{end_time:.0f}")
-    left_s = end_time - float(environ["HPC_DDP_WARN_S"] or 0) - time.time()
-    if left_s <= 0:
+            path.write_text(f"{end_time:.0f}")
+
+
+def _await_warning(environ: dict[str, str], left_s: float) -> bool:
+    """Tell whether the nodes are to be warned later than now; if so, let some time pass before."""
+    early_s = left_s - float(environ["HPC_DDP_WARN_S"] or 0)
+    if early_s <= 0:
         return False
-    time.sleep(min(left_s, max(ASK_LEAST_S, ASK_SHARE * left_s)))
+    time.sleep(min(early_s, max(ASK_LEAST_S, ASK_SHARE * early_s), ASK_MOST_S))
     return True
 
 
@@ -264,7 +289,11 @@ def teardown_time(environ: dict[str, str]) -> int:
     """Return how many seconds the user's lines after the training may take: the job's time may be
     over soon, and Slurm would end the batch shell, and with it the verdict."""
     job = ask(environ["SLURM_JOB_ID"])
-    end_time = (job.end_time if job else None) or float(environ["HPC_DDP_END_TIME"] or "inf")
+    end_time = float(environ["HPC_DDP_END_TIME"] or "inf")
+    if job and job.preempted:
+        end_time = job.end_time or end_time
+    elif job and job.left_s is not None:
+        end_time = time.time() + job.left_s
     left_s = end_time - VERDICT_S - time.time()
     if left_s < TEARDOWN_S:
         say(f"the teardown has {max(1, int(left_s))} s: the job's time is nearly over")

@@ -48,6 +48,9 @@ FENCE_EVERY_S = 10.0  # listing a folder costs an NFS server more than opening a
 TEARDOWN_S = 4.0  # an aware worker is gone after 2; what is left then hangs
 JOURNALED_S = 60.0  # how long before its end a worker may have journaled its error
 PEERS_S = 8.0  # how long a failed node waits for its peers' ends before srun kills them
+STOOD_STILL_S = 10.0  # a loop that took so long was suspended, and Slurm has another end time
+CATCH_UP_S = 15.0  # until the batch side has asked for it, and this side has read it
+LEAD_S = 10.0  # what workers have after a notice, however late it is: KillWait is 30 s by default
 
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -212,6 +215,8 @@ class Supervisor:
     torn_down: str | None = None
     _to_tell: str | None = None  # a notice that could not be written down yet
     _kill_at: float = 0.0
+    _noticed_at: float = 0.0
+    _looked_at: float = field(default_factory=time.monotonic)
     _next_look: float = 0.0
     _next_fence: float = 0.0
     _log_position: int = 0
@@ -336,6 +341,9 @@ class Supervisor:
     def _look(self, agent: subprocess.Popen[bytes]) -> None:
         """Act on what has come since the last look."""
         now = time.time()
+        looked_at, self._looked_at = self._looked_at, time.monotonic()
+        if self._looked_at - looked_at > STOOD_STILL_S:
+            self._next_look = self._next_fence = now + CATCH_UP_S
         if self.signals.seen:
             names = [signal.Signals(number).name for number in self.signals.seen]
             self.signals.seen.clear()
@@ -351,7 +359,8 @@ class Supervisor:
             self._end_if_superseded(now)
             self._read_end_time()
         told = self.notice or self._to_tell
-        if told and self._time_is_over(now) and not self._kill_at:
+        is_late = told and now >= self._noticed_at + LEAD_S
+        if is_late and self._time_is_over(now) and not self._kill_at:
             # Slurm's own SIGKILL would take the batch shell too, and with it the verdict.
             self._kill_at = now
         if self._kill_at and now >= self._kill_at:
@@ -404,7 +413,7 @@ class Supervisor:
         except OSError:  # workers that are signalled without it would take it for a tear-down
             self._to_tell = source
             return
-        self.notice = source
+        self.notice, self._noticed_at = source, time.time()
         self.journal.write("notice", source=source)
         if not self._signal_workers(self.place.notice_signal):
             agent.kill()

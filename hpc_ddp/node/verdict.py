@@ -224,6 +224,11 @@ def _why_not_again(facts: Facts, cause: str) -> str | None:
         row = list(takewhile(_never_began, reversed(facts.verdicts)))
         if len(row) >= spec.max_failures and not facts.lost_nodes:
             return f"nothing was heard of the workers in {len(row) + 1} attempts"
+    if cause == "node lost" and not facts.progress:
+        # Nodes that are lost one after the other may be lost by the job: it crashes them, say.
+        row = list(takewhile(_lost_without_progress, reversed(facts.verdicts)))
+        if len(row) >= 3 * max(1, spec.max_failures):
+            return f"{len(row) + 1} attempts in a row have lost a node, without a newer checkpoint"
     if cause == "node lost" and not (facts.progress or facts.lost_nodes):
         # Or it was killed for want of memory, at the same place each time.
         row = list(takewhile(_ended_silently, reversed(facts.verdicts)))
@@ -243,6 +248,10 @@ def _never_began(verdict: Event) -> bool:
     """Tell whether an attempt ended without a step, and not for a node that Slurm has lost."""
     blamed = verdict.get("bad_nodes") or verdict.get("step") is not None
     return verdict["cause"] == "node lost" and not blamed
+
+
+def _lost_without_progress(verdict: Event) -> bool:
+    return verdict["cause"] == "node lost" and not verdict.get("progress")
 
 
 def _ended_silently(verdict: Event) -> bool:

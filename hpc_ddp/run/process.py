@@ -18,9 +18,10 @@ SHOW_STACKS = signal.SIGRTMIN + 8 if sys.platform == "linux" else 0
 STACKS = "hpc-ddp-stacks"
 
 
-def identity() -> dict[str, Any]:
-    """Return what `is_live` needs to know of this process later: ``host``, ``pid``, ``began``."""
-    pid = os.getpid()
+def identity(pid: int | None = None) -> dict[str, Any]:
+    """Return what `is_live` needs to know of a process later, by default of this one: ``host``,
+    ``pid``, ``began``."""
+    pid = pid or os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "began": _began(pid)}
 
 

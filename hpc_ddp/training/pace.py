@@ -13,7 +13,8 @@ from hpc_ddp.training.notice import DEADLINE, NONE, Notices
 from hpc_ddp.training.schedule import Schedule
 
 MARGIN_S = 5.0  # to tear down, and for clocks that differ between hosts
-PAUSE_SHARE = 0.05  # of the attempt's time: the most that is kept free for one more pause
+PAUSE_SHARE = 0.05  # of the attempt's time: the most that is kept free for one more pause,
+SAVE_SHARE = 0.25  # and for a save: one that met a disk in trouble says little of the next
 MOST_STEPS = 2 * (PERIOD_US // LEAST_STEP_US) + 1  # until a stop that is decided now
 
 
@@ -130,8 +131,9 @@ class Pace:
         if self._notices.reason == NONE and end_time is not None:
             # Two exchanges pass, at most, between this word and the stop.
             steps = 2 * self._exchange.period + 1
-            pause_s = PAUSE_SHARE * (end_time - self._started_at)
-            need_s = MARGIN_S + 1.5 * self._schedule.save_s() + self._times.expect(steps, pause_s)
-            if time.time() + need_s >= end_time:
+            whole_s = end_time - self._started_at
+            save_s = min(1.5 * self._schedule.save_s(), SAVE_SHARE * whole_s)
+            steps_s = self._times.expect(steps, PAUSE_SHARE * whole_s)
+            if time.time() + MARGIN_S + save_s + steps_s >= end_time:
                 return DEADLINE
         return self._notices.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Callable
@@ -26,6 +27,7 @@ SHOWN = """\
 JobId=7 JobName=x
    JobState={state} Reason=None Dependency=(null)
    Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:00:00 TimeLimit=00:16:40 TimeMin=N/A
    StartTime=2026-11-21T10:00:00 EndTime=2026-11-21T10:01:00 Deadline=N/A
    PreemptEligibleTime=2026-11-21T10:00:00 PreemptTime={preempted}
 """
@@ -111,7 +113,7 @@ def test_the_step_is_told_what_it_needs(controller: Slurm, run: RunFolder) -> No
 
 
 @pytest.mark.parametrize(
-    ("ends_in", "warn_s", "end"), [(300.0, "30", True), (6000.0, "60", True), (None, "", False)]
+    ("ends_in", "warn_s", "end"), [(300.0, "30", True), (6000.0, "60", True), (None, "60", False)]
 )
 def test_a_short_attempt_is_warned_in_its_last_tenth(
     run: RunFolder, clock: Clock, ends_in: float | None, warn_s: str, end: bool
@@ -225,6 +227,18 @@ def test_a_link_of_a_chain_queues_the_next_one(controller: Slurm, run: RunFolder
     assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}
 
 
+def test_of_two_shells_in_an_allocation_the_second_waits(
+    controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is the same, and so is its restart count."""
+    environ = _environ(run, HPC_DDP_INTERACTIVE="1")
+    assert begin(environ) is not None
+    with pytest.raises(HpcDdpError, match="is already being run"):
+        begin(environ)
+    monkeypatch.setattr(process, "is_live", lambda info: False)  # it was ended
+    assert begin(environ) is not None
+
+
 # --- while it runs -------------------------------------------------------------------------
 
 
@@ -246,44 +260,21 @@ def _in_step(run: RunFolder, **values: str) -> dict[str, str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("job", "warn_s", "word", "slept"),
-    [
-        (shown(), "60", "warning signal", 940.0),
-        (shown(), "", "warning signal", 1000.0),
-        (shown(), "2000", "warning signal", 0.0),
-        (shown(preempted="2026-11-21T10:00:00"), "60", "preemption", 0.0),
-        (None, "60", "warning signal", 0.0),
-    ],
-)
-def test_a_warning_is_passed_on_in_time(
-    slurm_commands: Slurm,
-    clock: Clock,
-    run: RunFolder,
-    attempt: AttemptFolder,
-    job: str | None,
-    warn_s: str,
-    word: str,
-    slept: float,
-) -> None:
-    slurm_commands.answer("scontrol", job or "", "no such job", int(job is None))
-    warned(_in_step(run, HPC_DDP_WARN_S=warn_s))
-    assert attempt.notice.read_text() == word
-    assert sum(clock.slept) == pytest.approx(slept)
-
-
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Callable[..., list[float]]:
-    """Have Slurm give a job one end time after the other, each from a time on; return when it was
-    asked."""
+    """Have Slurm give a job one end after the other, each from a time on, None for no answer;
+    return when it was asked."""
 
-    def set_limits(**ends: float | None) -> list[float]:
+    def set_limits(is_preempted: bool = False, **ends: float | None) -> list[float]:
         asked_at: list[float] = []
 
         def ask(job_id: str, is_quiet: bool = False) -> Any:
             asked_at.append(clock.now)
             end = [end for since, end in ends.items() if float(since[1:]) <= clock.now][-1]
-            return end and SimpleNamespace(end_time=end, preempted=False)
+            if end is None:
+                return None
+            left_s = end - clock.now
+            return SimpleNamespace(end_time=end, left_s=left_s, preempted=is_preempted)
 
         monkeypatch.setattr(batch, "ask", ask)
         return asked_at
@@ -292,11 +283,39 @@ def limits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Callable[..., list[
 
 
 @pytest.mark.parametrize(
+    ("is_preempted", "end_in", "warn_s", "word", "slept"),
+    [
+        (False, 1000.0, "60", "warning signal", 940.0),
+        (False, 1000.0, "", "warning signal", 1000.0),
+        (False, 1000.0, "2000", "warning signal", 0.0),
+        (True, 1000.0, "60", "preemption", 0.0),
+        (False, None, "60", "warning signal", 0.0),
+    ],
+)
+def test_a_warning_is_passed_on_in_time(
+    clock: Clock,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    limits: Callable[..., list[float]],
+    is_preempted: bool,
+    end_in: float | None,
+    warn_s: str,
+    word: str,
+    slept: float,
+) -> None:
+    limits(is_preempted, _0=None if end_in is None else clock.now + end_in)
+    warned(_in_step(run, HPC_DDP_WARN_S=warn_s))
+    assert attempt.notice.read_text() == word
+    assert sum(clock.slept) == pytest.approx(slept)
+
+
+@pytest.mark.parametrize(
     ("later", "last"),
     [
         (200_000.0, 199_940),  # extended by the operator
         (50_000.0, 49_940),  # shortened
         (None, 86_340),  # the controller is down: what is known counts
+        (math.inf, None),  # set to UNLIMITED
     ],
 )
 def test_the_end_time_is_asked_for_again_and_again(
@@ -305,14 +324,27 @@ def test_the_end_time_is_asked_for_again_and_again(
     attempt: AttemptFolder,
     limits: Callable[..., list[float]],
     later: float | None,
-    last: float,
+    last: float | None,
 ) -> None:
     clock.now = 0.0
-    asked_at = limits(_0=86_400.0, _20000=later)
+    asked_at = limits(_0=86_400.0, _20000=later, _300000=300_050.0)
     batch.watch(_in_step(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="86400"))
+    if last is None:  # until there is a limit again
+        assert attempt.end_time.read_text() == "300050"
+        return
     assert asked_at[-1] == pytest.approx(last)  # just before the nodes are warned
     assert attempt.end_time.read_text() == (f"{later:.0f}" if later else "")
-    assert len(asked_at) < 70
+    assert len(asked_at) < 90
+
+
+def test_a_limit_that_comes_later_is_known(
+    clock: Clock, run: RunFolder, attempt: AttemptFolder, limits: Callable[..., list[float]]
+) -> None:
+    clock.now = 0.0
+    limits(_0=math.inf, _5000=9000.0)
+    batch.watch(_in_step(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME=""))
+    assert attempt.end_time.read_text() == "9000"
+    assert clock.now == pytest.approx(8940.0)
 
 
 def test_a_warning_that_came_before_the_limit_was_extended_waits(
@@ -537,9 +569,9 @@ def test_each_call_of_the_batch_script(
     attempt = run.attempt(0)
     assert call("interrupted") == 0
     assert attempt.notice.read_text() == "interrupted"
-    assert call("warned", HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="1") == 0
+    assert call("warned", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0
     assert attempt.notice.read_text() == "warning signal"
-    assert call("watch", HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="1") == 0
+    assert call("watch", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0
     assert call("teardown-time", HPC_DDP_END_TIME="1") == 0
     assert int(capsys.readouterr().out) >= 1
     attempt.port_taken.touch()

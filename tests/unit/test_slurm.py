@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 from hpc_ddp.slurm import (
     Partition,
     clean_env,
@@ -43,6 +45,16 @@ def test_a_job_that_is_being_signalled_runs() -> None:
     assert parse_record(WAITS.replace("PENDING", "REQUEUE_HOLD")).state == "PENDING"
 
 
+def test_what_is_left_needs_no_clock_that_is_right() -> None:
+    assert parse_job(SHOWN).left_s == 55.0
+    assert parse_job(SHOWN.replace("TimeLimit=00:01:00", "TimeLimit=UNLIMITED")).left_s == math.inf
+    assert parse_job(SHOWN.replace("TimeLimit=00:01:00", "TimeLimit=1-00:00:05")).left_s == 86_400
+    assert (
+        parse_job(SHOWN.replace("TimeLimit=00:01:00", "TimeLimit=Partition_Limit")).left_s is None
+    )
+    assert parse_job("").left_s is None
+
+
 def test_an_expedited_job_is_known() -> None:
     """As Slurm 26.05 prints it."""
     assert not parse_job(SHOWN).expedited
@@ -69,6 +81,17 @@ def test_what_an_outer_job_left_is_dropped() -> None:
         "HOME": "/",
     }
     assert clean_env(environ) == {"SLURM_CONF": "/c", "HOME": "/"}
+
+
+def test_what_an_outer_run_set_is_dropped() -> None:
+    """A job that a worker submits, or a script in an allocation, is none of that run's."""
+    of_a_run = {"HPC_DDP_INTERACTIVE": "1", "HPC_DDP_NODE_INDEX": "0", "HPC_DDP_NODE_FOLDER": "/f"}
+    of_a_run |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "1", "LOCAL_RANK": "1"}
+    of_a_run |= {"MASTER_ADDR": "n1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=eth0"}
+    of_a_user = {"HPC_DDP_RUNS": "/r", "HPC_DDP_HANG_AFTER": "60", "NAME": "x", "RANKING": "y"}
+    assert clean_env(of_a_run | of_a_user) == of_a_user
+    of_a_user["GLOO_SOCKET_IFNAME"] = "ib0"
+    assert clean_env(of_a_user) == of_a_user
 
 
 WAITS = """\

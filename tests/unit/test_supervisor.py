@@ -417,6 +417,39 @@ def test_what_a_notice_leaves_alive_is_killed_before_slurm_does_it(
     assert sent == [(41, signal.SIGTERM), (41, signal.SIGKILL)]
 
 
+def test_a_notice_that_comes_late_is_a_notice(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    watcher, agent = _supervisor(attempt, end_time=900.0), _torchrun()
+    _workers(watcher, 41)
+    for _ in range(2):
+        watcher._look(agent)
+        assert (sent, agent.killed) == ([(41, signal.SIGTERM)], False)
+        clock.now += 5.0
+    watcher._look(agent)
+    assert agent.killed
+
+
+def test_after_a_suspension_slurm_has_another_end(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    """The batch side asks for it when the job runs again; until then no end is known."""
+    watcher, agent = _supervisor(attempt, end_time=1100.0, warn_s=60.0), _torchrun()
+    _workers(watcher, 41)
+    watcher._look(agent)
+    clock.now = 1200.0
+    watcher._look(agent)
+    attempt.end_time.write_text("1300")
+    for _ in range(7):
+        clock.now += 5.0
+        watcher._look(agent)
+        assert (sent, agent.killed) == ([], False), clock.now
+    clock.now = 1241.0
+    watcher._next_look = 0.0
+    watcher._look(agent)
+    assert sent == [(41, signal.SIGTERM)]
+
+
 def test_without_a_notice_the_end_is_slurms(attempt: AttemptFolder, clock: Clock) -> None:
     watcher, agent = _supervisor(attempt, end_time=1010.0), _torchrun()
     watcher.torn_down = "n2"

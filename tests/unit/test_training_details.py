@@ -218,6 +218,7 @@ def test_the_deadline_is_counted_from_steps_and_saves(clock: Clock) -> None:
     saves = Saves()
     saves.slowest_save_s = 4.0
     pace = _pace(saves)
+    pace._started_at = clock.now - 1000
     pace._exchange.period = 1
     _play_steps(pace, clock, [2.0, 2.0, 2.0])
     pace._exchange.period = 1
@@ -257,6 +258,15 @@ def test_steps_that_became_slow_are_all_expected_to_be(clock: Clock) -> None:
     pace._exchange.period = 1
     assert _reason_with(pace, clock, 5.0 + 7.5 + 30.0) == DEADLINE
     assert _reason_with(pace, clock, 5.0 + 7.5 + 30.1) == NONE
+
+
+def test_a_save_that_met_a_disk_in_trouble_does_not_end_each_attempt(clock: Clock) -> None:
+    """One of 45 s, in an earlier attempt of a job of a minute, ended all later ones at once."""
+    pace = _pace(slowest_save_s=45.0)
+    _play_steps(pace, clock, [0.5, 0.5, 0.5])
+    assert _reason_with(pace, clock, 58.5) == NONE
+    clock.now += 25.0
+    assert _reason_with(pace, clock, 33.5) == NONE
 
 
 def test_an_evaluation_may_come_once_more_at_the_end(clock: Clock) -> None:

@@ -188,6 +188,18 @@ def test_a_hang_is_retried_like_a_lost_connection() -> None:
     assert _decide(attempt=1, records=records, events=stuck).action == "give up"
 
 
+def test_a_job_that_takes_one_node_down_after_the_other_is_bounded() -> None:
+    lost = [
+        _event("verdict", k, cause="node lost", action="requeue", bad_nodes=[f"n{k}"])
+        for k in range(9)
+    ]
+    here = {"records": [], "lost_nodes": ["n9"]}
+    assert _decide(attempt=8, events=lost[:8], **here).action == "requeue"
+    assert "10 attempts in a row have lost a node" in _decide(attempt=9, events=lost, **here).why
+    saved = [*lost[:5], {**lost[5], "progress": True}, *lost[6:]]
+    assert _decide(attempt=9, events=saved, **here).action == "requeue"
+
+
 def test_a_disk_that_does_not_answer_a_restore_is_tried_again() -> None:
     """Before its first step, in attempt after attempt: the code of a `DiskError`, 75."""
     error = "/r/checkpoints/step-5 can't be read on rank 1, and was waited for: I/O error"
