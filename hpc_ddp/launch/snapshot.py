@@ -14,7 +14,7 @@ from pathlib import Path
 from hpc_ddp.launch.fabric import for_auto
 from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.folder import RunFolder, close_to_others
 from hpc_ddp.run.progress import Progress
 
 LIMIT_BYTES = 50 * 10**6
@@ -39,6 +39,7 @@ def carry_library(run: RunFolder) -> None:
     shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
     # Python 3.10, which a node may have, reads no TOML.
     (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
+    close_to_others(draft)
     draft.rename(run.lib)
 
 

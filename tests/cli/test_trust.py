@@ -225,12 +225,21 @@ def test_a_strangers_run_is_read(as_root: None, run: Path, hpc_ddp: Cli, tmp_pat
     assert hpc_ddp("logs", str(run)).stderr.count("error:") == 1  # it has printed nothing yet
 
 
-@pytest.mark.parametrize("part", ["lib/node.py", "lib/hpc_ddp/node", "code/0/train.py", "job.json"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("lib/node.py", "lib/hpc_ddp/node", "code/0/train.py", "job.json", "checkpoints"),
+        *("journal", "journal/submit.jsonl", "logs", "logs/attempt-0", "logs/attempt-0/next.json"),
+    ],
+)
 @pytest.mark.parametrize("change", ["owner", "mode"])
 def test_a_part_of_a_run_that_others_may_have_written(
     as_root: None, run: Path, hpc_ddp: Cli, part: str, change: str
 ) -> None:
     path = run / part
+    (run / "journal" / "submit.jsonl").touch()
+    (run / "logs" / "attempt-0").mkdir()
+    (run / "logs" / "attempt-0" / "next.json").write_text("{}")
     os.chown(path, STRANGER if change == "owner" else -1, STRANGER)
     path.chmod(path.stat().st_mode | (0o020 if change == "mode" else 0))
     assert hpc_ddp("dry-run", "--run", str(run)).returncode != 2  # others can't enter the folder
@@ -238,7 +247,7 @@ def test_a_part_of_a_run_that_others_may_have_written(
     done = hpc_ddp("dry-run", "--run", str(run))
     assert done.returncode == 2, done.stderr
     assert f"can only be read: {path} " in done.stderr
-    assert ("hint: chmod -R go-w" in done.stderr) == (change == "mode")
+    assert (f"hint: chmod -R go-w {run}, if" in done.stderr) == (change == "mode")
 
 
 def test_a_folder_here_that_is_a_strangers_run(
