@@ -19,6 +19,8 @@ from hpc_ddp.run.progress import Progress
 
 LIMIT_BYTES = 50 * 10**6
 LIMIT_FILES = 20_000
+# The work tree may be another user's, where `safe.directory` lets git in: it runs nothing of it.
+GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 TRAVELS = ("run", "node", "training")
 
 
@@ -129,7 +131,7 @@ def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
 
 def _work_tree(script: Path) -> Path | None:
     """Return the git work tree that `script` lies in, None without one or without git."""
-    argv = ["git", "-C", str(script.parent), "rev-parse", "--show-toplevel"]
+    argv = [*GIT, "-C", str(script.parent), "rev-parse", "--show-toplevel"]
     try:
         done = subprocess.run(argv, capture_output=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError):
@@ -140,7 +142,7 @@ def _work_tree(script: Path) -> Path | None:
 
 def _git_files(root: Path, runs: Path) -> Iterator[str]:
     """Return tracked files, and untracked ones but for ignored ones and the runs."""
-    argv = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    argv = [*GIT, "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if runs.is_relative_to(root) and runs != root:
         pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
         argv.append(f"--exclude=/{pattern}/")
