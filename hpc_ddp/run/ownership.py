@@ -6,6 +6,7 @@ shows in the group's bits on most file systems, and not on all.
 
 from __future__ import annotations
 
+import functools
 import grp
 import os
 import pwd
@@ -55,7 +56,18 @@ def _is_private(gid: int, uid: int) -> bool:
     except KeyError:
         return False
     is_namesake = user.pw_gid == gid and user.pw_name == group.gr_name
-    return is_namesake and not {*group.gr_mem} - {user.pw_name}
+    return is_namesake and not {*group.gr_mem} - {user.pw_name} and not _is_shared(gid, uid)
+
+
+@functools.cache
+def _is_shared(gid: int, uid: int) -> bool:
+    """Return whether it is the primary group of another user: a group does not list those.
+
+    Only all accounts tell. A directory such as LDAP may take seconds for them, so they are asked
+    for once, and for a namesake's group alone; many show local accounts only. That is accepted: who
+    gives a user another one's group as the primary one has root, and `gr_mem` is read in any case.
+    """
+    return any(user.pw_gid == gid and user.pw_uid != uid for user in pwd.getpwall())
 
 
 def user_name(uid: int) -> str:

@@ -53,6 +53,10 @@ def test_what_is_wrong_with_a_file(
     assert fault in answer
 
 
+def account(name: str, uid: int) -> pwd.struct_passwd:
+    return pwd.struct_passwd((name, "x", uid, GROUP, "", "/", "/bin/sh"))
+
+
 @pytest.mark.parametrize(
     ("members", "name", "gid", "is_private"),
     [
@@ -66,12 +70,27 @@ def test_what_is_wrong_with_a_file(
 def test_a_group_of_one_user_is_that_user(
     members: list[str], name: str, gid: int, is_private: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    user = pwd.struct_passwd(("me", "x", USER, GROUP, "", "/", "/bin/sh"))
+    user = account("me", USER)
     group = grp.struct_group((name, "x", gid, members))
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
     monkeypatch.setattr(grp, "getgrgid", lambda gid: group)
     file = status(REGULAR, 0o664, USER, gid)
     assert ownership.is_writable_by_others(file) is not is_private
+
+
+@pytest.mark.parametrize("names", [[], ["me"], ["me", "alias"], ["me", "you"]])
+def test_a_group_may_be_the_primary_one_of_another_user(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uids = {"me": USER, "alias": USER, "you": STRANGER}
+    group = grp.struct_group(("me", "x", GROUP, []))
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: account("me", USER))
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: group)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [account(name, uids[name]) for name in names])
+    ownership._is_shared.cache_clear()
+    file = status(REGULAR, 0o664, USER)
+    assert ownership.is_writable_by_others(file) is ("you" in names)
+    ownership._is_shared.cache_clear()
 
 
 @pytest.mark.parametrize(
