@@ -22,7 +22,7 @@ from hpc_ddp.launch import sweep as launch_sweep
 from hpc_ddp.report import live, logs, status
 from hpc_ddp.report.status import Status
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder, find_run
+from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec
 
 __all__ = ["Handle", "HpcDdpError", "JobSpec", "Status", "UsageError", "find", "submit"]
@@ -201,7 +201,7 @@ def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
     UsageError
         there is no such run
     """
-    return Handle(find_run(config.runs_folder(runs_dir), os.fspath(run)).path)
+    return Handle(config.run_of(os.fspath(run), runs_dir).path)
 
 
 def _said(spec: JobSpec) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from hpc_ddp.launch import config
+from hpc_ddp.run.folder import RunFolder
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -24,9 +25,14 @@ def root_of(settings: config.Settings) -> Path:
     return config.runs_dir(settings, os.environ)
 
 
-def folder_of(option: str | None) -> Path:
+def folder_of(option: str | None, is_strict: bool = False) -> Path:
     """Return the folder of all runs for a command that knows no other setting."""
-    return config.runs_folder(option)
+    return config.runs_folder(option, is_strict)
+
+
+def run_of(text: str, option: str | None) -> RunFolder:
+    """Return the run that a person means; a path needs no settings."""
+    return config.run_of(text, option)
 
 
 def folder_option(command: Command) -> Command:

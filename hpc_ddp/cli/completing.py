@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 import click
@@ -39,7 +40,7 @@ def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(incomplete, type="dir")]
     names: dict[str, str] = {}  # name: its newest id
     ids: dict[str, str] = {}
-    with suppress(HpcDdpError, OSError):
+    with suppress(HpcDdpError, OSError), redirect_stderr(io.StringIO()):
         for name in os.scandir(folder_of(ctx.params.get("runs_dir"))):
             if name.is_dir() and not name.name.startswith("."):
                 mine = [run.name for run in os.scandir(name) if run.is_dir()]

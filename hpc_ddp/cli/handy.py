@@ -14,7 +14,7 @@ import click
 
 from hpc_ddp import slurm
 from hpc_ddp.cli import completing
-from hpc_ddp.cli.common import folder_of, folder_option, json_option, say
+from hpc_ddp.cli.common import folder_of, folder_option, json_option, run_of, say
 from hpc_ddp.launch import attach as launch_attach
 from hpc_ddp.report import board
 from hpc_ddp.report import bundle as report_bundle
@@ -60,7 +60,8 @@ def clean(
     that one stays in any case, and all that is needed to go on from it. What is queued or runs is
     never touched. With --json nothing is asked: it only lists, unless there is --yes.
     """
-    root = folder_of(runs_dir)
+    # Without one of the settings it might be another folder, whose runs would be deleted.
+    root = folder_of(runs_dir, is_strict=True)
     named = list(dict.fromkeys(find_run(root, text) for text in runs))
     older_than_s = report_clean.parse_age(older_than or (OLD if not runs else "0h"))
     items = report_clean.plan(root, named, older_than_s, states, checkpoints_only)
@@ -114,7 +115,7 @@ def attach(
         raise UsageError("--py-spy and a command are two things", hint=f"attach {run} --py-spy")
     words = ["stacks"] if py_spy else ["run", *(command or ("bash",))]
     terminal = not py_spy and sys.stdin.isatty() and sys.stdout.isatty()
-    found = find_run(folder_of(runs_dir), run)
+    found = run_of(run, runs_dir)
     argv = launch_attach.command(found, node, rank, words, terminal)
     os.execvpe(argv[0], argv, slurm.clean_env(os.environ))
 
@@ -128,8 +129,7 @@ def tensorboard(runs: Sequence[str], port: int | None, runs_dir: str | None) -> 
 
     It listens on this machine alone, so from a laptop it takes the ssh line that is said with it.
     """
-    root = folder_of(runs_dir)
-    found = [find_run(root, text) for text in runs] or all_runs(root)
+    found = [run_of(text, runs_dir) for text in runs] or all_runs(folder_of(runs_dir))
     folders = board.event_folders(found)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with (
@@ -158,7 +158,7 @@ def bundle(run: str, output: Path | None, runs_dir: str | None) -> None:
     of environment variables, and of what is named like a secret, are replaced; checkpoints and code
     are left out. Look through it before you send it: a log may have printed anything.
     """
-    folder = find_run(folder_of(runs_dir), run)
+    folder = run_of(run, runs_dir)
     path = output or Path(f"hpc-ddp-{folder.id.replace('/', '-')}.tar.gz")
     entries, omissions = report_bundle.write(folder, path)
     for title, names in (("packed", entries), ("left out", omissions)):

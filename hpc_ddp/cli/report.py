@@ -7,11 +7,10 @@ from pathlib import Path
 
 import click
 
-from hpc_ddp.cli.common import folder_of, folder_option
+from hpc_ddp.cli.common import folder_option, run_of
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.report import page
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import find_run
 
 
 @click.command()
@@ -34,8 +33,7 @@ def report(runs: Sequence[str], compare: bool, output: Path | None, runs_dir: st
             f"report was given {len(runs)} runs; accepted: one, or several to compare",
             hint=f"hpc-ddp report --compare {' '.join(runs)}",
         )
-    root = folder_of(runs_dir)
-    found = [find_run(root, text) for text in runs]
+    found = [run_of(text, runs_dir) for text in runs]
     templates = folder("templates")
     html = page.comparison(found, templates) if compare else page.report(found[0], templates)
     path = output or found[0].path / ("compare.html" if compare else "report.html")

@@ -9,13 +9,12 @@ from dataclasses import asdict
 
 import click
 
-from hpc_ddp.cli.common import folder_of, folder_option, json_option, say
+from hpc_ddp.cli.common import folder_of, folder_option, json_option, run_of, say
 from hpc_ddp.report import health as report_health
 from hpc_ddp.report import logs as report_logs
 from hpc_ddp.report import overview as report_overview
 from hpc_ddp.report import status as report_status
 from hpc_ddp.run import checkpoints
-from hpc_ddp.run.folder import find_run
 
 
 @click.command()
@@ -54,7 +53,7 @@ def explain(run: str, runs_dir: str | None, as_json: bool) -> None:
     """Tell what became of RUN (a folder, id, name or job id), why, and what to do about it."""
     from hpc_ddp.report import explain as report_explain  # a quarter of what `status` takes
 
-    found = report_explain.explain_run(find_run(folder_of(runs_dir), run))
+    found = report_explain.explain_run(run_of(run, runs_dir))
     if as_json:
         click.echo(json.dumps(found.to_dict()))
     else:
@@ -86,7 +85,7 @@ def logs(
     several ranks are shown once.
     """
     asked = report_logs.Asked.of(rank, attempt, job, raw, grep)
-    folder = find_run(folder_of(runs_dir), run)
+    folder = run_of(run, runs_dir)
     if follow:
         report_logs.follow(folder, asked, lambda: report_status.has_ended(folder))
     else:
@@ -102,7 +101,7 @@ def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
 
     Exit code 1 where one is not. A resume passes over those, to the newest good one.
     """
-    rows = checkpoints.health(find_run(folder_of(runs_dir), run).checkpoints)
+    rows = checkpoints.health(run_of(run, runs_dir).checkpoints)
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows]))
     elif not rows:
@@ -117,7 +116,6 @@ def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
 @folder_option
 def cancel(runs: Sequence[str], runs_dir: str | None) -> None:
     """Cancel runs for good: nothing requeues them after this."""
-    root = folder_of(runs_dir)
-    for run in [find_run(root, text) for text in runs]:
+    for run in [run_of(text, runs_dir) for text in runs]:
         report_status.cancel(run)
         say(f"cancelled: {run.path}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from hpc_ddp.cli.common import say
-from hpc_ddp.launch import config, detect, login, sites
+from hpc_ddp.launch import config, detect, login, operators, sites
 
 
 @click.group()
@@ -48,7 +48,7 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
 def list_() -> None:
     """List the site files: yours, and those that come with hpc-ddp. A star: it counts here."""
     home = Path.home()
-    here = sites.files(_chosen(home), home)
+    here = sites.files(_chosen(home), home, operators.site_file(os.environ))
     for path in sites.all_files(home):
         click.echo(f"{'*' if path in here else ' '} {path.stem:16} {sites.title(path) or path}")
 
@@ -58,7 +58,7 @@ def list_() -> None:
 def show(name: str | None) -> None:
     """Print the files of site NAME (default: what counts here), the one that comes first on top."""
     home = Path.home()
-    for path in sites.files(name or _chosen(home), home):
+    for path in sites.files(name or _chosen(home), home, operators.site_file(os.environ)):
         click.echo(f"# --- {path}\n{path.read_text()}")
 
 

@@ -19,7 +19,7 @@ from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.launch.render import job_env, node_command, step_options
 from hpc_ddp.run.accelerators import hiding_env
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import link_job
+from hpc_ddp.run.folder import link_job, written_by_owner
 from hpc_ddp.run.spec import array_indexes
 
 Output = int | IO[bytes] | None  # as Popen takes it; None: to where this process prints
@@ -214,8 +214,9 @@ def render(prepared: Prepared) -> str:
     """Write the run's script, and return its text."""
     backend = BACKENDS[prepared.spec.backend]
     text = backend.script(prepared)
-    prepared.run.script.write_text(text)
-    backend.write_rest(prepared)
+    with written_by_owner():
+        prepared.run.script.write_text(text)
+        backend.write_rest(prepared)
     return text
 
 

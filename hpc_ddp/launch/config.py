@@ -6,17 +6,21 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hpc_ddp.launch import operators, sites
 from hpc_ddp.launch.fabric import read_toml
 from hpc_ddp.run.errors import UsageError, closest
+from hpc_ddp.run.folder import RunFolder, find_run
 from hpc_ddp.run.spec import JobSpec
+
+T = TypeVar("T")
 
 PROJECT_FILE = "hpc-ddp.toml"
 OURS = ("site", "runs-dir", "scratch", "chdir", "snapshot", "snapshot-exclude", "job-name")
@@ -85,29 +89,46 @@ def find_project_file(start: Path) -> Path | None:
     )
 
 
-def load(options: Mapping[str, Any], cwd: Path, home: Path) -> Settings:
+def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = True) -> Settings:
     """Merge all layers; the first that has a key wins: option, project, own site file, the
     operators' site file, profile.
 
     `env` is merged name by name, and a site's `setup`, `sbatch` and `srun` come before the job's;
     all other values are taken whole. A file's tables for the job's partition and QOS come before
     the rest of that file. The site is the one that is named, else the user's own, else one that is
-    recognised by the environment.
+    recognised by the environment. Without `is_strict` a layer that can't be used is a warning, and
+    does not count: whoever looks after a run has to reach it, whatever a job could do.
 
     Raises
     ------
     UsageError
         a file has an unknown key, a value of the wrong kind, or there is no such site
     """
+
+    def usable(read: Callable[[], T], default: T) -> T:
+        try:
+            return read()
+        except UsageError as error:
+            if is_strict:
+                raise
+            operators.warn(f"{error.message}; it does not count here", error.hint)
+            return default
+
     layers = [Layer("option", dict(options))]
     project = find_project_file(cwd)
     if project:
-        layers.append(Layer("project", _read_layer(project), project))
+        layers.append(Layer("project", usable(partial(_read_layer, project), {}), project))
     site = next((layer.values["site"] for layer in layers if layer.values.get("site")), None)
-    found = None if site else sites.recognised(home, os.environ)
-    of_site = [_site_layer(path, home) for path in sites.files(found[0] if found else site, home)]
-    operators_file = next((layer.path for layer in of_site if layer.kind == "operators"), None)
-    limits = operators.read_limits(operators_file) if operators_file else None
+    found = None if site else usable(partial(sites.recognised, home, os.environ), None)
+    operators_file = usable(partial(operators.site_file, os.environ), None)
+    name = found[0] if found else site
+    nameless = [operators_file] if operators_file else []
+    paths = usable(partial(sites.files, name, home, operators_file), nameless)
+    read = [usable(partial(_site_layer, path, home, operators_file), None) for path in paths]
+    of_site = [layer for layer in read if layer]
+    limits = None
+    if operators_file and is_strict:  # limits are for jobs that are to be
+        limits = operators.read_limits(operators_file)
     if limits:
         of_site.append(Layer("operators", limits.defaults, limits.path))
     chosen = {key: _first([*layers, *of_site], key) or "" for key in CHOICES}
@@ -167,18 +188,22 @@ def _over(layers: Sequence[Layer]) -> dict[str, Any]:
     return values
 
 
-def _site_layer(path: Path, home: Path) -> Layer:
-    if path == operators.site_file(os.environ):
-        return Layer("operators", _read_layer(path, (*sites.KEYS, "limits")), path)
+def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
+    if path == operators_file:
+        return Layer("operators", _read_layer(path, (*sites.KEYS, "limits"), is_strict=False), path)
     is_user_file = path.parent == sites.own_folder(home)
     return Layer("site" if is_user_file else "profile", _read_layer(path, sites.KEYS), path)
 
 
-def _read_layer(path: Path, more_keys: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a file's values; it may have `more_keys`, which are none of a job's."""
+def _read_layer(
+    path: Path, more_keys: Sequence[str] = (), is_strict: bool = True
+) -> dict[str, Any]:
+    """Return a file's values; it may have `more_keys`, which are none of a job's. Without
+    `is_strict` an unknown key is a warning: the operators' file may be for a newer hpc-ddp, and no
+    user can mend it."""
     read, known = read_toml(path), known_keys()
     when = read.pop("when", {})
-    layer = _checked(path, {k: v for k, v in read.items() if k not in more_keys}, known)
+    layer = _checked(path, {k: v for k, v in read.items() if k not in more_keys}, known, is_strict)
     inner = [key for key in known if key not in (*CHOICES, "site")]
     for key, tables in when.items() if isinstance(when, dict) else [(when, None)]:
         if key not in CHOICES or not isinstance(tables, dict):
@@ -188,7 +213,7 @@ def _read_layer(path: Path, more_keys: Sequence[str] = ()) -> dict[str, Any]:
                 hint=f"look at {path}",
             )
         layer.setdefault("when", {})[key] = {
-            name: _checked(path, table, inner) for name, table in tables.items()
+            name: _checked(path, table, inner, is_strict) for name, table in tables.items()
         }
     return layer
 
@@ -204,7 +229,9 @@ def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
     return _checked(Path(where), values, known_keys())
 
 
-def _checked(path: Path, layer: Any, known: Sequence[str]) -> dict[str, Any]:
+def _checked(
+    path: Path, layer: Any, known: Sequence[str], is_strict: bool = True
+) -> dict[str, Any]:
     """Return a file's keys and values, or those of one of its tables.
 
     Raises
@@ -214,12 +241,14 @@ def _checked(path: Path, layer: Any, known: Sequence[str]) -> dict[str, Any]:
     """
     if not isinstance(layer, dict):
         raise UsageError(f"{path}: {layer!r} must be a table", hint=f"see {path}")
+    for key in [key for key in layer if key not in known]:
+        near = closest(key, known)
+        message = f"{path}: unknown key {key!r}{near}; accepted: {', '.join(known)}"
+        if is_strict:
+            raise UsageError(message, hint=f"look at {path}")
+        operators.warn(message, f"tell the operators of this cluster: {path}")
+        del layer[key]
     for key, value in layer.items():
-        if key not in known:
-            raise UsageError(
-                f"{path}: unknown key {key!r}{closest(key, known)}; accepted: {', '.join(known)}",
-                hint=f"look at {path}",
-            )
         kind, accepted = _kind(key)
         if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
             raise UsageError(f"{path}: {key} is {value!r}, but must be {kind}", hint=f"see {path}")
@@ -309,10 +338,16 @@ def runs_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
     return _filled(f"{scratch}/hpc-ddp" if scratch else "runs", settings, environ)
 
 
-def runs_folder(option: str | None) -> Path:
+def runs_folder(option: str | None, is_strict: bool = False) -> Path:
     """Return the folder of all runs for a command that knows no other setting of a job."""
     said = {"runs-dir": option} if option else {}
-    return runs_dir(load(said, Path.cwd(), Path.home()), os.environ)
+    return runs_dir(load(said, Path.cwd(), Path.home(), is_strict), os.environ)
+
+
+def run_of(text: str, option: str | None) -> RunFolder:
+    """Return the run that a person means, as `find_run` has it; a path needs no settings."""
+    is_path = bool(text) and "\0" not in text and (Path(text) / "job.json").is_file()
+    return find_run(Path() if is_path else runs_folder(option), text)
 
 
 def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:

@@ -13,6 +13,7 @@ from hpc_ddp.launch.backends import BACKENDS
 from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder, read_json
+from hpc_ddp.run.ownership import is_executable
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ def since(run: RunFolder, options: Mapping[str, Any], cwd: Path, home: Path) -> 
     """Compare a run with the job that the same command would make now.
 
     The command is the one that began the run, from the folder where it was given, with `options`
-    over its own. Nothing is written. What differs in every run (its folder, the number of its
-    snapshot) is taken from the run, so that it never differs.
+    over its own. Nothing is written. Of a run that may only be read the code is not compared: where
+    its work tree lies is another user's word. What differs in every run (its folder, the number of
+    its snapshot) is taken from the run, so that it never differs.
 
     Raises
     ------
@@ -53,11 +55,17 @@ def since(run: RunFolder, options: Mapping[str, Any], cwd: Path, home: Path) -> 
     if asked and not options.get("script"):  # else it is meant from here
         cwd = Path(str(asked.get("cwd", cwd)))  # as data: it may be another user's run
     settings = config.load(prepare.over(asked.get("options", {}), options), cwd, home)
-    prepared = prepare.plan(config.job_spec(settings, cwd), run, settings, is_new=False)
+    newest, like = run.newest_code, None
+    if not (options.get("script") or is_executable(run)):
+        like = run if newest else None
+        settings = replace(settings, values={**settings.values, "snapshot": False})
+    spec = config.job_spec(settings, cwd)
+    prepared = prepare.plan(spec, run, settings, is_new=False, like=like)
     code = None
-    if settings.get("snapshot", True) and (newest := run.newest_code):
+    if settings.get("snapshot", True) and newest:
         exclude = settings.get("snapshot-exclude", ())
         code = snapshot.changes(Path(prepared.spec.script), run, newest, exclude)
+    if newest and (like or code is not None):
         prepared = _at(prepared, newest)
     now = BACKENDS[prepared.spec.backend].script(prepared)
     before = run.script.read_text()

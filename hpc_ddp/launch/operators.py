@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +55,12 @@ def site_file(environ: Mapping[str, str]) -> Path | None:
     return None
 
 
+@functools.cache  # one command may read a file twice
+def warn(message: str, hint: str | None) -> None:
+    """Tell once on stderr what of the settings does not count."""
+    print(f"warning: {message}", *([f"hint: {hint}"] if hint else []), sep="\n", file=sys.stderr)
+
+
 @dataclass(frozen=True)
 class Limits:
     """The table ``[limits]`` of a site file: `bounds` by key, and as a job that asks for all."""
@@ -95,24 +103,22 @@ class Limits:
 
 
 def read_limits(path: Path) -> Limits:
-    """Return the limits of a site file, which may have none.
+    """Return the limits of a site file, which may have none. An unknown one is a warning: no user
+    can mend the file, and it may be for a newer hpc-ddp.
 
     Raises
     ------
     UsageError
-        the table has an unknown key, or a value that no job can have
+        the table has a value that no job can have
     """
     table = read_toml(path).get("limits", {})
     hint = f"tell the operators of this cluster: {path}"
     if not isinstance(table, dict):
         raise UsageError(f"{path}: limits is {table!r}, but must be a table", hint=hint)
-    for key in table:
-        if key not in LIMITS:
-            raise UsageError(
-                f"{path}: unknown limit {key!r}{closest(key, LIMITS)};"
-                f" accepted: {', '.join(LIMITS)}",
-                hint=hint,
-            )
+    for key in table.keys() - {*LIMITS}:
+        near = closest(key, LIMITS)
+        warn(f"{path}: unknown limit {key!r}{near}; accepted: {', '.join(LIMITS)}", hint)
+        del table[key]
     try:
         job = JobSpec("", **{key.replace("-", "_"): value for key, value in table.items()})
     except (UsageError, TypeError) as error:

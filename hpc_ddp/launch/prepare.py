@@ -18,7 +18,13 @@ from hpc_ddp.launch.config import JOINED, Settings, job_spec, working_directory
 from hpc_ddp.launch.render import Rendering
 from hpc_ddp.run import checkpoints, process
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder, read_json, write_json
+from hpc_ddp.run.folder import (
+    RunFolder,
+    close_to_others,
+    read_json,
+    write_json,
+    written_by_owner,
+)
 from hpc_ddp.run.ownership import check_executable
 from hpc_ddp.run.spec import JobSpec, array_indexes
 
@@ -267,15 +273,18 @@ def make(
     """Make the folder of a planned run, with all that it needs; `like` as `plan` has it."""
     run, spec = prepared.run, prepared.spec
     try:
-        run.make()
-        snapshot.carry_library(run)
-        if like:
-            newest, _ = snapshot.newest(like, Path(spec.script))
-            shutil.copytree(newest, prepared.code, symlinks=True)
-        elif settings.get("snapshot", True):
-            snapshot.take(Path(spec.script), run, settings.get("snapshot-exclude", ()))
-        run.job_json.write_text(spec.to_json())
-        write_json(run.asked_json, _asked(run, settings, cwd))
+        run.make()  # and the folders above, which a group may share
+        with written_by_owner():
+            snapshot.carry_library(run)
+            if like:
+                newest, _ = snapshot.newest(like, Path(spec.script))
+                shutil.copytree(newest, prepared.code, symlinks=True)
+            elif settings.get("snapshot", True):
+                snapshot.take(Path(spec.script), run, settings.get("snapshot-exclude", ()))
+            if prepared.code.is_relative_to(run.path):
+                close_to_others(prepared.code)
+            run.job_json.write_text(spec.to_json())
+            write_json(run.asked_json, _asked(run, settings, cwd))
     except OSError as error:
         prepared.discard()
         raise UsageError(

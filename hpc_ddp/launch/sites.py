@@ -30,7 +30,7 @@ def _folders(home: Path) -> tuple[Path, Path]:
     return own_folder(home), folder("templates") / "sites"
 
 
-def files(site: str | None, home: Path) -> list[Path]:
+def files(site: str | None, home: Path, operators_file: Path | None) -> list[Path]:
     """Return the files of a site: the user's own, the operators', then the shipped one.
 
     Without a name the user's ``site.toml`` is the site, where there is one.
@@ -49,7 +49,6 @@ def files(site: str | None, home: Path) -> list[Path]:
             f"site {site!r} is unknown; accepted: {', '.join(known)}{closest(site, known)}",
             hint=f"describe it in {paths[0]}",
         )
-    operators_file = operators.site_file(os.environ)
     return [path for path in (paths[0], operators_file, paths[1]) if path and path.is_file()]
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 from hpc_ddp.launch.fabric import for_auto
 from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.folder import RunFolder, close_to_others
 from hpc_ddp.run.progress import Progress
 
 LIMIT_BYTES = 50 * 10**6
 LIMIT_FILES = 20_000
+# The work tree may be another user's, where `safe.directory` lets git in: it runs nothing of it.
+GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 TRAVELS = ("run", "node", "training")
 
 
@@ -39,6 +41,7 @@ def carry_library(run: RunFolder) -> None:
     shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
     # Python 3.10, which a node may have, reads no TOML.
     (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
+    close_to_others(draft)
     draft.rename(run.lib)
 
 
@@ -128,7 +131,7 @@ def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
 
 def _work_tree(script: Path) -> Path | None:
     """Return the git work tree that `script` lies in, None without one or without git."""
-    argv = ["git", "-C", str(script.parent), "rev-parse", "--show-toplevel"]
+    argv = [*GIT, "-C", str(script.parent), "rev-parse", "--show-toplevel"]
     try:
         done = subprocess.run(argv, capture_output=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError):
@@ -139,7 +142,7 @@ def _work_tree(script: Path) -> Path | None:
 
 def _git_files(root: Path, runs: Path) -> Iterator[str]:
     """Return tracked files, and untracked ones but for ignored ones and the runs."""
-    argv = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    argv = [*GIT, "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if runs.is_relative_to(root) and runs != root:
         pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
         argv.append(f"--exclude=/{pattern}/")

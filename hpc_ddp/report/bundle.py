@@ -27,23 +27,28 @@ JOB_FILES = ("job.json", "asked.json", "job.sbatch")
 REDACTED = "[redacted]"
 
 _VALUE = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&|)}\]])+"""
-_LONG_VALUE = r"""(?:"[^"]*"|'[^']*'|[^\s"';&|])+"""  # in a script a value may have line breaks
+# In a script a value may have line breaks, be a list, and have a space behind a backslash.
+_LONG_VALUE = r"""(?:"[^"]*"|'[^']*'|\([^)]*\)|\\.|[^\s"';&|])+"""
+_QUOTE = r"""\\*["']?"""  # behind a name of JSON, which may stand in a string of JSON
 _SECRETS = (
-    re.compile(rf"""((?:{SECRET_NAME})[\w-]*["']?\s*[=:]\s*)(?:Bearer )?{_VALUE}""", re.I),
+    re.compile(rf"((?:{SECRET_NAME})[\w-]*{_QUOTE}\s*[=:]\s*)(?:Bearer )?{_VALUE}", re.I),
     re.compile(rf"(--[\w-]*(?:{SECRET_NAME})[\w-]*\s+)(?!--){_VALUE}", re.I),
     re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)"),  # https://user:password@host
+    re.compile(r"""((?:authorization|cookie):[ \t]*)[^\s"'\\][^\n"'\\]*""", re.I),  # a header
 )
 _EXPORT = re.compile(r"\b(?:export|setenv)\s+([A-Za-z_]\w*)")
+_ASSIGNMENT = re.compile(r"(?<![\w-])([A-Za-z_]\w*)\+?=")
 
 
 class Redaction:
     """Replaces the values of a job's environment variables, and of what is named like a secret."""
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
-        exports = _EXPORT.findall("\n".join((*spec.setup, *spec.teardown)))
-        names = {*spec.env, *spec.env_names, *exports}
-        any_name = "|".join(map(re.escape, names)) or "(?!)"
-        self._variable = re.compile(rf"(\b(?:{any_name})=){_LONG_VALUE}")
+        lines = "\n".join((*spec.setup, *spec.teardown))
+        names = {*spec.env, *spec.env_names, *_EXPORT.findall(lines), *_ASSIGNMENT.findall(lines)}
+        any_name = rf"\b(?:{'|'.join(map(re.escape, names)) or '(?!)'})"
+        self._in_script = re.compile(rf"({any_name}\+?=){_LONG_VALUE}")
+        self._in_log = re.compile(rf"""({any_name}(?:=|\\*["']\s*[=:]\s*)){_VALUE}""")
         # A log may show a secret that the job has from the user's shell, under whatever name.
         self._values = [
             value
@@ -80,7 +85,7 @@ class Redaction:
     def _text(self, text: str, is_script: bool) -> str:
         for value in self._values:
             text = text.replace(value, REDACTED)
-        for pattern in (*_SECRETS, *([self._variable] if is_script else [])):
+        for pattern in (*_SECRETS, self._in_script if is_script else self._in_log):
             text = pattern.sub(rf"\1{REDACTED}", text)
         return text
 

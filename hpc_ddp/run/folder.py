@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import json
@@ -28,10 +29,11 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -251,7 +253,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path.chmod(0o700)
         for folder in (self.journal_folder, self.logs, self.checkpoints):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True, mode=0o755)
         return self
 
     def journal(self, writer: str, attempt: int = 0) -> Journal:
@@ -364,6 +366,31 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+@contextlib.contextmanager
+def written_by_owner() -> Iterator[None]:
+    """Let nobody but the owner write what is made meanwhile, also with the umask 002 of a project's
+    group: an owner may open a run to be read, and what is in it is executed and believed.
+
+    Not for a whole process: a job gets the umask of who submits it, and so do the files of its
+    script.
+    """
+    umask = os.umask(0o022)
+    os.umask(umask | 0o022)
+    try:
+        yield
+    finally:
+        os.umask(umask)
+
+
+def close_to_others(top: Path) -> None:
+    """Let nobody but the owner write what is there: a copy has its original's mode, whatever the
+    umask."""
+    for path in (top, *top.rglob("*")):
+        mode = path.lstat().st_mode
+        if not stat.S_ISLNK(mode) and mode & 0o022:
+            path.chmod(stat.S_IMODE(mode) & ~0o022)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

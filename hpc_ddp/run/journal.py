@@ -103,8 +103,9 @@ class Journal:
                 print(f"hpc-ddp: can't write the journal {self.path}: {error}", file=sys.stderr)
 
     def _append(self, line: bytes) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab+") as file:
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        # A worker writes with its user's umask; what stands here decides which jobs are cancelled.
+        with open(self.path, "ab+", opener=partial(os.open, mode=0o644)) as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":  # a torn line of a killed writer: close it off

@@ -6,6 +6,7 @@ shows in the group's bits on most file systems, and not on all.
 
 from __future__ import annotations
 
+import functools
 import grp
 import os
 import pwd
@@ -55,7 +56,18 @@ def _is_private(gid: int, uid: int) -> bool:
     except KeyError:
         return False
     is_namesake = user.pw_gid == gid and user.pw_name == group.gr_name
-    return is_namesake and not {*group.gr_mem} - {user.pw_name}
+    return is_namesake and not {*group.gr_mem} - {user.pw_name} and not _is_shared(gid, uid)
+
+
+@functools.cache
+def _is_shared(gid: int, uid: int) -> bool:
+    """Return whether it is the primary group of another user: a group does not list those.
+
+    Only all accounts tell. A directory such as LDAP may take seconds for them, so they are asked
+    for once, and for a namesake's group alone; many show local accounts only. That is accepted: who
+    gives a user another one's group as the primary one has root, and `gr_mem` is read in any case.
+    """
+    return any(user.pw_gid == gid and user.pw_uid != uid for user in pwd.getpwall())
 
 
 def user_name(uid: int) -> str:
@@ -95,24 +107,40 @@ def check_executable(run: RunFolder) -> None:
             raise UsageError(
                 f"run {run.path} can only be read: {path} {fault}; accepted: a run that is yours,"
                 " and that no other user can write",
-                hint=_hint(path, uid),
+                hint=_hint(run, path, uid),
             )
 
 
-def _hint(path: Path, uid: int) -> str:
-    if path.lstat().st_uid == uid:
-        return f"chmod -R go-w {shlex.quote(str(path))}, if its content is still yours"
+def is_executable(run: RunFolder) -> bool:
+    """Return whether `check_executable` lets the user start from a run."""
+    try:
+        check_executable(run)
+    except UsageError:
+        return False
+    return True
+
+
+def _hint(run: RunFolder, path: Path, uid: int) -> str:
+    if path.lstat().st_uid == uid:  # one part that others can write is seldom the only one
+        return f"chmod -R go-w {shlex.quote(str(run.whole))}, if its content is still yours"
     return "submit the script yourself, as a run of your own: hpc-ddp submit SCRIPT"
 
 
 def _executed(run: RunFolder) -> Iterator[Path]:
     """Yield what has to be the user's own: the run's folder and, if others can enter it, what is
-    executed of it. Its snapshot may have 20,000 files, so a private folder is not walked."""
+    executed of it, or names jobs and processes to signal. Its snapshot may have 20,000 files, so a
+    private folder is not walked; and of the checkpoints, which are data, only their folder is."""
     yield run.whole
     if not stat.S_IMODE(run.whole.stat().st_mode) & 0o077:
         return
     for folder in dict.fromkeys((run.whole, run.path)):
-        tops = (folder, folder / "job.json", folder / "job.sbatch", folder / "lib", folder / "code")
-        yield from (path for path in tops if os.path.lexists(path))
-        for top in tops[-2:]:
-            yield from top.rglob("*")
+        part = RunFolder(folder)
+        trees = (part.lib, part.code)
+        tops = (part.job_json, part.script, part.journal_folder, part.logs, part.checkpoints)
+        yield from (path for path in (folder, *tops, *trees) if os.path.lexists(path))
+        for tree in trees:
+            yield from tree.rglob("*")
+        yield from part.journal_folder.glob("*.jsonl")
+        for attempt in part.attempts():
+            yield attempt.path
+            yield from attempt.path.glob("*.json")

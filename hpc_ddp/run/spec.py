@@ -58,7 +58,8 @@ _NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A part of a name, in any case, by which its value is taken for a secret.
 SECRET_NAME = (
-    r"TOKEN(?!IZER|S)|SECRET|PASSW|CREDENTIAL|(?<![^\W_])(?:API|ACCESS|PRIVATE)?_?KEY(?![^\W_])"
+    r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|COOKIE"
+    r"|(?<![^\W_])(?:API|ACCESS|PRIVATE)?_?KEY(?![^\W_])"
 )
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
 _INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?", re.A)

@@ -123,6 +123,41 @@ def test_what_is_replaced(text: str, kept: str) -> None:
     assert redaction.clean(text, ".sbatch") == kept
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("Authorization: Bearer sk-1 x", f"Authorization: {REDACTED}"),
+        ("curl -H 'Cookie: a=1; b=2' url", f"curl -H 'Cookie: {REDACTED}' url"),
+        ('"Authorization": "Basic eA==", 1', f'"Authorization": {REDACTED}, 1'),
+        (r"{\"token\": \"sk 1\"}", rf"{{\"token\": {REDACTED}}}"),
+        ("passphrase=x set-cookie=y", f"passphrase={REDACTED} set-cookie={REDACTED}"),
+        ("LOGIN=x B=y", f"LOGIN={REDACTED} B={REDACTED}"),
+        ("{'B': 'y z', 'C': 1}", f"{{'B': {REDACTED}, 'C': 1}}"),
+        ("B=it's\nthe next line's", f"B={REDACTED}'s\nthe next line's"),
+        ("B: y", "B: y"),
+    ],
+)
+def test_what_is_replaced_in_a_log(text: str, kept: str) -> None:
+    redaction = Redaction(JobSpec("train.py", env={"B": "1"}, setup=("LOGIN=x ./go",)), {})
+    assert redaction.clean(text, ".log") == kept
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("export FOO='a b' BAR=hunter5", f"export FOO={REDACTED} BAR={REDACTED}"),
+        ("LOGIN=x ./go --mode=fast", f"LOGIN={REDACTED} ./go --mode=fast"),
+        ("declare -x DBPW=x; go", f"declare -x DBPW={REDACTED}; go"),
+        ("DBPW+=x", f"DBPW+={REDACTED}"),
+        (r"DBPW=a\ b; go", f"DBPW={REDACTED}; go"),
+        ("DBPW=(a b) go", f"DBPW={REDACTED} go"),
+    ],
+)
+def test_what_is_replaced_of_a_set_up_line(line: str, kept: str) -> None:
+    redaction = Redaction(JobSpec("train.py", setup=(line,)), {})
+    assert redaction.clean(line, ".sbatch") == kept
+
+
 def test_a_torn_line_of_a_journal_is_replaced() -> None:
     redaction = Redaction(JobSpec("train.py"), {})
     text = '{"event": "a", "n": 1}\n{"env": {"A": "sec'

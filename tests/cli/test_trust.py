@@ -95,7 +95,10 @@ def test_accepted_files_count_until_they_change(
     assert done.returncode == 2
     assert "and has changed since it was accepted" in done.stderr
     os.chown(settings, STRANGER + 1, -1)
-    assert f"belongs to uid {STRANGER + 1}, and has changed" in hpc_ddp("status").stderr
+    assert f"belongs to uid {STRANGER + 1}, and has changed" in hpc_ddp("render", "a.py").stderr
+    done = hpc_ddp("status")  # a run can be looked after without the file
+    assert done.returncode == 0
+    assert f"warning: {settings} is not used" in done.stderr
 
 
 @pytest.mark.parametrize("statement", ["include", "extends"])
@@ -129,7 +132,7 @@ def test_a_site_file_is_checked(as_root: None, project: Path, hpc_ddp: Cli, tmp_
     site.write_text('account = "ours"\n')
     assert "--account=ours" in hpc_ddp("render", "train.py").stdout
     give_away(site)
-    for words in (["render", "train.py"], ["site", "list"], ["status"]):
+    for words in (["render", "train.py"], ["site", "list"], ["clean"]):
         done = hpc_ddp(*words)
         assert done.returncode == 2
         assert f"{site} is not used" in done.stderr
@@ -143,7 +146,7 @@ def test_a_broken_record_is_an_error(
     record.parent.mkdir(parents=True)
     record.write_bytes(text.encode(errors="surrogateescape"))
     give_away(project / "hpc-ddp.toml")
-    done = hpc_ddp("status")
+    done = hpc_ddp("render", "train.py")
     assert done.returncode == 2, done.stderr
     assert f"hint: rm {record}" in done.stderr
 
@@ -225,12 +228,21 @@ def test_a_strangers_run_is_read(as_root: None, run: Path, hpc_ddp: Cli, tmp_pat
     assert hpc_ddp("logs", str(run)).stderr.count("error:") == 1  # it has printed nothing yet
 
 
-@pytest.mark.parametrize("part", ["lib/node.py", "lib/hpc_ddp/node", "code/0/train.py", "job.json"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("lib/node.py", "lib/hpc_ddp/node", "code/0/train.py", "job.json", "checkpoints"),
+        *("journal", "journal/submit.jsonl", "logs", "logs/attempt-0", "logs/attempt-0/next.json"),
+    ],
+)
 @pytest.mark.parametrize("change", ["owner", "mode"])
 def test_a_part_of_a_run_that_others_may_have_written(
     as_root: None, run: Path, hpc_ddp: Cli, part: str, change: str
 ) -> None:
     path = run / part
+    (run / "journal" / "submit.jsonl").touch()
+    (run / "logs" / "attempt-0").mkdir()
+    (run / "logs" / "attempt-0" / "next.json").write_text("{}")
     os.chown(path, STRANGER if change == "owner" else -1, STRANGER)
     path.chmod(path.stat().st_mode | (0o020 if change == "mode" else 0))
     assert hpc_ddp("dry-run", "--run", str(run)).returncode != 2  # others can't enter the folder
@@ -238,7 +250,7 @@ def test_a_part_of_a_run_that_others_may_have_written(
     done = hpc_ddp("dry-run", "--run", str(run))
     assert done.returncode == 2, done.stderr
     assert f"can only be read: {path} " in done.stderr
-    assert ("hint: chmod -R go-w" in done.stderr) == (change == "mode")
+    assert (f"hint: chmod -R go-w {run}, if" in done.stderr) == (change == "mode")
 
 
 def test_a_folder_here_that_is_a_strangers_run(
@@ -262,3 +274,28 @@ def test_a_strangers_run_without_its_words_is_compared(
     done = hpc_ddp("render", "--diff", str(run))
     assert "Traceback" not in done.stderr
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("is_theirs", [True, False])
+def test_a_difference_runs_no_hook_of_a_work_tree(
+    as_root: None, project: Path, hpc_ddp: Cli, tmp_path: Path, is_theirs: bool
+) -> None:
+    (project / "hpc-ddp.toml").unlink()
+    work_tree, proof, hook = project / "mine", tmp_path / "proof", tmp_path / "hook"
+    hook.write_text(f"#!/bin/sh\necho ran >> {proof}\n")
+    hook.chmod(0o755)
+    subprocess.run(["git", "init", "-q"], cwd=work_tree, check=True)
+    subprocess.run(["git", "add", "train.py"], cwd=work_tree, check=True)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".gitconfig").write_text("[safe]\ndirectory = *\n")
+    run = Path(hpc_ddp("render", "train.py").stderr.partition("run: ")[2].splitlines()[0])
+    subprocess.run(["git", "config", "core.fsmonitor", str(hook)], cwd=work_tree, check=True)
+    (work_tree / "train.py").write_text("changed")
+    if is_theirs:
+        give_away(run, *run.rglob("*"), work_tree, *work_tree.rglob("*"))
+    done = hpc_ddp("render", "--json", "--diff", str(run))
+    assert not proof.exists()
+    assert done.returncode == (0 if is_theirs else 1), done.stderr
+    difference = json.loads(done.stdout)
+    assert difference["code"] == (None if is_theirs else {"train.py": "M"}), done.stderr
+    assert difference["script"] == []

@@ -85,7 +85,7 @@ def test_the_operators_file_goes_over_a_profile_and_below_the_users(
     assert layer
     assert (layer.kind, layer.path) == ("operators", site_file)
     home = site_file.parents[1]
-    assert [path.parent.name for path in sites.files("frontera", home)] == [
+    assert [path.parent.name for path in sites.files("frontera", home, site_file)] == [
         "hpc-ddp",
         "etc",
         "sites",
@@ -183,7 +183,6 @@ def test_a_run_from_before_the_limits(
     ("text", "message"),
     [
         ("limits = 3", "limits is 3, but must be a table"),
-        ("[limits]\nnode = 3", r"unknown limit 'node', did you mean 'nodes'\?; accepted: max-req"),
         ("[limits]\nnodes = 0", r"\[limits\]: nodes is 0; accepted: a whole number from 1"),
         ("[limits]\nnodes = [3]", r"\[limits\]: "),
         ("[limits]\ntime = 'soon'", r"\[limits\]: time 'soon' is not a Slurm time"),
@@ -199,6 +198,56 @@ def test_broken_limits_name_their_file(
     with pytest.raises(UsageError, match=f"^{site_file}: {message}") as caught:
         settings()
     assert caught.value.hint == f"tell the operators of this cluster: {site_file}"
+
+
+def test_what_is_unknown_in_the_operators_file_is_a_warning(
+    site_file: Path, settings: Callable[..., Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    site_file.write_text('acount = "a"\npartition = "p"\n[limits]\nnode = 3\ntime = "1:00:00"\n')
+    merged = settings()
+    assert merged.get("partition") == "p"
+    assert merged.limits
+    assert dict(merged.limits.bounds) == {"time": "1:00:00"}
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(
+        f"warning: {site_file}: unknown key 'acount', did you mean 'account'"
+    )
+    assert lines[2].startswith(f"warning: {site_file}: unknown limit 'node', did you mean 'nodes'?")
+    assert lines[1] == lines[3] == f"hint: tell the operators of this cluster: {site_file}"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("nodes = [", "can't be read as TOML"), ("nodes = 2.5", "nodes is 2.5, but must be")],
+)
+@pytest.mark.parametrize("file", ["operators", "project", "user"])
+def test_a_bad_line_keeps_nobody_from_a_run(
+    site_file: Path, file: str, text: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, cwd = site_file.parents[1], Path.cwd()
+    user = home / ".config" / "hpc-ddp" / "site.toml"
+    user.parent.mkdir(parents=True)
+    paths = {"operators": site_file, "project": cwd / "hpc-ddp.toml", "user": user}
+    for path in paths.values():
+        path.write_text('scratch = "/s"\n')
+    paths[file].write_text(text)
+    with pytest.raises(UsageError, match=problem):
+        config.load({}, cwd, home)
+    assert config.runs_folder(None) == Path("/s/hpc-ddp")
+    assert f"warning: {paths[file]}" in capsys.readouterr().err
+
+
+def test_a_path_of_a_run_needs_no_settings(
+    site_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(site_file.parents[1] / "runs" / "train" / "1").make()
+    run.job_json.write_text("{}")
+    site_file.write_text('scratch = "/scratch/{account}"\n')
+    monkeypatch.delenv("HPC_DDP_RUNS", raising=False)
+    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
+    assert config.run_of(str(run.path), None) == run
+    with pytest.raises(UsageError, match="no account is named"):
+        config.run_of("1", None)
 
 
 def test_only_the_operators_have_limits(site_file: Path, settings: Callable[..., Settings]) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
 
-from hpc_ddp.launch import sites, trust
+from hpc_ddp.launch import backends, prepare, sites, snapshot, trust
+from hpc_ddp.launch.config import Settings
+from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.report import board
 from hpc_ddp.run import ownership
 from hpc_ddp.run.errors import UsageError
@@ -50,6 +53,10 @@ def test_what_is_wrong_with_a_file(
     assert fault in answer
 
 
+def account(name: str, uid: int) -> pwd.struct_passwd:
+    return pwd.struct_passwd((name, "x", uid, GROUP, "", "/", "/bin/sh"))
+
+
 @pytest.mark.parametrize(
     ("members", "name", "gid", "is_private"),
     [
@@ -63,12 +70,27 @@ def test_what_is_wrong_with_a_file(
 def test_a_group_of_one_user_is_that_user(
     members: list[str], name: str, gid: int, is_private: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    user = pwd.struct_passwd(("me", "x", USER, GROUP, "", "/", "/bin/sh"))
+    user = account("me", USER)
     group = grp.struct_group((name, "x", gid, members))
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
     monkeypatch.setattr(grp, "getgrgid", lambda gid: group)
     file = status(REGULAR, 0o664, USER, gid)
     assert ownership.is_writable_by_others(file) is not is_private
+
+
+@pytest.mark.parametrize("names", [[], ["me"], ["me", "alias"], ["me", "you"]])
+def test_a_group_may_be_the_primary_one_of_another_user(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uids = {"me": USER, "alias": USER, "you": STRANGER}
+    group = grp.struct_group(("me", "x", GROUP, []))
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: account("me", USER))
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: group)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [account(name, uids[name]) for name in names])
+    ownership._is_shared.cache_clear()
+    file = status(REGULAR, 0o664, USER)
+    assert ownership.is_writable_by_others(file) is ("you" in names)
+    ownership._is_shared.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -178,3 +200,31 @@ def test_a_site_file_that_hpc_ddp_writes_is_used(tmp_path: Path) -> None:
     finally:
         os.umask(umask)
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_nothing_of_a_run_can_be_written_by_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner has the umask of a project's group, and so have the script and the package."""
+    umask = os.umask(0o002)
+    try:
+        project = tmp_path / "project"
+        (project / "part").mkdir(parents=True)
+        (project / "part" / "more.py").write_text("")
+        (project / "train.py").write_text("")
+        package = tmp_path / "hpc_ddp"
+        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in (*package.rglob("*"), *project.rglob("*")):
+            path.chmod(path.stat().st_mode | 0o020)
+        monkeypatch.setattr(snapshot, "PACKAGE", package)
+        settings = Settings({"script": "train.py"})
+        run = prepare.new_run(settings, project, tmp_path / "runs")
+        backends.render(run)
+        run.run.journal("worker").write("first_step", step=1)  # a worker has its user's umask
+        assert os.umask(0o002) == 0o002
+    finally:
+        os.umask(umask)
+    made = [run.run.path, *run.run.path.rglob("*")]
+    assert {run.run.script, run.run.lib / "node.py", run.code / "part" / "more.py"} <= {*made}
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
+    assert run.run.path.parent.stat().st_mode & 0o020  # a group may share the folder of runs
