@@ -408,9 +408,15 @@ def _assemble(
     own: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Any:
     """Undo `_take_apart`. Tensors are new ones, which an object may keep; `like` has those of which
-    this rank wants a part, `own` those whose devices are to be had again."""
+    this rank wants a part, or the order in memory, `own` those whose devices are to be had again.
+    """
     if value == TENSOR and type(value) is str and where in reader:
-        tensor = reader.read(where, like.get(where))
+        parameter = like.get(where)
+        tensor = reader.read(where, parameter)
+        if parameter is not None and not is_sharded(parameter):
+            # Fused optimizers walk a parameter's memory and its state's side by side.
+            layout = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device)
+            return layout.copy_(tensor)
         return tensor.to(own[where].device) if where in own else tensor
     if isinstance(value, dict):
         items = {k: _assemble(v, f"{where}.{k}", reader, like, own) for k, v in value.items()}

@@ -323,6 +323,26 @@ def test_optimizer_state_goes_by_name_whatever_the_order(tmp_path: Path) -> None
         put_back(tmp_path, {"model": model, "optimizer": sgd(model)})
 
 
+def test_optimizer_state_keeps_the_order_of_its_parameter_in_memory(tmp_path: Path) -> None:
+    """A fused optimizer goes through both as raw memory."""
+    models = [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+    there, here = (torch.optim.AdamW(model.parameters(), fused=True) for model in models)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for number, parameter in enumerate(model.parameters()):
+            ramp = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+            parameter.grad = torch.empty_like(parameter).copy_(ramp + number)
+        optimizer.step()
+
+    step(models[0], there)
+    store(tmp_path, {"model": models[0], "optimizer": there})
+    put_back(tmp_path, {"model": models[1], "optimizer": here})
+    assert here.state[models[1].weight]["exp_avg"].stride() == models[1].weight.stride()
+    for model, optimizer in zip(models, (there, here), strict=True):
+        step(model, optimizer)
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
 def test_each_rank_has_its_buffers_and_others_take_the_first_one_s(tmp_path: Path) -> None:
     models = [nn.BatchNorm1d(2) for _ in range(3)]
     for rank, model in enumerate(models[:2]):
