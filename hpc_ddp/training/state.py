@@ -61,7 +61,8 @@ class State:
     buffers
         names of the modules' buffers, of which each rank may have its own: running means, say
     own_tree
-        the state dicts of the objects that each rank has its own of
+        the state dicts of the objects that each rank has its own of, and what an optimizer keeps
+        for parameters that DDP ignores
     own
         names of the tensors that other ranks can't do with: those of such objects, parameters that
         DDP ignores, and an optimizer's state for these
@@ -129,6 +130,10 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
         prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
         own = {key for key in tensors if key in ignored or key.startswith(prefixes)}
         state.own.update(key for key in own if not is_sharded(tensors[key]))
+        if isinstance(each, Optimizer) and tree is state.tree:  # an expert may lack it elsewhere
+            kept = tree[name]["state"]
+            if of_rank := {label: kept.pop(label) for label in ignored & kept.keys()}:
+                state.own_tree[name] = {"state": of_rank}
     state.replicated.update(state.trained)
     return state
 
@@ -410,7 +415,9 @@ def _assemble(
     """Undo `_take_apart`. Tensors are new ones, which an object may keep; `like` has those of which
     this rank wants a part, or the order in memory, `own` those whose devices are to be had again.
     """
-    if value == TENSOR and type(value) is str and where in reader:
+    if type(value) is str and value == TENSOR:
+        if where not in reader:
+            raise HpcDdpError(f"{where} is a tensor that no rank has stored for this one")
         parameter = like.get(where)
         tensor = reader.read(where, parameter)
         if parameter is not None and not is_sharded(parameter):
