@@ -170,10 +170,16 @@ def my_parts(state: State, grid: Grid) -> dict[str, Part]:
 
 
 def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of tensors that DDP leaves to each rank: experts, parts of an embedding."""
+    """Yield the names of parameters that DDP leaves to each rank: experts, parts of an embedding.
+
+    Sharded ones are in part each rank's own in any case. Buffers are saved as all others are.
+    """
     for name, wrapped in objects.items():
-        for key in getattr(unwrap(wrapped), "_ddp_params_and_buffers_to_ignore", ()):
-            yield f"{name}.{plain_name(key)}"
+        module = unwrap(wrapped)
+        if keys := set(map(plain_name, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))):
+            for key, parameter in module.named_parameters(remove_duplicate=False):
+                if plain_name(key) in keys and not is_sharded(parameter):
+                    yield f"{name}.{plain_name(key)}"
 
 
 def joined(one: Any, other: Any, key: object = None) -> Any:

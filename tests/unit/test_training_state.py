@@ -343,8 +343,14 @@ def test_optimizer_state_keeps_the_order_of_its_parameter_in_memory(tmp_path: Pa
     assert torch.equal(models[0].weight, models[1].weight)
 
 
-def test_each_rank_has_its_buffers_and_others_take_the_first_one_s(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ignored", [False, True])
+def test_each_rank_has_its_buffers_and_others_take_the_first_one_s(
+    tmp_path: Path, ignored: bool
+) -> None:
     models = [nn.BatchNorm1d(2) for _ in range(3)]
+    ddp: Any = nn.parallel.DistributedDataParallel
+    for model in models if ignored else ():
+        ddp._set_params_and_buffers_to_ignore_for_model(model, ["running_mean"])
     for rank, model in enumerate(models[:2]):
         model.running_mean = torch.full((2,), rank + 1.0)
         found = state.collect({"model": model})
