@@ -19,7 +19,7 @@ from hpc_ddp.training.inventory import inventory_of, start_checksums
 from hpc_ddp.training.order import Position, derive
 from hpc_ddp.training.pieces import Buffer, as_plain
 from hpc_ddp.training.sharded import is_sharded
-from hpc_ddp.training.state import State, my_parts, unwrap
+from hpc_ddp.training.state import State, joined, my_parts, unwrap
 
 RETRY_S = 1.0
 
@@ -104,10 +104,14 @@ class Keeper:
     def _tree_of(self, found: Restored) -> dict[str, Any]:
         """Return the objects' state dicts: what all ranks share, and what this rank has had."""
         tree: dict[str, Any] = found.shared["tree"]
-        ranks, names = len(found.owns), sorted(found.owns[0].get("objects", ()))
+        ranks, names = (
+            len(found.owns),
+            sorted({n for own in found.owns for n in own.get("objects", ())}),
+        )
         if ranks == self._grid.world_size:
             own = next(own for own in found.owns if own["rank"] == self._grid.rank)
-            return {**tree, **own.get("objects", {})}
+            tree = joined(tree, own.get("objects", {}))
+            return tree
         if not names:
             return tree
         text = (

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.errors import DiskError, HpcDdpError
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.training import devices
 from hpc_ddp.training.sharded import from_local, is_sharded, local_box
@@ -209,7 +209,7 @@ def as_plain(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
     return [tuple(piece) for piece in pieces]
 
 
-class UnreadableError(HpcDdpError):
+class UnreadableError(DiskError):
     """A data file can't be read, which says nothing of what is in it."""
 
 

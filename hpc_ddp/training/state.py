@@ -61,7 +61,8 @@ class State:
     buffers
         names of the modules' buffers, of which each rank may have its own: running means, say
     own_tree
-        the state dicts of the objects that each rank has its own of
+        the state dicts of the objects that each rank has its own of, and what an optimizer keeps
+        for parameters that DDP ignores
     own
         names of the tensors that other ranks can't do with: those of such objects, parameters that
         DDP ignores, and an optimizer's state for these
@@ -129,6 +130,10 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
         prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
         own = {key for key in tensors if key in ignored or key.startswith(prefixes)}
         state.own.update(key for key in own if not is_sharded(tensors[key]))
+        if isinstance(each, Optimizer) and tree is state.tree:  # an expert may lack it elsewhere
+            kept = tree[name]["state"]
+            if of_rank := {label: kept.pop(label) for label in ignored & kept.keys()}:
+                state.own_tree[name] = {"state": of_rank}
     state.replicated.update(state.trained)
     return state
 
@@ -165,10 +170,16 @@ def my_parts(state: State, grid: Grid) -> dict[str, Part]:
 
 
 def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of tensors that DDP leaves to each rank: experts, parts of an embedding."""
+    """Yield the names of parameters that DDP leaves to each rank: experts, parts of an embedding.
+
+    Sharded ones are in part each rank's own in any case. Buffers are saved as all others are.
+    """
     for name, wrapped in objects.items():
-        for key in getattr(unwrap(wrapped), "_ddp_params_and_buffers_to_ignore", ()):
-            yield f"{name}.{plain_name(key)}"
+        module = unwrap(wrapped)
+        if keys := set(map(plain_name, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))):
+            for key, parameter in module.named_parameters(remove_duplicate=False):
+                if plain_name(key) in keys and not is_sharded(parameter):
+                    yield f"{name}.{plain_name(key)}"
 
 
 def joined(one: Any, other: Any, key: object = None) -> Any:
@@ -408,9 +419,17 @@ def _assemble(
     own: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Any:
     """Undo `_take_apart`. Tensors are new ones, which an object may keep; `like` has those of which
-    this rank wants a part, `own` those whose devices are to be had again."""
-    if value == TENSOR and type(value) is str and where in reader:
-        tensor = reader.read(where, like.get(where))
+    this rank wants a part, or the order in memory, `own` those whose devices are to be had again.
+    """
+    if type(value) is str and value == TENSOR:
+        if where not in reader:
+            raise HpcDdpError(f"{where} is a tensor that no rank has stored for this one")
+        parameter = like.get(where)
+        tensor = reader.read(where, parameter)
+        if parameter is not None and not is_sharded(parameter):
+            # Fused optimizers walk a parameter's memory and its state's side by side.
+            layout = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device)
+            return layout.copy_(tensor)
         return tensor.to(own[where].device) if where in own else tensor
     if isinstance(value, dict):
         items = {k: _assemble(v, f"{where}.{k}", reader, like, own) for k, v in value.items()}

@@ -26,6 +26,7 @@ from hpc_ddp.training.checkpoint import (
     Claim,
     Content,
     Failure,
+    Restored,
     SupersededError,
     open_checkpoint,
 )
@@ -33,6 +34,7 @@ from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.inventory import Inventory
 from hpc_ddp.training.keeper import Keeper
 from hpc_ddp.training.order import Position
+from hpc_ddp.training.pieces import Reader
 from hpc_ddp.training.storage import Keep
 from tests.waiting import LIMIT_S
 
@@ -715,6 +717,26 @@ def test_weights_are_compared_until_a_save_has_succeeded(ranks: int, names: set[
         position.step += 1
         assert keeper.settle() is good
     assert compared == [names, names, set()]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_s_optimizer_state_of_its_expert_is_kept(rank: int) -> None:
+    """Rank 0 may have none: no token went to its expert."""
+    begun: Any = Begun()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.bias"])
+    optimizer = torch.optim.Adam(model.parameters())
+    model[: rank + 1](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    keeper = Keeper(begun, Position(), [CPU], 1, Grid(rank, 2), only_finite=True)
+    keeper.track({"model": model, "optimizer": optimizer}, {})
+    keeper.save()
+    shared, own = begun.content.shared["tree"]["optimizer"]["state"], begun.content.own
+    assert shared.keys() == {"model.0.weight", "model.0.bias"}
+    owns = [own, {**own, "rank": 1 - rank}]
+    tree = keeper._tree_of(Restored(1, begun.content.shared, owns, Reader([])))
+    assert len(tree["optimizer"]["state"]) == 2 + 2 * rank
 
 
 @pytest.mark.parametrize("only_finite", [True, False])

@@ -323,8 +323,34 @@ def test_optimizer_state_goes_by_name_whatever_the_order(tmp_path: Path) -> None
         put_back(tmp_path, {"model": model, "optimizer": sgd(model)})
 
 
-def test_each_rank_has_its_buffers_and_others_take_the_first_one_s(tmp_path: Path) -> None:
+def test_optimizer_state_keeps_the_order_of_its_parameter_in_memory(tmp_path: Path) -> None:
+    """A fused optimizer goes through both as raw memory."""
+    models = [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+    there, here = (torch.optim.AdamW(model.parameters(), fused=True) for model in models)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for number, parameter in enumerate(model.parameters()):
+            ramp = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+            parameter.grad = torch.empty_like(parameter).copy_(ramp + number)
+        optimizer.step()
+
+    step(models[0], there)
+    store(tmp_path, {"model": models[0], "optimizer": there})
+    put_back(tmp_path, {"model": models[1], "optimizer": here})
+    assert here.state[models[1].weight]["exp_avg"].stride() == models[1].weight.stride()
+    for model, optimizer in zip(models, (there, here), strict=True):
+        step(model, optimizer)
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_each_rank_has_its_buffers_and_others_take_the_first_one_s(
+    tmp_path: Path, ignored: bool
+) -> None:
     models = [nn.BatchNorm1d(2) for _ in range(3)]
+    ddp: Any = nn.parallel.DistributedDataParallel
+    for model in models if ignored else ():
+        ddp._set_params_and_buffers_to_ignore_for_model(model, ["running_mean"])
     for rank, model in enumerate(models[:2]):
         model.running_mean = torch.full((2,), rank + 1.0)
         found = state.collect({"model": model})
@@ -352,7 +378,9 @@ def test_objects_and_weights_of_each_rank_are_its_own() -> None:
     found = state.collect(objects, ("loader",))
     of_adam = {f"optimizer.state.model.1.weight.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
     assert found.own == {"model.1.weight", "loader.value", *of_adam}
-    assert (sorted(found.tree), sorted(found.own_tree)) == (["model", "optimizer"], ["loader"])
+    assert sorted(found.tree) == ["model", "optimizer"]
+    assert sorted(found.own_tree) == ["loader", "optimizer"]
+    assert "model.1.weight" not in found.tree["optimizer"]["state"]
     assert found.shared.keys() | found.own == found.tensors.keys()
     assert "model.0.weight" in found.equal
     assert not found.equal.keys() & found.own
@@ -366,6 +394,11 @@ def test_objects_and_weights_of_each_rank_are_its_own() -> None:
         model.get_parameter("1.weight").fill_(torch.inf)
     buffer.fill(state.my_parts(found, Grid(1, 2)))
     assert not buffer.is_finite(found.trained)
+
+
+def test_a_tensor_that_no_rank_has_stored_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HpcDdpError, match=r"x\.value is a tensor that no rank has stored"):
+        state.put_back({"x": Holds()}, {"x": {"value": state.TENSOR}}, Reader([]), 1)
 
 
 def test_what_was_other_ranks_own_is_refused(tmp_path: Path) -> None:
