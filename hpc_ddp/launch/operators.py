@@ -18,8 +18,6 @@ from hpc_ddp.run.spec import JobSpec
 SITE_FILE = Path("/etc/hpc-ddp/site.toml")
 VARIABLE = "HPC_DDP_SITE_FILE"  # set by a module, where /etc is not the same on all nodes
 LIMITS = ("max-requeues", "nodes", "time", "budget-gpu-hours")
-# A job that does not name these has no bound, so a limit is their default, too.
-DEFAULTS = ("max-requeues", "budget-gpu-hours")
 
 
 def comment_pairs(options: Sequence[str]) -> list[tuple[str, str]]:
@@ -69,10 +67,19 @@ class Limits:
     bounds: Mapping[str, Any]
     job: JobSpec
 
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The bounds that are the values of a job which has none."""
-        return {key: bound for key, bound in self.bounds.items() if key in DEFAULTS}
+    def defaults(self, max_failures: int) -> dict[str, Any]:
+        """Return the bounds that are the values of a job which has none, and this `max_failures`.
+
+        A script that starts over is given its time limit anew ``max-failures`` times, unless the
+        job has ``max-requeues``: a larger one as a default would allow it more, and is left out.
+        """
+        bounds = {"budget-gpu-hours": self.bounds.get("budget-gpu-hours")}
+        if self._is_tighter(max_failures):
+            bounds["max-requeues"] = self.bounds["max-requeues"]
+        return {key: bound for key, bound in bounds.items() if bound is not None}
+
+    def _is_tighter(self, max_failures: int) -> bool:
+        return "max-requeues" in self.bounds and self.bounds["max-requeues"] <= max_failures
 
     def check(self, spec: JobSpec) -> None:
         """Refuse a job that asks Slurm for more than the operators allow.
@@ -96,7 +103,8 @@ class Limits:
             yield "nodes", spec.node_range[1], self.job.node_range[1]
         if "time" in self.bounds and spec.time_s:  # else Slurm takes the partition's
             yield "time", spec.time_s, self.job.time_s or 0
-        if "max-requeues" in self.bounds:
+        is_named = spec.max_requeues is not None and "max-requeues" in self.bounds
+        if is_named or self._is_tighter(spec.max_failures):
             yield "max-requeues", spec.max_requeues, self.bounds["max-requeues"]
         if "budget-gpu-hours" in self.bounds:
             yield "budget-gpu-hours", spec.budget_gpu_hours, self.bounds["budget-gpu-hours"]

@@ -160,10 +160,32 @@ def test_a_limit_bounds_jobs_that_name_none(
 ) -> None:
     site_file.write_text(LIMITS)
     spec = planned(nodes="2-8", time="24:00:00").spec
-    assert (spec.max_requeues, spec.budget_gpu_hours) == (50, 1000)
+    assert (spec.max_requeues, spec.budget_gpu_hours) == (None, 1000)
     assert planned().spec.time is None  # the partition's
     site_file.write_text(f"max-requeues = 5\n{LIMITS}")
     assert planned().spec.max_requeues == 5
+
+
+@pytest.mark.parametrize(
+    ("limit", "options", "bound"),
+    [
+        (50, {}, None),
+        (3, {}, 3),
+        (2, {"max_failures": 1}, None),
+        (0, {"max_failures": 0}, 0),
+        (50, {"max_requeues": 40}, 40),
+    ],
+)
+def test_a_limit_does_not_loosen_how_often_a_script_starts_over(
+    site_file: Path,
+    planned: Callable[..., Prepared],
+    limit: int,
+    options: dict[str, Any],
+    bound: int | None,
+) -> None:
+    """Without ``max-requeues`` a script that starts over has ``max-failures`` (`verdict`)."""
+    site_file.write_text(f"[limits]\nmax-requeues = {limit}\n")
+    assert planned(**options).spec.max_requeues == bound
 
 
 def test_a_run_from_before_the_limits(
@@ -172,11 +194,14 @@ def test_a_run_from_before_the_limits(
     run = RunFolder(site_file.parents[1] / "runs" / "train" / "1").make()
     run.job_json.write_text(replace(planned().spec).to_json())
     site_file.write_text(LIMITS)
-    with pytest.raises(UsageError, match="max-requeues is unbounded") as caught:
+    with pytest.raises(UsageError, match="budget-gpu-hours is unbounded") as caught:
         prepare.planned_continuation(run, {}, settings(), Path.cwd())
-    assert caught.value.hint == "--max-requeues 50"
+    assert caught.value.hint == "--budget-gpu-hours 1000"
     bounds = {"max-requeues": 50, "budget-gpu-hours": 10}
     assert prepare.planned_continuation(run, bounds, settings(), Path.cwd()).spec.max_requeues == 50
+    site_file.write_text("[limits]\nmax-requeues = 2\n")
+    with pytest.raises(UsageError, match="max-requeues is unbounded"):
+        prepare.planned_continuation(run, {}, settings(), Path.cwd())
 
 
 @pytest.mark.parametrize(
