@@ -308,6 +308,28 @@ def test_extra_state_and_counters_come_back_whole(tmp_path: Path) -> None:
     assert type(counters[1].value) is Counter
 
 
+class Second(nn.Linear):
+    """Of version 2; what older ones have saved is twice as large here."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, facts: Any, *rest: Any) -> None:
+        if (facts.get("version") or 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state, prefix, facts, *rest)
+
+
+def test_parts_of_a_module_know_the_version_that_was_saved(tmp_path: Path) -> None:
+    there, here = (nn.Sequential(Second(2, 2)) for _ in range(2))
+    there[0] = torch.compile(there[0])  # type: ignore[assignment]  # never run
+    weights = [next(model.parameters()) for model in (there, here)]
+    expected = weights[0].clone()
+    store(tmp_path, {"model": there})
+    for model in (there, here):
+        put_back(tmp_path, {"model": model})
+    assert all(torch.equal(weight, expected) for weight in weights)
+
+
 def test_optimizer_state_goes_by_name_whatever_the_order(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     ways = [list(model.parameters()), list(model.parameters())[::-1]]
