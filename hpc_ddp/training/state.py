@@ -30,6 +30,7 @@ COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _DICTS = (dict, Counter, OrderedDict)  # those that weights_only knows; others become a dict
+_LARGEST = 1 << 2039  # weights_only reads whole numbers below it
 _SHOWN = 8
 
 
@@ -274,8 +275,7 @@ def _take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any
         return TENSOR
     if isinstance(value, Mapping):
         for key in value:
-            if type(key) not in _ATOMS:
-                raise _refused(f"a key of {where}", _kind(key))
+            _check_atom(key, f"a key of {where}")
         items: Any = {k: _take_apart(item, f"{where}.{k}", tensors) for k, item in value.items()}
         kind: Any = type(value)
         return kind(items) if kind in _DICTS else items
@@ -284,9 +284,20 @@ def _take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any
         return tuple(row) if isinstance(value, tuple) else row
     if isinstance(value, set):
         return {_take_apart(item, f"{where}.{item}", tensors) for item in value}
+    _check_atom(value, where)
+    return value
+
+
+def _check_atom(value: Any, where: str) -> None:
+    """Refuse what could be saved, but not be loaded again by ``weights_only``."""
     if type(value) not in _ATOMS:
         raise _refused(where, _kind(value))
-    return value
+    if type(value) is bytes and not value:
+        raise _refused(where, "b'', which can't be loaded again")
+    if type(value) is int and not -_LARGEST < value < _LARGEST:
+        raise _refused(where, "a number of 2,040 bits or more, which can't be loaded again")
+    if type(value) is str and value == TENSOR:
+        raise _refused(where, f"the text {TENSOR}, which stands for a tensor")
 
 
 def _kind(value: Any) -> str:
@@ -295,8 +306,8 @@ def _kind(value: Any) -> str:
 
 def _refused(where: str, what: str) -> HpcDdpError:
     return HpcDdpError(
-        f"{where} is {what}; accepted in a state_dict: tensors, numbers, text, None, and lists and"
-        " dicts of them",
+        f"{where} is {what}; accepted in a state_dict: tensors, numbers, text, bytes, None, and"
+        " lists and dicts of them",
         hint="return plain values from state_dict, for instance float(x) or x.item()",
     )
 

@@ -110,10 +110,24 @@ def test_batches_of_any_shape_move() -> None:
     assert moved["y"][1] == ("name", 3)
 
 
-@pytest.mark.parametrize("value", [numpy.float64(1), object(), {"a": [1, numpy.zeros(2)]}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(numpy.float64(1), object(), {"a": [1, numpy.zeros(2)]}),
+        *(b"", {b"": 1}, [1 << 2039], {-(1 << 2039): 1}, state.TENSOR),
+    ],
+    ids=lambda value: str(value)[:20],
+)
 def test_what_could_not_be_loaded_is_not_saved(value: Any) -> None:
     with pytest.raises(HpcDdpError, match="accepted in a state_dict"):
         state.collect({"thing": Holds(value)})
+
+
+@pytest.mark.parametrize("value", [b"\0", (1 << 2039) - 1, 1 - (1 << 2039), {b"a": "\ud800"}])
+def test_the_largest_that_is_saved_is_loaded(tmp_path: Path, value: Any) -> None:
+    store(tmp_path, {"thing": Holds(value)})
+    put_back(tmp_path, {"thing": (loaded := Holds())})
+    assert loaded.value == value
 
 
 def test_ordinary_state_is_loaded_as_it_was(tmp_path: Path) -> None:
