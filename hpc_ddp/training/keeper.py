@@ -78,7 +78,7 @@ class Keeper:
         """
         if self._objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
-        self._check(state.collect(objects, per_rank).shared)  # what can't be saved is refused now
+        self._check(state.collect(objects, per_rank))  # what can't be saved is refused now
         self._objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
         found = self._checkpoints.restore()
         if found is None:
@@ -124,11 +124,12 @@ class Keeper:
         self._checkpoints.warn(f"WARNING: {text}: it begins anew")
         return tree
 
-    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse DTensors that are not sharded alike on all ranks, before the training."""
-        sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+    def _check(self, found: State) -> None:
+        """Refuse objects that only some ranks have, and DTensors that are not sharded alike on all
+        of them, before the training."""
+        sharded = {name: tensor for name, tensor in found.shared.items() if is_sharded(tensor)}
         parts = my_parts(State(tensors=sharded), self._grid)
-        self._checkpoints.check(inventory_of(self._grid.pp_rank, sharded, parts))
+        self._checkpoints.check(inventory_of(self._grid.pp_rank, sharded, parts, found.tree))
 
     def start_random(self) -> None:
         """Give the generators the state of the checkpoint, or one of this rank's own.
@@ -171,7 +172,7 @@ class Keeper:
         wait_for_checksums = start_checksums(found.equal if compares else {})
         parts = my_parts(found, self._grid)
         self._buffer.fill(parts)
-        inventory = inventory_of(self._grid.pp_rank, found.shared, parts)
+        inventory = inventory_of(self._grid.pp_rank, found.shared, parts, found.tree)
         guarded = found.trained if self._only_finite else ()
         shared = {
             **self._facts(),

@@ -700,7 +700,8 @@ def test_the_first_rank_of_each_later_stage_tells_of_its_objects(rank: int, tell
     keeper.track({"count": Count()}, {})
     keeper.save()
     assert ("tree" in begun.content.own) is tells
-    assert begun.content.inventory().stage == rank // 2
+    inventory = begun.content.inventory()
+    assert (inventory.stage, inventory.objects) == (rank // 2, ["count"])
 
 
 @pytest.mark.parametrize(("ranks", "names"), [(1, set()), (2, {"model.weight", "model.bias"})])
