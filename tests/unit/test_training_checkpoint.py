@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from fakes import Clock, stop_clock
 
+from hpc_ddp.cli import jobs
 from hpc_ddp.run import checkpoints, patience
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
@@ -417,6 +419,26 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(
     assert checkpoints.set_aside(run) == run.checkpoints / "aside-0"
     assert make().restore() is None
     assert sorted(os.listdir(run.checkpoints / "aside-0")) == ["step-1.bad-0", "step-2.bad-0"]
+
+
+def test_a_fresh_start_that_is_refused_leaves_the_run_as_it_was(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(make(), 1, 2)
+    names = _names(run)
+
+    def start(prepared: object) -> None:
+        assert (checkpoints.lost(run), _names(run)) == ([], ["aside-0"])
+        raise HpcDdpError("sbatch: error: invalid partition")
+
+    monkeypatch.setattr("hpc_ddp.launch.backends.start", start)
+    prepared: Any = SimpleNamespace(run=run, spec=SimpleNamespace(array=None))
+    with pytest.raises(HpcDdpError, match="invalid partition"):
+        jobs._begin(prepared, fresh=True)
+    assert _names(run) == names == ["step-1", "step-2"]
+    shutil.rmtree(run.checkpoints / "step-1")
+    shutil.rmtree(run.checkpoints / "step-2")
+    assert checkpoints.lost(run) == ["step-2: it was saved, and is gone"]
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run: RunFolder, make: Make) -> None:
