@@ -31,7 +31,7 @@ from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.report import origin as report_origin
 from hpc_ddp.report import preflight as report_preflight
 from hpc_ddp.report.progress import watch
-from hpc_ddp.run.errors import CAN_GO_ON, UsageError
+from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, find_run
 
 PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
@@ -49,10 +49,20 @@ def _prepare(options: dict[str, Any], fresh: bool = False, **forced: Any) -> Pre
             hint="hpc-ddp submit --run RUN --fresh",
         )
     planned, settings = _plan(options, **forced)
-    prepared = prepare.make(planned, settings, Path.cwd())
-    for folder in prepare.set_aside(prepared) if fresh else ():
+    return prepare.make(planned, settings, Path.cwd())
+
+
+def _begin(prepared: Prepared, fresh: bool) -> backends.Started:
+    """Start a run, from step 0 where it is to be `fresh`; a failure leaves it as it was."""
+    folders = prepare.set_aside(prepared) if fresh else []  # before, since a job may start at once
+    try:
+        started = backends.start(prepared)
+    except HpcDdpError:
+        prepare.bring_back(folders)
+        raise
+    for folder in folders:
         say(f"its checkpoints are kept in {folder}")
-    return prepared
+    return started
 
 
 def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
@@ -111,7 +121,7 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Sett
 def submit(as_json: bool, test_only: bool, fresh: bool, **options: Any) -> None:
     """Submit SCRIPT with ARGS to Slurm; prints the job id."""
     if not test_only:
-        _start(_prepare(options, fresh), as_json)
+        _start(_prepare(options, fresh), as_json, fresh)
         return
     prepared, _ = _plan(options)
     found = estimate.of(prepared)
@@ -120,8 +130,8 @@ def submit(as_json: bool, test_only: bool, fresh: bool, **options: Any) -> None:
     click.echo(json.dumps(found.to_dict()) if as_json else found.text())
 
 
-def _start(prepared: Prepared, as_json: bool) -> None:
-    started = backends.start(prepared)
+def _start(prepared: Prepared, as_json: bool, fresh: bool = False) -> None:
+    started = _begin(prepared, fresh)
     if started.process:
         sys.exit(_foreground(prepared.run, started))
     say(f"run: {prepared.run.path}")
@@ -215,7 +225,7 @@ def dry_run(as_json: bool, fresh: bool, **options: Any) -> None:
     """
     prepared = _prepare(options, fresh, backend="local")
     say(f"run: {prepared.run.path}")
-    code = _foreground(prepared.run, backends.start(prepared))
+    code = _foreground(prepared.run, _begin(prepared, fresh))
     if code == CAN_GO_ON:
         say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(str(prepared.run.path))}")
     if as_json:

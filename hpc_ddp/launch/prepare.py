@@ -318,6 +318,12 @@ def set_aside(prepared: Prepared) -> list[Path]:
         ) from None
 
 
+def bring_back(folders: Sequence[Path]) -> None:
+    """Undo `set_aside`, which has returned these folders, where the start has failed."""
+    for aside in folders:
+        checkpoints.bring_back(RunFolder(aside.parent.parent), aside)
+
+
 def _asked(run: RunFolder, settings: Settings, cwd: Path) -> dict[str, Any]:
     """Return what was said on the command line, over what was said when the run began."""
     before = read_json(run.asked_json)

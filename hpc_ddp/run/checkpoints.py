@@ -168,6 +168,14 @@ def set_aside(run: RunFolder) -> Path | None:
     return aside if folders else None
 
 
+def bring_back(run: RunFolder, aside: Path) -> None:
+    """Undo `set_aside` of a run whose next attempt could not be started."""
+    for folder in all_of(aside):
+        folder.rename(run.checkpoints / folder.name)
+    aside.rmdir()
+    run.journal("submit").write_surely("fresh", first_attempt=0)
+
+
 def lost(run: RunFolder) -> list[str]:
     """Return what is known of the checkpoints of a run that has no candidate: name and problem.
 
@@ -177,7 +185,7 @@ def lost(run: RunFolder) -> list[str]:
     if bad:
         return [f"{name}: it was found damaged by an earlier attempt" for name in bad]
     events = run.events()
-    first = max((e["first_attempt"] for e in events if e["event"] == "fresh"), default=0)
+    first = ([0] + [e["first_attempt"] for e in events if e["event"] == "fresh"])[-1]
     saved = [e for e in events if e["event"] == "checkpoint" and e["attempt"] >= first]
     return [f"step-{saved[-1]['step']}: it was saved, and is gone"] if saved else []
 

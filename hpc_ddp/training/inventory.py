@@ -20,13 +20,16 @@ from hpc_ddp.training import devices
 from hpc_ddp.training.pieces import OWN, Part, Shape
 
 _SHOWN = 4
+_SAME_OBJECTS = (
+    "track the same objects on all ranks, or name those that differ in run.track(…, per_rank=(…))"
+)
 
 
 class Digest(NamedTuple):
     """An inventory in a few numbers. Equal ones on all ranks of a stage, but for `written`."""
 
     stage: int
-    names: int  # CRC32 of names and shapes
+    names: int  # CRC32 of the objects' names, and the tensors' names and shapes
     expected: int  # sums over all tensors of their numbers, each times a weight of its name
     written: int
     checksums: int  # CRC32
@@ -47,19 +50,22 @@ class Inventory:
     checksums
         of the tensors that are to be the same on all ranks of a stage; empty where they are not
         compared
+    objects
+        names of the tracked objects that the ranks share, in order
     """
 
     stage: int
     shapes: Mapping[str, Shape]
     written: Mapping[str, int] = field(default_factory=dict)
     checksums: Mapping[str, int] = field(default_factory=dict)
+    objects: Sequence[str] = ()
 
     @property
     def digest(self) -> Digest:
         numbers = {name: math.prod(shape) for name, shape in self.shapes.items()}
         return Digest(
             self.stage,
-            _crc(self.shapes.items()),
+            _crc([*((name, None) for name in self.objects), *self.shapes.items()]),
             _weighted(numbers),
             _weighted(self.written),
             _crc(self.checksums.items()),
@@ -67,13 +73,18 @@ class Inventory:
 
 
 def inventory_of(
-    stage: int, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part]
+    stage: int,
+    tensors: Mapping[str, torch.Tensor],
+    parts: Mapping[str, Part],
+    objects: Iterable[str] = (),
 ) -> Inventory:
-    """Return the inventory of a rank that has these tensors and writes these parts of them."""
+    """Return the inventory of a rank that has these objects, has these tensors of them, and writes
+    these parts."""
     return Inventory(
         stage,
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         {name: math.prod(part.size) for name, part in parts.items() if OWN not in name},
+        objects=sorted(objects),
     )
 
 
@@ -127,10 +138,21 @@ def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
     """Return what keeps inventories, by rank, from fitting together; names a tensor and ranks."""
     for stage in sorted({inventory.stage for inventory in inventories}):
         members = {rank: each for rank, each in enumerate(inventories) if each.stage == stage}
-        for look in (_other_tensors, _different_numbers, _uncovered):
+        for look in (_other_objects, _other_tensors, _different_numbers, _uncovered):
             if fault := look(members):
                 return fault
     return HpcDdpError("the ranks' tensors do not fit together")
+
+
+def _other_objects(members: Mapping[int, Inventory]) -> HpcDdpError | None:
+    first = min(members)
+    for rank, inventory in members.items():
+        if names := sorted({*members[first].objects} ^ {*inventory.objects}):
+            return HpcDdpError(
+                f"rank {rank} shares other objects than rank {first}: {_listed(names)}",
+                hint=_SAME_OBJECTS,
+            )
+    return None
 
 
 def _other_tensors(members: Mapping[int, Inventory]) -> HpcDdpError | None:
@@ -141,8 +163,7 @@ def _other_tensors(members: Mapping[int, Inventory]) -> HpcDdpError | None:
             names = sorted({name for name, _ in differing})
             return HpcDdpError(
                 f"rank {rank} has other tensors to save than rank {first}: {_listed(names)}",
-                hint="track the same objects on all ranks, or name those that differ in"
-                " run.track(…, per_rank=(…))",
+                hint=_SAME_OBJECTS,
             )
     return None
 

@@ -53,8 +53,8 @@ class Keeper:
         self._objects: dict[str, Any] = {}
         self._data: dict[str, Any] = {}
         self._per_rank: tuple[str, ...] = ()
-        self._has_begun = False  # to save, in this attempt
-        self._compared = False  # what is to be the same on all ranks; once in an attempt
+        self._has_begun = False  # a save, of which `settle` has not told yet
+        self._saves = 0  # that have succeeded in this attempt
         self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
         self._buffer = Buffer(devices[0])
         self._written: tuple[Position, Best] | None = None  # saved, or being saved
@@ -78,7 +78,7 @@ class Keeper:
         """
         if self._objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
-        self._check(state.collect(objects, per_rank).shared)  # what can't be saved is refused now
+        self._check(state.collect(objects, per_rank))  # what can't be saved is refused now
         self._objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
         found = self._checkpoints.restore()
         if found is None:
@@ -124,11 +124,12 @@ class Keeper:
         self._checkpoints.warn(f"WARNING: {text}: it begins anew")
         return tree
 
-    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse DTensors that are not sharded alike on all ranks, before the training."""
-        sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+    def _check(self, found: State) -> None:
+        """Refuse objects that only some ranks have, and DTensors that are not sharded alike on all
+        of them, before the training."""
+        sharded = {name: tensor for name, tensor in found.shared.items() if is_sharded(tensor)}
         parts = my_parts(State(tensors=sharded), self._grid)
-        self._checkpoints.check(inventory_of(self._grid.pp_rank, sharded, parts))
+        self._checkpoints.check(inventory_of(self._grid.pp_rank, sharded, parts, found.tree))
 
     def start_random(self) -> None:
         """Give the generators the state of the checkpoint, or one of this rank's own.
@@ -143,11 +144,12 @@ class Keeper:
             randomness.restore(self._rng, self._devices)
         self._rng = None
 
-    def save(self) -> None:
+    def save(self, *, is_last: bool = False) -> None:
         """Copy the state and begin to write it, once the save before is done.
 
         Nothing is done where this very position is saved. A failure shows at the next call: it
-        has been said on stderr by then.
+        has been said on stderr by then. What is to be the same on all ranks is compared now and
+        then, and where `is_last` says that there may be no other save.
 
         Raises
         ------
@@ -164,11 +166,13 @@ class Keeper:
         if self._names_best:
             self.best.step = self._position.step
         found = state.collect(self._objects, self._per_rank)
-        compares = not self._compared and self._grid.stage_size > 1
+        # Ranks may part later, too: at saves 1, 2, 4, 8, … this costs little in all.
+        compares = is_last or (self._saves + 1).bit_count() == 1
+        compares = compares and self._grid.stage_size > 1
         wait_for_checksums = start_checksums(found.equal if compares else {})
         parts = my_parts(found, self._grid)
         self._buffer.fill(parts)
-        inventory = inventory_of(self._grid.pp_rank, found.shared, parts)
+        inventory = inventory_of(self._grid.pp_rank, found.shared, parts, found.tree)
         guarded = found.trained if self._only_finite else ()
         shared = {
             **self._facts(),
@@ -242,7 +246,8 @@ class Keeper:
     def settle(self) -> bool:
         """Wait for the save under way; False after a failure. Raises as `save` does."""
         done = self._checkpoints.settle()
-        self._compared = self._compared or (done and self._has_begun)
+        self._saves += done and self._has_begun
+        self._has_begun = False
         if not done:
             self._written = None
             if self._names_best:  # it is not there, so the next one is the best checkpoint
@@ -251,10 +256,10 @@ class Keeper:
 
     def save_surely(self) -> None:
         """Save and wait, trying again after a failure until the run has to give up."""
-        self.save()
+        self.save(is_last=True)
         while not self.settle():
             time.sleep(RETRY_S)
-            self.save()
+            self.save(is_last=True)
 
     @property
     def tracked(self) -> bool:

@@ -25,10 +25,12 @@ from hpc_ddp.training.sharded import holds_first_copy, is_sharded, reshard
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
 KIND = "class"  # an optimizer's, beside its state
+VERSIONS = "<versions>"  # of a module's state dict, by the names of its parts, beside it
 COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _DICTS = (dict, Counter, OrderedDict)  # those that weights_only knows; others become a dict
+_LARGEST = 1 << 2039  # weights_only reads whole numbers below it
 _SHOWN = 8
 
 
@@ -118,7 +120,9 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
             found = _by_label(found, _params(each, labels)) | {KIND: type(each).__name__}
             state.trained.update(_like_parameters(name, each, labels))
         elif isinstance(each, torch.nn.Module):
-            found = {plain_name(key): value for key, value in found.items()}
+            found = {plain_name(key): value for key, value in found.items()} | {
+                VERSIONS: {part: facts.get("version") for _, part, facts in _metadata(found)}
+            }
             for key, parameter in each.named_parameters(remove_duplicate=False):
                 known = state.trained if parameter.requires_grad else state.replicated
                 known.add(f"{name}.{plain_name(key)}")
@@ -271,8 +275,7 @@ def _take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any
         return TENSOR
     if isinstance(value, Mapping):
         for key in value:
-            if type(key) not in _ATOMS:
-                raise _refused(f"a key of {where}", _kind(key))
+            _check_atom(key, f"a key of {where}")
         items: Any = {k: _take_apart(item, f"{where}.{k}", tensors) for k, item in value.items()}
         kind: Any = type(value)
         return kind(items) if kind in _DICTS else items
@@ -281,9 +284,20 @@ def _take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any
         return tuple(row) if isinstance(value, tuple) else row
     if isinstance(value, set):
         return {_take_apart(item, f"{where}.{item}", tensors) for item in value}
+    _check_atom(value, where)
+    return value
+
+
+def _check_atom(value: Any, where: str) -> None:
+    """Refuse what could be saved, but not be loaded again by ``weights_only``."""
     if type(value) not in _ATOMS:
         raise _refused(where, _kind(value))
-    return value
+    if type(value) is bytes and not value:
+        raise _refused(where, "b'', which can't be loaded again")
+    if type(value) is int and not -_LARGEST < value < _LARGEST:
+        raise _refused(where, "a number of 2,040 bits or more, which can't be loaded again")
+    if type(value) is str and value == TENSOR:
+        raise _refused(where, f"the text {TENSOR}, which stands for a tensor")
 
 
 def _kind(value: Any) -> str:
@@ -292,8 +306,8 @@ def _kind(value: Any) -> str:
 
 def _refused(where: str, what: str) -> HpcDdpError:
     return HpcDdpError(
-        f"{where} is {what}; accepted in a state_dict: tensors, numbers, text, None, and lists and"
-        " dicts of them",
+        f"{where} is {what}; accepted in a state_dict: tensors, numbers, text, bytes, None, and"
+        " lists and dicts of them",
         hint="return plain values from state_dict, for instance float(x) or x.item()",
     )
 
@@ -341,9 +355,12 @@ def put_back(
 
 def _for_module(
     name: str, module: torch.nn.Module, tree: Mapping[str, Any], reader: Reader, stage: bool
-) -> dict[str, Any]:
+) -> OrderedDict[str, Any]:
     """Return what `module` loads."""
-    here = {plain_name(key): (key, value) for key, value in module.state_dict().items()}
+    state = module.state_dict()
+    here = {plain_name(key): (key, value) for key, value in state.items()}
+    versions = tree.get(VERSIONS)
+    tree = {key: value for key, value in tree.items() if key != VERSIONS}
     found = [f"{key} is not in the checkpoint" for key in here if key not in tree]
     found += [f"{key} is not in the model" for key in tree if key not in here and not stage]
     for key in here.keys() & tree.keys():
@@ -357,14 +374,29 @@ def _for_module(
     if found:
         more = f", and {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
         raise HpcDdpError(f"{name}: {', '.join(sorted(found)[:_SHOWN])}{more}")
-    return {
-        key: reader.read(f"{name}.{plain}", value)
-        if f"{name}.{plain}" in reader
-        else _assemble(  # an extra_state
-            tree[plain], where := f"{name}.{plain}", reader, own=_tensors_of(value, where)
+    loaded = OrderedDict[str, Any](
+        (
+            key,
+            reader.read(f"{name}.{plain}", value)
+            if f"{name}.{plain}" in reader
+            else _assemble(  # an extra_state
+                tree[plain], where := f"{name}.{plain}", reader, own=_tensors_of(value, where)
+            ),
         )
         for plain, (key, value) in here.items()
-    }
+    )
+    if versions is not None:  # without, a part takes its own state for that of an older version
+        parts = _metadata(state)
+        facts_of = {key: {**facts, "version": versions.get(part)} for key, part, facts in parts}
+        loaded._metadata = facts_of  # type: ignore[attr-defined]
+    return loaded
+
+
+def _metadata(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield what torch tells of each part of a module beside its state dict: its key there, its
+    plain name, and the facts."""
+    for key, facts in getattr(state, "_metadata", {}).items():
+        yield key, plain_name(f"{key}.")[:-1], facts
 
 
 def _of_stage(tree: Mapping[str, Any], params: Container[str]) -> dict[str, Any]:

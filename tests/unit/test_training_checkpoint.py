@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from fakes import Clock, stop_clock
 
+from hpc_ddp.cli import jobs
 from hpc_ddp.run import checkpoints, patience
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
@@ -419,6 +421,26 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(
     assert sorted(os.listdir(run.checkpoints / "aside-0")) == ["step-1.bad-0", "step-2.bad-0"]
 
 
+def test_a_fresh_start_that_is_refused_leaves_the_run_as_it_was(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(make(), 1, 2)
+    names = _names(run)
+
+    def start(prepared: object) -> None:
+        assert (checkpoints.lost(run), _names(run)) == ([], ["aside-0"])
+        raise HpcDdpError("sbatch: error: invalid partition")
+
+    monkeypatch.setattr("hpc_ddp.launch.backends.start", start)
+    prepared: Any = SimpleNamespace(run=run, spec=SimpleNamespace(array=None))
+    with pytest.raises(HpcDdpError, match="invalid partition"):
+        jobs._begin(prepared, fresh=True)
+    assert _names(run) == names == ["step-1", "step-2"]
+    shutil.rmtree(run.checkpoints / "step-1")
+    shutil.rmtree(run.checkpoints / "step-2")
+    assert checkpoints.lost(run) == ["step-2: it was saved, and is gone"]
+
+
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run: RunFolder, make: Make) -> None:
     """As after the purge of a scratch."""
     _save(make(), 7)
@@ -700,23 +722,29 @@ def test_the_first_rank_of_each_later_stage_tells_of_its_objects(rank: int, tell
     keeper.track({"count": Count()}, {})
     keeper.save()
     assert ("tree" in begun.content.own) is tells
-    assert begun.content.inventory().stage == rank // 2
+    inventory = begun.content.inventory()
+    assert (inventory.stage, inventory.objects) == (rank // 2, ["count"])
 
 
 @pytest.mark.parametrize(("ranks", "names"), [(1, set()), (2, {"model.weight", "model.bias"})])
-def test_weights_are_compared_until_a_save_has_succeeded(ranks: int, names: set[str]) -> None:
+def test_weights_are_compared_ever_more_seldom_and_at_the_last_save(
+    ranks: int, names: set[str]
+) -> None:
     begun: Any = Begun()
     position = Position()
     keeper = Keeper(begun, position, [CPU], 1, Grid(0, ranks), only_finite=True)
     keeper.track({"model": torch.nn.Linear(2, 2)}, {})
     compared = []
-    for good in (False, True, True):
+    for good in (False, True, True, True, True, True):  # one that failed does not count
         keeper.save()
         compared.append(begun.content.inventory().checksums.keys())
         begun.good = good
         position.step += 1
         assert keeper.settle() is good
-    assert compared == [names, names, set()]
+        assert keeper.settle() is good
+    assert compared == [names, names, names, set(), names, set()]
+    keeper.save_surely()
+    assert begun.content.inventory().checksums.keys() == names
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -69,6 +69,13 @@ def test_other_tensors_are_named_with_the_rank() -> None:
     assert _fault(one, Inventory(0, SHAPES | many)).endswith("m.0, m.1, m.2, m.3, …")
 
 
+def test_an_object_that_only_some_ranks_track_is_named() -> None:
+    """Also one without tensors."""
+    one, other = (Inventory(0, {}, objects=names) for names in (["meter", "model"], ["model"]))
+    assert _fit(one, one, replace(other, stage=1))
+    assert _fault(one, one, other) == "rank 2 shares other objects than rank 0: meter"
+
+
 def test_different_numbers_are_named_with_the_ranks() -> None:
     one = Inventory(0, SHAPES, ALL, {"m.weight": 7, "m.bias": 8})
     same, other = replace(one, written={}), Inventory(0, SHAPES, {}, {"m.weight": 7, "m.bias": 9})
@@ -85,9 +92,9 @@ def test_an_inventory_counts_what_a_rank_shares_with_others() -> None:
     assert part is not None
     parts = {"m.weight": part, f"m.mean{OWN}1": whole(torch.ones(3))}
     tensors = {"m.weight": weight, "m.mean": torch.ones(3)}
-    inventory = inventory_of(2, tensors, parts)
+    inventory = inventory_of(2, tensors, parts, ("m", "count"))
     shapes = {"m.weight": (4, 2), "m.mean": (3,)}
-    assert inventory == Inventory(2, shapes, {"m.weight": 4}, {})
+    assert inventory == Inventory(2, shapes, {"m.weight": 4}, {}, ["count", "m"])
 
 
 @pytest.mark.parametrize(

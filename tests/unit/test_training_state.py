@@ -110,10 +110,24 @@ def test_batches_of_any_shape_move() -> None:
     assert moved["y"][1] == ("name", 3)
 
 
-@pytest.mark.parametrize("value", [numpy.float64(1), object(), {"a": [1, numpy.zeros(2)]}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(numpy.float64(1), object(), {"a": [1, numpy.zeros(2)]}),
+        *(b"", {b"": 1}, [1 << 2039], {-(1 << 2039): 1}, state.TENSOR),
+    ],
+    ids=lambda value: str(value)[:20],
+)
 def test_what_could_not_be_loaded_is_not_saved(value: Any) -> None:
     with pytest.raises(HpcDdpError, match="accepted in a state_dict"):
         state.collect({"thing": Holds(value)})
+
+
+@pytest.mark.parametrize("value", [b"\0", (1 << 2039) - 1, 1 - (1 << 2039), {b"a": "\ud800"}])
+def test_the_largest_that_is_saved_is_loaded(tmp_path: Path, value: Any) -> None:
+    store(tmp_path, {"thing": Holds(value)})
+    put_back(tmp_path, {"thing": (loaded := Holds())})
+    assert loaded.value == value
 
 
 def test_ordinary_state_is_loaded_as_it_was(tmp_path: Path) -> None:
@@ -306,6 +320,28 @@ def test_extra_state_and_counters_come_back_whole(tmp_path: Path) -> None:
     assert here.extra["n"] == 3
     assert counters[1].value == counters[0].value
     assert type(counters[1].value) is Counter
+
+
+class Second(nn.Linear):
+    """Of version 2; what older ones have saved is twice as large here."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, facts: Any, *rest: Any) -> None:
+        if (facts.get("version") or 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state, prefix, facts, *rest)
+
+
+def test_parts_of_a_module_know_the_version_that_was_saved(tmp_path: Path) -> None:
+    there, here = (nn.Sequential(Second(2, 2)) for _ in range(2))
+    there[0] = torch.compile(there[0])  # type: ignore[assignment]  # never run
+    weights = [next(model.parameters()) for model in (there, here)]
+    expected = weights[0].clone()
+    store(tmp_path, {"model": there})
+    for model in (there, here):
+        put_back(tmp_path, {"model": model})
+    assert all(torch.equal(weight, expected) for weight in weights)
 
 
 def test_optimizer_state_goes_by_name_whatever_the_order(tmp_path: Path) -> None:
