@@ -50,6 +50,8 @@ def run(pid: int, command: list[str]) -> None:
     environ = {k: v for k, v in surroundings(pid).items() if not _OF_A_RANK.fullmatch(k)}
     environ["TERM"] = os.environ.get("TERM", "dumb")
     os.chdir(os.readlink(f"/proc/{pid}/cwd"))
+    if "HPC_DDP_UMASK" in os.environ:
+        os.umask(int(os.environ["HPC_DDP_UMASK"], 8))
     try:
         os.execvpe(command[0], command, environ)
     except OSError as error:

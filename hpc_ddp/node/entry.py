@@ -5,7 +5,13 @@ working directory, where a user's ``json.py`` or another ``hpc_ddp`` may lie.
 """
 
 import importlib
+import os
 import sys
 
 if __name__ == "__main__":
+    # A group that may read a run is not to write in it, whatever the user's umask: the next attempt
+    # executes what lies there. A worker gets the user's own back, for the files of the script.
+    umask = os.umask(0o022)
+    os.umask(umask | 0o022)
+    os.environ.setdefault("HPC_DDP_UMASK", f"{umask:o}")
     sys.exit(importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}").main(sys.argv[2:]))

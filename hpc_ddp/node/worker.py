@@ -130,6 +130,8 @@ def main(command: list[str]) -> None:
     os.close(log)
     forget_task()
     os.environ.update(as_task(), PYTHONPATH=python_path())
+    if "HPC_DDP_UMASK" in os.environ:  # not under submitit, whose tasks have no `entry`
+        os.umask(int(os.environ.pop("HPC_DDP_UMASK"), 8))
     os.execvp(command[0], command)
 
 

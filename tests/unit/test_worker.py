@@ -87,6 +87,15 @@ def test_workers_are_no_task_of_an_mpi_unless_each_of_them_is_one(
     assert kept == (list(settings) if by_torchrun else names)
 
 
+def test_a_script_has_the_users_umask(
+    start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path
+) -> None:
+    """The node side takes the group's right to write from its own files only."""
+    look = "import os; print(oct(os.umask(0)), 'HPC_DDP_UMASK' in os.environ)"
+    start(look=look, HPC_DDP_UMASK="2")
+    assert (tmp_path / "rank-2.log").read_text() == "0o2 False\n"
+
+
 def test_a_worker_whose_agent_has_died_does_not_begin(
     start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path
 ) -> None:
