@@ -16,6 +16,7 @@ Standard library only, so that a login node without torch can verify them.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -34,6 +35,8 @@ from hpc_ddp.run.progress import Progress
 MANIFEST = "manifest.json"
 FORMAT = 2  # of what is in the files; another one can't be read
 CHUNK = 4 << 20  # bytes; big enough that summing and writing run outside the interpreter lock
+
+_NO_FILE = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 _STEP = re.compile(r"step-(\d+)(\.old-\d+)?")
 _ANY = re.compile(r"step-\d+(\.(old|bad|tmp)-[\w-]+)?")
@@ -108,7 +111,11 @@ def find_damage(
 
 
 def _missing(path: Path, error: OSError) -> str:
-    """Return that a file is missing where its folder can be listed and lacks it, or raise."""
+    """Return what is wrong where its folder lacks a file, or has something else in its place, such
+    as a link to nowhere; or raise."""
+    is_link = path.is_symlink() or path.parent.is_symlink()
+    if error.errno in _NO_FILE or (error.errno == errno.ENOENT and is_link):
+        return f"{path.name} is no file: {error.strerror}"
     if isinstance(error, FileNotFoundError) and path.name not in os.listdir(path.parent):
         return f"{path.name} is missing"
     reason = f"{path.name} can't be read: {error.strerror or error}"
@@ -243,7 +250,7 @@ def _health(path: Path, read: Callable[[int], None]) -> Health:
     sizes = [each["size"] for each in manifest.get("files", {}).values()]
     return Health(
         name=path.name,
-        age_s=time.time() - path.stat().st_mtime,
+        age_s=time.time() - path.lstat().st_mtime,
         bytes=sum(sizes) if sizes else None,
         world_size=manifest.get("world_size"),
         best=(manifest.get("best") or {}).get("step") == step_of(path),

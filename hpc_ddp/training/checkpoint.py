@@ -538,9 +538,12 @@ def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
 
 
 def _unreadable(folder: Path, error: OSError, rank: int = 0) -> DiskError:
+    cure = "when the disk answers"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        cure = f"with permission to read all of it: ls -l {folder}"
     return DiskError(
         f"{folder} can't be read on rank {rank}, and was waited for: {error.strerror or error}",
-        hint="the checkpoint stays as it is: start the run again when the disk answers",
+        hint=f"the checkpoint stays as it is: start the run again {cure}",
     )
 
 

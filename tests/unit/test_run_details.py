@@ -386,9 +386,25 @@ def test_ranks_share_the_reading(tmp_path: Path) -> None:
     ]
     (made / "c").unlink()
     (made / "c").mkdir()
-    assert "c can't be read: " in str(verify(made, 2, 3))
+    assert verify(made, 2, 3) == "c is no file: Is a directory"
     (made / "manifest.json").write_text("[]")
     assert verify(made) == "manifest.json can't be read: its own CRC32 differs"
+
+
+def test_what_is_no_checkpoint_for_all_its_name_is_damaged(tmp_path: Path) -> None:
+    """So that an older one is tried."""
+    (tmp_path / "step-6").touch()
+    (tmp_path / "step-7").symlink_to("nowhere")
+    (tmp_path / "step-8").symlink_to("step-8")
+    made = _checkpoint(tmp_path, "step-9")
+    (made / "b").unlink()
+    (made / "b").symlink_to("nowhere")
+    problems = [find_damage(path, 0, 1) for path in checkpoints.candidates(tmp_path)]
+    assert [str(problem).partition(":")[0] for problem in problems] == [
+        "b is no file",
+        *["manifest.json is no file"] * 3,
+    ]
+    assert len(checkpoints.health(tmp_path)) == 4
 
 
 def test_only_what_a_readable_folder_lacks_is_missing(

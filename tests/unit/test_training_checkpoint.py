@@ -900,6 +900,27 @@ def test_a_disk_that_stays_away_fails_the_attempt_and_costs_nothing(
     assert _names(run) == ["step-1", "step-2"]
 
 
+def test_what_may_not_be_read_is_a_matter_of_permissions(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(make(), 1)
+    stop_clock(monkeypatch, patience)
+    _find(monkeypatch, *[OSError(errno.EACCES, "Permission denied")] * 99)
+    with pytest.raises(HpcDdpError, match="Permission denied") as caught:
+        make().restore()
+    assert "with permission to read all of it: ls -l" in str(caught.value.hint)
+
+
+def test_stray_names_do_not_keep_a_run_from_starting(run: RunFolder, make: Make) -> None:
+    _save(make(), 1)
+    (run.checkpoints / "step-8").symlink_to("nowhere")
+    (run.checkpoints / "step-9").touch()
+    restored = make().restore()
+    assert restored is not None
+    assert restored.step == 1
+    assert _names(run) == ["step-1", "step-8.bad-0", "step-9.bad-0"]
+
+
 def test_what_a_peer_can_not_read_fails_all_ranks(
     run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
