@@ -45,13 +45,20 @@ def export(
     UsageError
         there is no such checkpoint, or no such object in it; or safetensors is not installed
     HpcDdpError
-        the checkpoint is damaged
+        the checkpoint is damaged, or each rank had its own of some of the tensors
     """
     folder = _choose(RunFolder(run.absolute()), step, best)
     if problem := checkpoints.verify(folder):
         raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {run}")
     _, _, reader = open_checkpoint(folder)
     prefix = f"{name}."
+    if of_ranks := sorted(key for key in reader.of_ranks if key.startswith(prefix)):
+        more = f" and {len(of_ranks) - 1} more" if of_ranks[1:] else ""
+        raise HpcDdpError(
+            f"{folder}: each rank had its own {of_ranks[0]}{more}, so there is no one {name} to"
+            " write",
+            hint="let the script put them together, and write that: run.export, torch.save",
+        )
     tensors = {key[len(prefix) :]: reader.read(key) for key in reader if key.startswith(prefix)}
     if not tensors:
         known = sorted({key.partition(".")[0] for key in reader})

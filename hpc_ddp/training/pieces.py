@@ -242,6 +242,11 @@ class Reader:
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._pieces if OWN not in name)
 
+    @property
+    def of_ranks(self) -> set[str]:
+        """The names of tensors of which each rank had its own, and there is none for all."""
+        return {key.partition(OWN)[0] for key in self._pieces} - self._pieces.keys()
+
     def __contains__(self, name: str) -> bool:
         return self._key(name) in self._pieces
 

@@ -279,6 +279,8 @@ def _take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any
         items: Any = {k: _take_apart(item, f"{where}.{k}", tensors) for k, item in value.items()}
         kind: Any = type(value)
         return kind(items) if kind in _DICTS else items
+    if type(value) is list and _is_of_numbers(value):  # a million of them, one by one, take 1 s
+        return value.copy()
     if isinstance(value, (list, tuple)):
         row = [_take_apart(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
         return tuple(row) if isinstance(value, tuple) else row
@@ -286,6 +288,14 @@ def _take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any
         return {_take_apart(item, f"{where}.{item}", tensors) for item in value}
     _check_atom(value, where)
     return value
+
+
+def _is_of_numbers(row: list[Any]) -> bool:
+    """Tell whether all are floats, or whole numbers that can be loaded again."""
+    kinds = set(map(type, row))
+    if kinds == {int}:
+        return min(row) > -_LARGEST and max(row) < _LARGEST
+    return kinds == {float}
 
 
 def _check_atom(value: Any, where: str) -> None:

@@ -32,6 +32,7 @@ from hpc_ddp.training.checkpoint import (
     SupersededError,
     open_checkpoint,
 )
+from hpc_ddp.training.export import export
 from hpc_ddp.training.grid import Grid
 from hpc_ddp.training.inventory import Inventory
 from hpc_ddp.training.keeper import Keeper
@@ -790,6 +791,20 @@ def test_what_can_not_be_saved_is_said_before_the_training(make: Make) -> None:
     count.value = object()  # type: ignore[assignment]
     with pytest.raises(HpcDdpError, match=r"count\.value is a builtins\.object"):
         _keeper(make()).track({"count": count}, {})
+
+
+@pytest.mark.parametrize("per_rank", [(), ("model",)])
+def test_tensors_that_are_each_rank_s_own_are_not_left_out_of_an_export(
+    run: RunFolder, make: Make, per_rank: tuple[str, ...]
+) -> None:
+    keeper, model = _keeper(make(), Position(step=1)), torch.nn.Linear(2, 2)
+    if not per_rank:
+        ddp: Any = torch.nn.parallel.DistributedDataParallel
+        ddp._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+    keeper.track({"model": model}, {}, per_rank)
+    keeper.save_surely()
+    with pytest.raises(HpcDdpError, match=r"each rank had its own model\.bias"):
+        export(run.path, run.path / "model.safetensors")
 
 
 def test_without_stages_a_model_is_all_of_what_was_saved(make: Make) -> None:

@@ -123,6 +123,19 @@ def test_what_could_not_be_loaded_is_not_saved(value: Any) -> None:
         state.collect({"thing": Holds(value)})
 
 
+@pytest.mark.parametrize("kind", [int, float])
+def test_a_long_list_of_numbers_is_copied_at_once(
+    kind: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(state, "_check_atom", lambda value, where: calls.append(where))
+    row = list(map(kind, range(999)))
+    tree = state.collect({"thing": Holds(row)}).tree["thing"]
+    assert tree["value"] == row
+    assert tree["value"] is not row
+    assert calls == ["a key of thing"]
+
+
 @pytest.mark.parametrize("value", [b"\0", (1 << 2039) - 1, 1 - (1 << 2039), {b"a": "\ud800"}])
 def test_the_largest_that_is_saved_is_loaded(tmp_path: Path, value: Any) -> None:
     store(tmp_path, {"thing": Holds(value)})
