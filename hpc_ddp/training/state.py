@@ -294,7 +294,7 @@ def _is_of_numbers(row: list[Any]) -> bool:
     """Tell whether all are floats, or whole numbers that can be loaded again."""
     kinds = set(map(type, row))
     if kinds == {int}:
-        return min(row) > -_LARGEST and max(row) < _LARGEST
+        return bool(min(row) > -_LARGEST and max(row) < _LARGEST)
     return kinds == {float}
 
 
