@@ -445,7 +445,8 @@ class Run:
 
         Each object has ``state_dict`` and ``load_state_dict``, which speak in tensors and
         plain values. A wrapped model is stored without its wrapper. Weights are taken to be the
-        same on all ranks, which the first save checks, and of other objects rank 0's are saved.
+        same on all ranks, which some saves check (the first, and ever fewer), and of other objects
+        rank 0's are saved.
 
         Parameters
         ----------
