@@ -103,6 +103,7 @@ def test_stopped_politely_it_goes_on_at_the_next_step(tmp_path: Path) -> None:
     assert "is finished" in again.printed()
 
 
+@pytest.mark.more  # four starts; its parts are unit tests
 def test_fresh_begins_at_step_0_and_keeps_the_checkpoints(tmp_path: Path) -> None:
     words = ("--nproc-per-node", "2", str(SCRIPTS / "trouble.py"), "none")
     first = DryRun(tmp_path / "runs", *words)

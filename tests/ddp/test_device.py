@@ -256,7 +256,7 @@ def test_what_lies_on_the_device_comes_back_there(make_sim_crew: Callable[[str],
         (("--average",), 0),
         (("--average", "--default-device"), 0),
         (("--sharded", "--look"), None),  # once for each look, an exchange later
-        (("--save-every-steps", "16"), 5),  # the thread that saves: 3 copies, and once sums
+        (("--save-every-steps", "16"), 7),  # the thread that saves: 3 copies, and twice 2 sums
     ],
 )
 def test_a_step_does_not_wait_for_its_device(
