@@ -466,7 +466,7 @@ def job_text(job_id: str) -> str:
 def is_pending_or_running(job_id: str) -> bool:
     """Tell whether a job may still do something; False also where nobody can be asked."""
     try:
-        job = parse_job(_run(["scontrol", "show", "job", job_id]))
+        job = parse_job(job_text(job_id))
         return job.state in ("PENDING", "RUNNING", "SUSPENDED")
     except HpcDdpError:
         return False

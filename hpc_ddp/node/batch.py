@@ -81,13 +81,15 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
             f"the job has {cpus} CPU(s) on a node, and {spec.workers_per_node} workers there, which"
             f" will be slow; hint: --cpus-per-task {4 * spec.workers_per_node}"
         )
+    known = _end_of(job)
+    end = math.inf if known is None else known
     return {
         "HPC_DDP_RUN": str(run.path),
         "HPC_DDP_RESTARTS": str(restarts),
         "HPC_DDP_HEAD": reach(nodes, 0, spec.host_suffix),
         "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
         "HPC_DDP_CPUS": str(cpus),
-        **variables(attempt, nodes, job_id, _end_of(job), spec),
+        **variables(attempt, nodes, job_id, end if math.isfinite(end) else None, spec),
     }
 
 
@@ -182,9 +184,9 @@ def warned(environ: dict[str, str]) -> None:
     Slurm may send it up to a minute early, and at a preemption too where the site says so.
     """
     job = ask(environ["SLURM_JOB_ID"])
-    while job and not job.preempted and job.left_s is not None:
-        _note_end_time(environ, job.left_s)
-        if not _await_warning(environ, job.left_s):
+    while job and not job.preempted and (end_time := _end_of(job)) is not None:
+        _note_end_time(environ, end_time)
+        if not _await_warning(environ, end_time):
             break
         job = ask(environ["SLURM_JOB_ID"])
     preempted = job is not None and job.preempted
@@ -197,38 +199,34 @@ def watch(environ: dict[str, str]) -> None:
     An operator extends a limit, or shortens it; a job that was suspended ends later. Slurm is asked
     more often towards the end: some 45 times in a day.
     """
-    left_s = float(environ["HPC_DDP_END_TIME"] or "inf") - time.time()
-    end_time = time.time() + left_s
-    while _await_warning(environ, left_s):
+    end_time = float(environ["HPC_DDP_END_TIME"] or "inf")
+    while _await_warning(environ, end_time):
         job = ask(environ["SLURM_JOB_ID"], is_quiet=True)  # `begin` has said it, where it can't
         if job and job.preempted:
             return  # the time that is left is that of the grace time, which the supervisors know of
-        left_s = end_time - time.time()
-        if job and job.left_s is not None:
-            left_s = job.left_s
-            end_time = time.time() + left_s
-            _note_end_time(environ, left_s)
+        if (known := _end_of(job)) is not None:
+            end_time = known
+            _note_end_time(environ, end_time)
 
 
 def _end_of(job: slurm.Job | None) -> float | None:
-    """Return when a job's time is over by this host's clock, None where that is not known."""
-    if job is None or job.left_s is None or math.isinf(job.left_s):
-        return None
-    return time.time() + job.left_s
+    """Return when a job's time is over by this host's clock, inf without a limit; None where that
+    is not known."""
+    return None if job is None or job.left_s is None else time.time() + job.left_s
 
 
-def _note_end_time(environ: dict[str, str], left_s: float) -> None:
+def _note_end_time(environ: dict[str, str], end_time: float) -> None:
     """Write the end time into the file that the nodes read, where it is another one by now."""
-    path, end_time = attempt_of(environ).end_time, time.time() + left_s
+    path = attempt_of(environ).end_time
     known = read_seconds(path) or float(environ["HPC_DDP_END_TIME"] or "inf")
     if abs(end_time - known) > SAME_S:
         with contextlib.suppress(OSError):  # the nodes go on with what they know
             path.write_text(f"{end_time:.0f}")
 
 
-def _await_warning(environ: dict[str, str], left_s: float) -> bool:
+def _await_warning(environ: dict[str, str], end_time: float) -> bool:
     """Tell whether the nodes are to be warned later than now; if so, let some time pass before."""
-    early_s = left_s - float(environ["HPC_DDP_WARN_S"] or 0)
+    early_s = end_time - float(environ["HPC_DDP_WARN_S"] or 0) - time.time()
     if early_s <= 0:
         return False
     time.sleep(min(early_s, max(ASK_LEAST_S, ASK_SHARE * early_s), ASK_MOST_S))
@@ -289,12 +287,9 @@ def teardown_time(environ: dict[str, str]) -> int:
     """Return how many seconds the user's lines after the training may take: the job's time may be
     over soon, and Slurm would end the batch shell, and with it the verdict."""
     job = ask(environ["SLURM_JOB_ID"])
-    end_time = float(environ["HPC_DDP_END_TIME"] or "inf")
-    if job and job.preempted:
-        end_time = job.end_time or end_time
-    elif job and job.left_s is not None:
-        end_time = time.time() + job.left_s
-    left_s = end_time - VERDICT_S - time.time()
+    end_time = job.end_time if job and job.preempted else _end_of(job)
+    known = float(environ["HPC_DDP_END_TIME"] or "inf") if end_time is None else end_time
+    left_s = known - VERDICT_S - time.time()
     if left_s < TEARDOWN_S:
         say(f"the teardown has {max(1, int(left_s))} s: the job's time is nearly over")
     return max(1, int(min(left_s, TEARDOWN_S)))

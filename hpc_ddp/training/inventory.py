@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,9 +20,6 @@ from hpc_ddp.training import devices
 from hpc_ddp.training.pieces import OWN, Part, Shape
 
 _SHOWN = 4
-_SAME_OBJECTS = (
-    "track the same objects on all ranks, or name those that differ in run.track(…, per_rank=(…))"
-)
 
 
 class Digest(NamedTuple):
@@ -65,11 +62,15 @@ class Inventory:
         numbers = {name: math.prod(shape) for name, shape in self.shapes.items()}
         return Digest(
             self.stage,
-            _crc([*((name, None) for name in self.objects), *self.shapes.items()]),
+            _crc([*self._named_objects, *self.shapes.items()]),
             _weighted(numbers),
             _weighted(self.written),
             _crc(self.checksums.items()),
         )
+
+    @property
+    def _named_objects(self) -> list[tuple[str, None]]:
+        return [(name, None) for name in self.objects]
 
 
 def inventory_of(
@@ -145,25 +146,26 @@ def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
 
 
 def _other_objects(members: Mapping[int, Inventory]) -> HpcDdpError | None:
-    first = min(members)
-    for rank, inventory in members.items():
-        if names := sorted({*members[first].objects} ^ {*inventory.objects}):
-            return HpcDdpError(
-                f"rank {rank} shares other objects than rank {first}: {_listed(names)}",
-                hint=_SAME_OBJECTS,
-            )
-    return None
+    items = {rank: {*inventory._named_objects} for rank, inventory in members.items()}
+    return _other_items(items, "shares other objects")
 
 
 def _other_tensors(members: Mapping[int, Inventory]) -> HpcDdpError | None:
-    first = min(members)
-    expected = set(members[first].shapes.items())
-    for rank, inventory in members.items():
-        if differing := expected ^ set(inventory.shapes.items()):
-            names = sorted({name for name, _ in differing})
+    items = {rank: {*inventory.shapes.items()} for rank, inventory in members.items()}
+    return _other_items(items, "has other tensors to save")
+
+
+def _other_items(
+    items: Mapping[int, Set[tuple[str, Shape | None]]], difference: str
+) -> HpcDdpError | None:
+    """Return an error that names what some rank has, and the first has not, or the reverse."""
+    first = min(items)
+    for rank, pairs in items.items():
+        if names := sorted({name for name, _ in items[first] ^ pairs}):
             return HpcDdpError(
-                f"rank {rank} has other tensors to save than rank {first}: {_listed(names)}",
-                hint=_SAME_OBJECTS,
+                f"rank {rank} {difference} than rank {first}: {_listed(names)}",
+                hint="track the same objects on all ranks, or name those that differ in"
+                " run.track(…, per_rank=(…))",
             )
     return None
 
