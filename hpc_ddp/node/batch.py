@@ -197,7 +197,7 @@ def watch(environ: dict[str, str]) -> None:
     """Keep the end time that the nodes read as Slurm has it, until they are due to be warned.
 
     An operator extends a limit, or shortens it; a job that was suspended ends later. Slurm is asked
-    more often towards the end: some 45 times in a day.
+    more often towards the end: some 54 times in a day.
     """
     end_time = float(environ["HPC_DDP_END_TIME"] or "inf")
     while _await_warning(environ, end_time):

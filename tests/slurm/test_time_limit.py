@@ -18,6 +18,14 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
+def _goes_on_like(job: Job, walked: Job) -> None:
+    """Wait for a job that meets its time limit, and ends like one that met none."""
+    assert job.end() == "COMPLETED", job.output()
+    assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
+    assert in_one_go(job)
+    assert same_weights(job, walked)
+
+
 @pytest.fixture(scope="module", params=BACKENDS)
 def limited(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
@@ -42,10 +50,7 @@ def limited(
 @pytest.mark.parametrize("way", ["signal alone", "deadline alone"])
 def test_one_warning(limited: dict[str, Job], walked: Job, way: str) -> None:
     job = limited[way]
-    assert job.end() == "COMPLETED", job.output()
-    assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
-    assert in_one_go(job)
-    assert same_weights(job, walked)
+    _goes_on_like(job, walked)
 
 
 @pytest.mark.more
@@ -55,12 +60,9 @@ def test_one_warning(limited: dict[str, Job], walked: Job, way: str) -> None:
 )
 def test_the_lead_is_learned(limited: dict[str, Job], walked: Job) -> None:
     job = limited["slow save"]
-    assert job.end() == "COMPLETED", job.output()
-    assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
+    _goes_on_like(job, walked)
     assert {event["reason"] for event in job.events("stopped")} == {"deadline"}
     assert min(event["write_s"] for event in job.events("checkpoint")) > 18  # the lead
-    assert in_one_go(job)
-    assert same_weights(job, walked)
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +105,7 @@ def test_an_extended_limit_is_used(changed: dict[str, Job]) -> None:
 )
 def test_a_shortened_limit_is_respected(changed: dict[str, Job], walked: Job) -> None:
     job = changed["shortened"]
-    assert job.end() == "COMPLETED", job.output()
-    assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
-    assert in_one_go(job)
-    assert same_weights(job, walked)
+    _goes_on_like(job, walked)
 
 
 @pytest.mark.more
@@ -116,8 +115,5 @@ def test_a_shortened_limit_is_respected(changed: dict[str, Job], walked: Job) ->
 )
 def test_a_teardown_ends_with_the_time(changed: dict[str, Job], walked: Job) -> None:
     job = changed["teardown"]
-    assert job.end() == "COMPLETED", job.output()
-    assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
+    _goes_on_like(job, walked)
     assert "the teardown has 1 s: the job's time is nearly over" in job.output()
-    assert in_one_go(job)
-    assert same_weights(job, walked)
