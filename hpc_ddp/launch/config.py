@@ -132,9 +132,7 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
     chosen = {key: _first([*layers, *of_site], key) or "" for key in CHOICES}
     layers, of_site = _with_tables(layers, chosen), _with_tables(of_site, chosen)
     if limits:
-        max_failures = _first([*layers, *of_site], "max-failures")
-        defaults = limits.defaults(JobSpec.max_failures if max_failures is None else max_failures)
-        of_site.append(Layer("operators", defaults, limits.path))
+        of_site.append(Layer("operators", limits.defaults, limits.path))
     values = _merged(_over(layers), _over(of_site))
     if values.get("array") and _first(layers, "continue-by") is None:
         values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains

@@ -67,19 +67,14 @@ class Limits:
     bounds: Mapping[str, Any]
     job: JobSpec
 
-    def defaults(self, max_failures: int) -> dict[str, Any]:
-        """Return the bounds that are the values of a job which has none, and this `max_failures`.
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The bounds that are the values of a job which has none.
 
-        A script that starts over is given its time limit anew ``max-failures`` times, unless the
-        job has ``max-requeues``: a larger one as a default would allow it more, and is left out.
+        Not ``max-requeues``, which would also let a script that starts over have its time limit
+        anew so often: the run keeps it as a bound (`RunFolder.most_requeues`).
         """
-        bounds = {"budget-gpu-hours": self.bounds.get("budget-gpu-hours")}
-        if self._is_tighter(max_failures):
-            bounds["max-requeues"] = self.bounds["max-requeues"]
-        return {key: bound for key, bound in bounds.items() if bound is not None}
-
-    def _is_tighter(self, max_failures: int) -> bool:
-        return "max-requeues" in self.bounds and self.bounds["max-requeues"] <= max_failures
+        return {key: bound for key, bound in self.bounds.items() if key == "budget-gpu-hours"}
 
     def check(self, spec: JobSpec) -> None:
         """Refuse a job that asks Slurm for more than the operators allow.
@@ -103,8 +98,7 @@ class Limits:
             yield "nodes", spec.node_range[1], self.job.node_range[1]
         if "time" in self.bounds and spec.time_s:  # else Slurm takes the partition's
             yield "time", spec.time_s, self.job.time_s or 0
-        is_named = spec.max_requeues is not None and "max-requeues" in self.bounds
-        if is_named or self._is_tighter(spec.max_failures):
+        if spec.max_requeues is not None and "max-requeues" in self.bounds:
             yield "max-requeues", spec.max_requeues, self.bounds["max-requeues"]
         if "budget-gpu-hours" in self.bounds:
             yield "budget-gpu-hours", spec.budget_gpu_hours, self.bounds["budget-gpu-hours"]

@@ -285,6 +285,8 @@ def make(
                 close_to_others(prepared.code)
             run.job_json.write_text(spec.to_json())
             write_json(run.asked_json, _asked(run, settings, cwd))
+            limits = settings.limits.bounds if settings.limits and spec.backend != "local" else {}
+            write_json(run.limits_json, {**limits})
     except OSError as error:
         prepared.discard()
         raise UsageError(

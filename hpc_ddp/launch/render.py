@@ -158,6 +158,7 @@ class Rendering:
             "python": spec.python,
             "workers": spec.workers_per_node,
             "launcher": spec.launcher,
+            "continue_by": spec.continue_by,
             "starter": spec.starter,
             "srun": (*spec.srun, *self.entry.srun),
             "step_options": step_options(spec),

@@ -1,7 +1,7 @@
 """What the batch shell asks for: the attempt's facts before the step, the verdict after it.
 
-``python <run>/lib/node.py batch begin | watch | warned | interrupted | next-port | teardown-time
-| verdict``
+``python <run>/lib/node.py batch queue-next | begin | watch | warned | interrupted | next-port
+| teardown-time | verdict``
 
 It runs on the first node, outside of any container, since scontrol is often missing inside.
 """
@@ -42,6 +42,22 @@ VERDICT_S = 20.0  # what is kept free for the verdict after them, and for their 
 # --- before the step -----------------------------------------------------------------------
 
 
+def queue_next(environ: dict[str, str]) -> None:
+    """Queue a chain's next job before this one's set-up lines, unless `begin` will refuse this one.
+
+    Raises
+    ------
+    HpcDdpError
+        the run was cancelled or given up, or has used its budget
+    """
+    run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
+    restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+    if not run.finished() and not restarts:
+        continuation.check_wanted(run, restarts, continuation.is_link(run, job_id), job_id)
+        check_budget(run, JobSpec.from_json(patiently(run.job_json.read_text)))
+        continuation.queue_early(run, environ)
+
+
 def begin(environ: dict[str, str]) -> dict[str, str] | None:
     """Take the next attempt's number and return what the step needs, as variables.
 
@@ -60,7 +76,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
         if restarts or is_link:  # Slurm may restart a job that was just through
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
-    continuation.check_wanted(run, restarts, is_link)
+    continuation.check_wanted(run, restarts, is_link, job_id)
     check_budget(run, spec)
     job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
@@ -277,6 +293,7 @@ def judge(
         lost_nodes=slurm.unusable(silent) if job else [],
         events=_since_submit(run.events()),
         gpu_hours=_gpu_hours(run, spec),
+        most_requeues=run.most_requeues,
     )
     decided = decide(facts)
     _note(run, attempt, facts, decided)
@@ -351,6 +368,8 @@ def main(argv: list[str]) -> int:
 def _call(argv: list[str], environ: dict[str, str]) -> int:
     try:
         match argv:
+            case ["queue-next"]:
+                queue_next(environ)
             case ["begin"]:
                 values = begin(environ)
                 print("exit 0" if values is None else export_lines(values))

@@ -20,6 +20,8 @@ from hpc_ddp.run.journal import Event
 
 REQUEUE_PATIENCE_S = 600.0
 PAUSE_S = 5.0
+EARLY_MOST = 5  # jobs of a chain in a row that ended in their set-up lines, of unknown cause
+TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
 
 
@@ -54,11 +56,12 @@ def own_id(environ: dict[str, str]) -> str:
 def is_link(run: RunFolder, job_id: str) -> bool:
     """Tell whether a job was queued by the job before it, and not by a person."""
     links = (read_json(attempt.path / "next.json").get("job_id") for attempt in run.attempts())
-    return job_id in links
+    return job_id in {*links, *read_json(run.early_links).values()}
 
 
-def check_wanted(run: RunFolder, restarts: int, is_link: bool) -> None:
-    """Refuse to start what was cancelled or given up; a first start is a wish to go on.
+def check_wanted(run: RunFolder, restarts: int, is_link: bool, job_id: str) -> None:
+    """Refuse to start the job `job_id` of a run that was cancelled or given up; a first start is a
+    wish to go on.
 
     Raises
     ------
@@ -68,31 +71,54 @@ def check_wanted(run: RunFolder, restarts: int, is_link: bool) -> None:
     if not restarts and not is_link:
         for each in (run, RunFolder(run.whole)):
             each.cancelled.unlink(missing_ok=True)
-    elif run.cancelled.exists() or (is_link and _chain_has_ended(run)):
+    elif run.cancelled.exists() or (is_link and _chain_has_ended(run, job_id)):
         raise HpcDdpError(f"run {run.path} was cancelled, or given up")
 
 
-def _chain_has_ended(run: RunFolder) -> bool:
-    """Tell whether the job before this link was the last one, though it could not cancel this.
+def _chain_has_ended(run: RunFolder, job_id: str) -> bool:
+    """Tell whether the job before the link `job_id` was the last one, and could not cancel it.
 
-    A scancel may end that job before its verdict comes to it.
+    A scancel may end that job before its verdict comes to it. One that ended in its set-up lines
+    was taken away there, by a preemption or with its node, or has failed.
     """
+    early = [other for other in read_json(run.early_links) if other != job_id]
+    if early:
+        job = ask(early[-1])
+        return len(early) >= EARLY_MOST if job is None else job.state not in TAKEN_AWAY
     verdicts = [event for event in run.events() if event["event"] == "verdict"]
     attempts = run.attempts()
     if not attempts:
         return False
     if verdicts and verdicts[-1]["attempt"] == attempts[-1].number:
         return {"cancelled", "give up"} & {verdicts[-1]["cause"], verdicts[-1]["action"]} != set()
-    job_id = attempts[-1].info.get("job_id")
-    job = ask(job_id) if job_id else None
+    last_id = attempts[-1].info.get("job_id")
+    job = ask(last_id) if last_id else None
     return job is not None and job.state == "CANCELLED"
 
 
-def queue_next_link(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> str | None:
-    """Queue the chain's next job and return its id, None where that was refused.
+def queue_early(run: RunFolder, environ: dict[str, str]) -> None:
+    """Queue the chain's next job before this one's set-up lines, in which a preemption ends it."""
+    link = _queue_link(run, environ)
+    if link:
+        early = {**read_json(run.early_links), environ["SLURM_JOB_ID"]: link}
+        write_json(run.early_links, early)
 
-    It is done at the start of each link: at the end nobody may be left to do it.
+
+def queue_next_link(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> str | None:
+    """Return the id of the chain's next job, which is queued unless it was before the set-up lines;
+    None where Slurm refuses it.
+
+    Each link does it at its start: at its end it may be killed.
     """
+    queued: str | None = read_json(run.early_links).get(environ["SLURM_JOB_ID"])
+    link = queued or _queue_link(run, environ)
+    if link:
+        write_json(attempt.path / "next.json", {"job_id": link})
+    run.early_links.unlink(missing_ok=True)
+    return link
+
+
+def _queue_link(run: RunFolder, environ: dict[str, str]) -> str | None:
     options = [f"--dependency=afterany:{own_id(environ)}"]
     kept_off = _kept_off(run, run.events())
     if kept_off:
@@ -108,7 +134,6 @@ def queue_next_link(run: RunFolder, attempt: AttemptFolder, environ: dict[str, s
     except HpcDdpError as error:
         say(f"the next job of the chain could not be queued: {error.message}")
         return None
-    write_json(attempt.path / "next.json", {"job_id": link})
     link_job(link, whole)
     return link
 

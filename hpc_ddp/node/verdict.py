@@ -19,6 +19,7 @@ failed         requeue up to ``max_failures`` times where it may help, else give
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class Facts:
         silent nodes that Slurm says are down or do not answer
     gpu_hours
         what the run has used so far, with all tasks of its array; measured for a budget only
+    most_requeues
+        how often the cluster's operators let the run be requeued
     events
         the run's journal since the last submit, by attempt and time
     """
@@ -71,6 +74,7 @@ class Facts:
     events: Sequence[Event]
     lost_nodes: Sequence[str] = ()
     gpu_hours: float = 0.0
+    most_requeues: float = math.inf
 
     @property
     def bad_nodes(self) -> Sequence[str]:
@@ -215,6 +219,8 @@ def _why_not_again(facts: Facts, cause: str) -> str | None:
     again = [v for v in facts.verdicts if v["cause"] != "failed"]
     if spec.max_requeues is not None and len(again) >= spec.max_requeues:
         return f"it was requeued {len(again)} times already (--max-requeues)"
+    if len(again) >= facts.most_requeues:
+        return f"it was requeued {len(again)} times, which this cluster limits (max-requeues)"
     if cause == "bad node":
         row = list(takewhile(lambda v: v["cause"] == cause, reversed(facts.verdicts)))
         if len(row) >= spec.max_failures:

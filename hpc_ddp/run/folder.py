@@ -25,6 +25,7 @@ import contextlib
 import errno
 import glob
 import json
+import math
 import os
 import re
 import secrets
@@ -216,6 +217,17 @@ class RunFolder:
         return self.path / "asked.json"
 
     @property
+    def limits_json(self) -> Path:
+        """The operators' limits for a run, by key."""
+        return self.path / "limits.json"
+
+    @property
+    def most_requeues(self) -> float:
+        """How often the operators let this run be requeued, inf without such a limit."""
+        most = read_json(RunFolder(self.whole).limits_json).get("max-requeues")
+        return math.inf if most is None else most
+
+    @property
     def script(self) -> Path:
         return self.path / "job.sbatch"
 
@@ -248,6 +260,12 @@ class RunFolder:
         """Exists once the user has cancelled the run: nothing may requeue it after that."""
         return self.path / "cancelled"
 
+    @property
+    def early_links(self) -> Path:
+        """Of a chain, the job that each job has queued before its set-up lines, by job id; without
+        those that came past them."""
+        return self.path / "early-links.json"
+
     def make(self) -> RunFolder:
         """Create the folder, private to the user, and what must exist before the job starts."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -269,6 +287,7 @@ class RunFolder:
         """
         ids = [event["job_id"] for event in events if event.get("job_id")]
         ids += [read_json(a.path / "next.json").get("job_id") for a in self.attempts()]
+        ids += read_json(self.early_links).values()
         return list(dict.fromkeys(id for id in ids if id and isinstance(id, str)))
 
     def finished(self) -> bool:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from cluster import Cluster
@@ -180,6 +181,42 @@ def test_a_chain(hpc: Hpc, cluster: Cluster, walked: Job, backend: str) -> None:
     assert in_one_go(job)
     assert same_weights(job, walked)
     assert '"finished"' in hpc("status", "--json", job.id).stdout
+
+
+@pytest.mark.more
+@pytest.mark.row(
+    "a chain is preempted in its set-up lines, PreemptMode CANCEL", promise="goes on as a new job"
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_chain_that_is_preempted_in_its_set_up(
+    hpc: Hpc, settings: Cluster, walked: Job, tmp_path: Path, backend: str
+) -> None:
+    """The first job stands in its set-up; the second one's set-up lets it pass."""
+    settings.reconfigure(extra=CANCELS.format(grace=0))
+    mark = tmp_path / "passed"
+    wait = f"[ -e {mark} ] || {{ touch {mark}; sleep 600; }}"
+    words = ("--partition", "lowc", "--continue-by", "resubmit", "--setup", wait)
+    job = hpc.submit("--backend", backend, *words, *ONE_BY_TWO, *QUICK_WALK)
+    job.until(mark.exists, "the set-up line")
+    job.preempt()
+    job.event("first_step")
+    second = Job(settings, job.events("started")[0]["job_id"], job.run)
+    assert second.id != job.id
+    assert second.end() == "COMPLETED", job.output()
+    assert same_weights(job, walked)
+
+
+@pytest.mark.more
+@pytest.mark.row("set-up lines of a chain fail", promise="fails, and the chain ends")
+def test_a_chain_whose_set_up_fails_ends(hpc: Hpc, cluster: Cluster) -> None:
+    words = ("--continue-by", "resubmit", "--setup", "exit 3")
+    job = hpc.submit(*words, *ONE_BY_TWO, *QUICK_WALK)
+    assert job.end() == "FAILED"
+    jobs = job.run.job_ids(job.run.events())
+    assert len(jobs) == 2
+    assert Job(cluster, jobs[1], job.run).end() == "FAILED"
+    assert job.run.job_ids(job.run.events()) == jobs
+    assert not job.run.attempts()
 
 
 @pytest.mark.more

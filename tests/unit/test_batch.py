@@ -227,6 +227,30 @@ def test_a_link_of_a_chain_queues_the_next_one(controller: Slurm, run: RunFolder
     assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}
 
 
+def test_a_link_queues_the_next_one_before_its_set_up(controller: Slurm, run: RunFolder) -> None:
+    _spec(run, nodes=2, continue_by="resubmit")
+    controller.answer("sbatch", "8\n")
+    batch.queue_next(_environ(run))
+    assert read_json(run.early_links) == {"7": "8"}
+    assert (run.root / ".jobs" / "8").resolve() == run.path
+    batch.queue_next(_environ(run, SLURM_RESTART_COUNT="1"))
+    assert begin(_environ(run)) is not None
+    assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}
+    assert not run.early_links.exists()
+    assert len(controller.calls("sbatch")) == 1
+
+
+def test_a_run_that_is_not_to_go_on_queues_no_link(controller: Slurm, run: RunFolder) -> None:
+    _spec(run, nodes=2, continue_by="resubmit")
+    write_json(run.early_links, {"6": "7"})
+    run.cancelled.touch()
+    with pytest.raises(HpcDdpError, match="was cancelled"):
+        batch.queue_next(_environ(run))
+    run.journal("batch").write("verdict", cause="finished", action="none", why="")
+    batch.queue_next(_environ(run))
+    assert controller.calls("sbatch") == []
+
+
 def test_of_two_shells_in_an_allocation_the_second_waits(
     controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,8 +50,8 @@ def test_a_first_start_lifts_the_mark_of_the_whole_array(tmp_path: Path) -> None
     for each in (whole, task):
         each.cancelled.touch()
     with pytest.raises(HpcDdpError, match="was cancelled"):
-        check_wanted(task, restarts=1, is_link=False)
-    check_wanted(task, restarts=0, is_link=False)
+        check_wanted(task, restarts=1, is_link=False, job_id="8")
+    check_wanted(task, restarts=0, is_link=False, job_id="8")
     assert not whole.cancelled.exists()
     assert not task.cancelled.exists()
 
@@ -110,22 +110,49 @@ def test_a_chain_that_has_ended_is_not_gone_on_with(
     slurm_commands.answer("scontrol", f"   JobState={state} Reason=None\n")
     if attempt is not None:
         run.journal("batch", attempt).write("verdict", cause=cause, action=action, why="")
-    check_wanted(run, restarts=1, is_link=False)
+    check_wanted(run, restarts=1, is_link=False, job_id="8")
     if ended:
         with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
-            check_wanted(run, restarts=0, is_link=True)
+            check_wanted(run, restarts=0, is_link=True, job_id="8")
     else:
-        check_wanted(run, restarts=0, is_link=True)
+        check_wanted(run, restarts=0, is_link=True, job_id="8")
     assert (slurm_commands.calls("scontrol") != []) is (attempt != 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "answer", "ended"),
+    [
+        (["6"], "   JobState=PREEMPTED Reason=None\n", False),
+        (["6"], "   JobState=NODE_FAIL Reason=None\n", False),
+        (["6"], "   JobState=FAILED Reason=NonZeroExitCode\n", True),
+        (["6"], "   JobState=CANCELLED Reason=None\n", True),
+        (["6"], None, False),
+        (["2", "3", "4", "5"], None, False),
+        (["1", "2", "3", "4", "5"], None, True),
+    ],
+)
+def test_a_job_that_was_taken_away_in_its_set_up_is_followed(
+    run: RunFolder, slurm_commands: Slurm, before: list[str], answer: str | None, ended: bool
+) -> None:
+    write_json(run.early_links, {**dict.fromkeys(before, "8"), "8": "9"})
+    assert is_link(run, "8")
+    assert run.job_ids([]) == ["8", "9"]
+    slurm_commands.answer("scontrol", answer or "", code=0 if answer else 1)
+    if ended:
+        with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
+            check_wanted(run, restarts=0, is_link=True, job_id="8")
+    else:
+        check_wanted(run, restarts=0, is_link=True, job_id="8")
+    assert slurm_commands.calls("scontrol") == [["show", "job", before[-1]]]
 
 
 def test_a_chain_without_an_attempt_or_an_answer_goes_on(
     tmp_path: Path, run: RunFolder, slurm_commands: Slurm, printed: list[str]
 ) -> None:
-    check_wanted(RunFolder(tmp_path / "new").make(), restarts=0, is_link=True)
+    check_wanted(RunFolder(tmp_path / "new").make(), restarts=0, is_link=True, job_id="8")
     assert slurm_commands.calls("scontrol") == []
     slurm_commands.answer("scontrol", err="Access denied", code=1)
-    check_wanted(run, restarts=0, is_link=True)
+    check_wanted(run, restarts=0, is_link=True, job_id="8")
     assert printed == ["scontrol refused: Access denied"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -166,26 +167,19 @@ def test_a_limit_bounds_jobs_that_name_none(
     assert planned().spec.max_requeues == 5
 
 
-@pytest.mark.parametrize(
-    ("limit", "options", "bound"),
-    [
-        (50, {}, None),
-        (3, {}, 3),
-        (2, {"max_failures": 1}, None),
-        (0, {"max_failures": 0}, 0),
-        (50, {"max_requeues": 40}, 40),
-    ],
-)
 def test_a_limit_does_not_loosen_how_often_a_script_starts_over(
-    site_file: Path,
-    planned: Callable[..., Prepared],
-    limit: int,
-    options: dict[str, Any],
-    bound: int | None,
+    site_file: Path, planned: Callable[..., Prepared], settings: Callable[..., Settings]
 ) -> None:
     """Without ``max-requeues`` a script that starts over has ``max-failures`` (`verdict`)."""
-    site_file.write_text(f"[limits]\nmax-requeues = {limit}\n")
-    assert planned(**options).spec.max_requeues == bound
+    site_file.write_text("[limits]\nmax-requeues = 50\n")
+    assert planned(max_requeues=40).spec.max_requeues == 40
+    job = planned()
+    assert job.spec.max_requeues is None
+    prepare.make(job, settings(), Path.cwd())
+    assert job.run.most_requeues == RunFolder(job.run.path / "task-3").most_requeues == 50
+    site_file.write_text("[limits]\nnodes = 2\n")
+    prepare.make(job, settings(), Path.cwd())
+    assert job.run.most_requeues == math.inf
 
 
 def test_a_run_from_before_the_limits(
@@ -200,8 +194,7 @@ def test_a_run_from_before_the_limits(
     bounds = {"max-requeues": 50, "budget-gpu-hours": 10}
     assert prepare.planned_continuation(run, bounds, settings(), Path.cwd()).spec.max_requeues == 50
     site_file.write_text("[limits]\nmax-requeues = 2\n")
-    with pytest.raises(UsageError, match="max-requeues is unbounded"):
-        prepare.planned_continuation(run, {}, settings(), Path.cwd())
+    assert prepare.planned_continuation(run, {}, settings(), Path.cwd()).spec.max_requeues is None
 
 
 @pytest.mark.parametrize(

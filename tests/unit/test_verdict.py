@@ -142,6 +142,16 @@ def test_preemption_is_without_bound_unless_one_is_given() -> None:
     assert "--max-requeues" in verdict.why
 
 
+def test_the_operators_bound_holds_for_each_run() -> None:
+    before = [_event("verdict", k, cause="preempted", action="requeue") for k in range(5)]
+    job = replace(RUNNING, preempted_at=900.0)
+    assert _decide(job=job, attempt=5, events=before, most_requeues=6).action == "requeue"
+    for spec in (JobSpec("t.py"), JobSpec("t.py", max_requeues=50)):
+        verdict = _decide(job=job, attempt=5, events=before, most_requeues=5, spec=spec)
+        assert (verdict.action, verdict.exit_code) == ("give up", 1)
+        assert "requeued 5 times, which this cluster limits (max-requeues)" in verdict.why
+
+
 @pytest.mark.parametrize(
     ("failure", "stepped", "action", "code"),
     [
