@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 PARALLEL := --numprocesses=4 --maxschedchunk=1
 
 .PHONY: demo test test-slurm test-device test-gpu lint types cluster docs bench test-more soak mutants flakes \
-	device-faults constraints clean
+	device-faults constraints clean size
 
 demo: $(VENV)/demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/demo.sh
@@ -27,6 +27,7 @@ test: $(VENV)/ready lint types
 
 lint: $(VENV)/ready
 	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check --quiet
 
 # What mypy knows of torch serves all checkouts with these packages.
 types: export MYPY_CACHE_DIR := $(DEPS)/mypy
@@ -85,6 +86,10 @@ device-faults: $(VENV)/ready
 # Which tests fail now and then? Each of tests/unit, cli and ddp N times, half of them under load.
 flakes: $(VENV)/ready
 	@$(TOOL) tools.flakes --count $(or $(N),20) $(if $(TEST),--test "$(TEST)") $(TOOL_WORDS)
+
+# How large the code is, room by room, and how many of its names say nothing.
+size:
+	@$(PYTHON) -m tools.size
 
 docs: $(VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --site-dir site
