@@ -23,12 +23,11 @@ from hpc_ddp.cli.options import (
     local_options,
     node_options,
 )
-from hpc_ddp.launch import backends, config, difference, estimate, origin, prepare, variables
+from hpc_ddp.launch import backends, config, origin, prepare
 from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch import sweep as launch_sweep
 from hpc_ddp.launch.prepare import Prepared
-from hpc_ddp.report import origin as report_origin
 from hpc_ddp.report import preflight as report_preflight
 from hpc_ddp.report.progress import watch
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
@@ -66,22 +65,10 @@ def _begin(prepared: Prepared, fresh: bool) -> backends.Started:
 
 
 def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
-    """Say where an option of ours stands behind SCRIPT: it is the script's then, silently.
-
-    Raises
-    ------
-    UsageError
-        it is ``--test-only``, and a job would be submitted in its place
-    """
+    """Say where an option of ours stands behind SCRIPT: it is the script's then, silently."""
     names = {n for p in click.get_current_context().command.params for n in p.opts if n[:2] == "--"}
     for word in args:
         name = word.partition("=")[0]
-        if name == "--test-only" and name in names:
-            raise UsageError(
-                f"{name} stands behind {script}, so it would go to the script",
-                hint=f"hpc-ddp submit {name} … {script}; if it is the script's own: args = […] in"
-                " hpc-ddp.toml",
-            )
         if name in names:
             say(f"note: {name} stands behind {script}, so it goes to the script")
 
@@ -103,31 +90,17 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Sett
         run = find_run(root_of(settings), run_text)
         prepared = prepare.planned_continuation(run, said, settings, cwd)
     spec = prepared.spec
-    for text in (
-        *prepared.rendering.left_out(),
-        *variables.warnings(spec),
-        *prepare.doubts(spec),
-    ):
+    for text in (*prepared.rendering.left_out(), *prepare.doubts(spec)):
         say(f"warning: {text}")
     return prepared, settings
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
-@click.option(
-    "--test-only", is_flag=True, help="Submit nothing: ask Slurm when and where it would start."
-)
 @_fresh
 @job_options
-def submit(as_json: bool, test_only: bool, fresh: bool, **options: Any) -> None:
+def submit(as_json: bool, fresh: bool, **options: Any) -> None:
     """Submit SCRIPT with ARGS to Slurm; prints the job id."""
-    if not test_only:
-        _start(_prepare(options, fresh), as_json, fresh)
-        return
-    prepared, _ = _plan(options)
-    found = estimate.of(prepared)
-    for text in found.notes:
-        say(f"note: {text}")
-    click.echo(json.dumps(found.to_dict()) if as_json else found.text())
+    _start(_prepare(options, fresh), as_json, fresh)
 
 
 def _start(prepared: Prepared, as_json: bool, fresh: bool = False) -> None:
@@ -164,33 +137,16 @@ def sweep(as_json: bool, sets: Sequence[str], max_parallel: int | None, **option
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
-@click.option("--explain", "explained", is_flag=True, help="Show where each line comes from.")
-@click.option(
-    "--diff",
-    "since",
-    metavar="RUN",
-    help="Show what has changed since RUN, in its script and its code. Exit code 1: something.",
-)
+@click.option("--explain", is_flag=True, help="Print each setting and where it is set.")
 @job_options
-def render(as_json: bool, explained: bool, since: str | None, **options: Any) -> None:
+def render(as_json: bool, explain: bool, **options: Any) -> None:
     """Print the batch script that `submit` would run. It can be submitted by hand.
 
-    With --explain and --diff nothing is left behind. --diff takes the options that RUN was
-    submitted with, and those given here over them.
+    With --explain the settings are printed in place of the script, and nothing is left behind.
     """
-    if since is not None:
-        if explained or options["run_text"]:
-            raise UsageError(
-                "--diff RUN goes without --explain and --run", hint="hpc-ddp render --diff RUN"
-            )
-        _show_difference(since, options, as_json)
-        return
-    if explained:
-        lines = origin.explained(*_plan(options))
-        if as_json:
-            click.echo(json.dumps([line.to_dict() for line in lines]))
-        else:
-            report_origin.show([(each.origins[0].source, each.label, each.text) for each in lines])
+    if explain:
+        rows = origin.origins(*_plan(options))
+        click.echo(json.dumps([row.to_dict() for row in rows]) if as_json else origin.table(rows))
         return
     prepared = _prepare(options)
     text = backends.render(prepared)
@@ -199,20 +155,6 @@ def render(as_json: bool, explained: bool, since: str | None, **options: Any) ->
         say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")
     told = {"script": text, "run": str(prepared.run.path)}
     click.echo(json.dumps(told) if as_json else text, nl=as_json)
-
-
-def _show_difference(since: str, options: dict[str, Any], as_json: bool) -> None:
-    said = given({name: value for name, value in options.items() if name != "run_text"})
-    settings = config.load(said, Path.cwd(), Path.home())
-    run = find_run(root_of(settings), since)
-    found = difference.since(run, said, Path.cwd(), Path.home())
-    if as_json:
-        click.echo(json.dumps(found.to_dict()))
-    elif found:
-        report_origin.show_difference(found.script, found.code or {})
-    else:
-        say("no difference")
-    sys.exit(bool(found))
 
 
 @click.command("dry-run", cls=Grouped, context_settings=PASS_ON)

@@ -21,7 +21,6 @@ from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import (
     RunFolder,
     close_to_others,
-    read_json,
     write_json,
     written_by_owner,
 )
@@ -129,11 +128,6 @@ def rerun(
     like = run if same_code else None
     planned = plan(spec, _new_folder(root, spec), settings, is_new=True, like=like)
     prepared = make(planned, settings, cwd, like)
-    asked = read_json(RunFolder(run.whole).asked_json)
-    if "options" in asked:
-        said = {**options, "script": spec.script, "args": list(spec.args), "array": spec.array}
-        asked["options"] = over(asked["options"], said | {"sweep": spec.sweep})
-        write_json(prepared.run.asked_json, asked)
     prepared.run.journal("submit").write("rerun", of=str(run.path))
     return prepared
 
@@ -284,7 +278,6 @@ def make(
             if prepared.code.is_relative_to(run.path):
                 close_to_others(prepared.code)
             run.job_json.write_text(spec.to_json())
-            write_json(run.asked_json, _asked(run, settings, cwd))
             limits = settings.limits.bounds if settings.limits and spec.backend != "local" else {}
             write_json(run.limits_json, {**limits})
     except OSError as error:
@@ -324,21 +317,6 @@ def bring_back(folders: Sequence[Path]) -> None:
     """Undo `set_aside`, which has returned these folders, where the start has failed."""
     for aside in folders:
         checkpoints.bring_back(RunFolder(aside.parent.parent), aside)
-
-
-def _asked(run: RunFolder, settings: Settings, cwd: Path) -> dict[str, Any]:
-    """Return what was said on the command line, over what was said when the run began."""
-    before = read_json(run.asked_json)
-    said = next((layer.values for layer in settings.layers if layer.kind == "option"), {})
-    return {"cwd": str(cwd), "options": over(before.get("options", {}), said)}
-
-
-def over(options: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with others over them: ``env`` name by name, and SCRIPT without its ARGS."""
-    merged = {**options, **others}
-    if "env" in options and "env" in others:
-        merged["env"] = {**options["env"], **others["env"]}
-    return merged
 
 
 def _check_idle(run: RunFolder) -> None:

@@ -131,8 +131,6 @@ class Rendering:
         the user's template is missing or broken; names file and line
     """
 
-    _marker: template.Marker | None = None
-
     def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:
         if {":", "\\"} & set(str(run.path)) or not str(run.path).isprintable():
             raise UsageError(
@@ -141,6 +139,7 @@ class Rendering:
                 hint="--runs-dir, without them",
             )
         self._spec = spec
+        self.environment = job_env(spec)
         self.entry = container.entry(spec, run.path, code)
         self.header = header_pairs(spec, run, self.entry.sbatch)
         self._context: dict[str, Any] = {
@@ -150,7 +149,7 @@ class Rendering:
             "code": str(code),
             "host_suffix": spec.host_suffix,
             "interface": spec.interface or "",
-            "env": job_env(spec),
+            "env": self.environment,
             "workdir": spec.workdir,
             "setup": spec.setup,
             "teardown": spec.teardown,
@@ -173,7 +172,7 @@ class Rendering:
 
     def whole(self) -> str:
         """Return the whole script."""
-        return template.whole(self._spec.template, self._context, self._marker)
+        return template.whole(self._spec.template, self._context)
 
     def left_out(self) -> list[str]:
         """Return what a user's template leaves out, and what follows from it."""
@@ -181,4 +180,4 @@ class Rendering:
 
     def block(self, name: str) -> str:
         """Return one named block."""
-        return template.block(name, self._spec.template, self._context, self._marker)
+        return template.block(name, self._spec.template, self._context)

@@ -23,7 +23,7 @@ LOG_BYTES = 2**20  # of the end of each log
 TOTAL_BYTES = 100 * 2**20
 FOLDERS = ("journal", "logs")
 LEFT_OUT = re.compile(r"flight-rank-.*|secret")  # no text; what an attempt's agents sign with
-JOB_FILES = ("job.json", "asked.json", "job.sbatch")
+JOB_FILES = ("job.json", "job.sbatch")
 REDACTED = "[redacted]"
 
 _VALUE = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&|)}\]])+"""
