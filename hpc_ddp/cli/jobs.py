@@ -18,10 +18,10 @@ from hpc_ddp.cli.common import root_of, say
 from hpc_ddp.cli.options import (
     Grouped,
     again_options,
-    given,
     job_options,
     local_options,
     node_options,
+    settings_of,
 )
 from hpc_ddp.launch import backends, config, origin, prepare
 from hpc_ddp.launch import drill as rehearsal
@@ -76,7 +76,7 @@ def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
 def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Settings]:
     _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")
-    said = given(options) | forced
+    said = settings_of(options) | forced
     cwd = Path.cwd()
     settings = config.load(said, cwd, Path.home())
     project = config.find_project_file(cwd)
@@ -191,7 +191,7 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
     cwd = Path.cwd()
     # What it kills has to end: a project file may have workers started again within an attempt.
     forced = {"backend": "local", "max-restarts": 0, "elastic": False}
-    settings = config.load(given(options) | forced, cwd, Path.home())
+    settings = config.load(settings_of(options) | forced, cwd, Path.home())
     report = rehearsal.drill(settings, cwd, root_of(settings), steps, say)
     click.echo(json.dumps(report.to_dict()) if as_json else report.text())
     if not report.ok:
@@ -212,7 +212,7 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
     model is trained on all GPUs of the allocation, or of this machine, and killed once; a table to
     be pasted into an issue says what works. Exit code 1 where something does not.
     """
-    settings = config.load(given(options), Path.cwd(), Path.home())
+    settings = config.load(settings_of(options), Path.cwd(), Path.home())
     if settings.recognised:
         say(f"site: {settings.recognised}")
     if train:
@@ -257,7 +257,7 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
                 hint=f"hpc-ddp rerun {run} --set lr=0.1",
             )
         changes[name] = value
-    said, cwd = given(options), Path.cwd()
+    said, cwd = settings_of(options), Path.cwd()
     settings = config.load(said, cwd, Path.home())
     root = root_of(settings)
     found = find_run(root, run)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from hpc_ddp.launch.container import DEFAULT_TOOL
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.spec import parse_time
+from hpc_ddp.run.slurm_values import parse_time
 
 Record = Mapping[str, str]
 
@@ -382,7 +382,7 @@ def _requests(partitions: Sequence[Partition]) -> list[Setting]:
             found.append(Setting("gpus-per-node", asked, why, when, sure and len(p.asked) == 1))
         if p.asked and not p.is_whole and p.kinds[0].cpus:
             why = "all of a node's (scontrol show node); with fewer GPUs, the share of those"
-            found.append(Setting("cpus-per-task", p.kinds[0].cpus, why, when, sure=False))
+            found.append(Setting("cpus-per-node", p.kinds[0].cpus, why, when, sure=False))
     return found
 
 
@@ -454,7 +454,7 @@ def _share(facts: Facts, partitions: Sequence[Partition]) -> list[str]:
         memory = p.value("DefMemPerCPU") or facts.value("DefMemPerCPU")
         has += f", and {memory} MB of memory for each CPU" if memory else ""
         even = f"{kind.cpus // kind.gpu_count} for each GPU"
-        text = f"without --cpus-per-task a job has {has}; an even share of the CPUs is {even}."
+        text = f"without --cpus-per-node a job has {has}; an even share of the CPUs is {even}."
         rows.append((("partition", p.name), text))
     return _grouped(rows)
 

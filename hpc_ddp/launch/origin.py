@@ -11,10 +11,8 @@ from hpc_ddp.launch.config import Layer, Settings
 from hpc_ddp.launch.fabric import fabric_env
 from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.launch.resources import folder
+from hpc_ddp.run.options import key_of
 from hpc_ddp.run.spec import JobSpec
-
-# The settings whose field has another name.
-KEY_OF = {"name": "job-name", "workdir": "chdir"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def origins(prepared: Prepared, settings: Settings) -> list[Origin]:
     """
     rows: list[Origin] = []
     for field in fields(JobSpec):
-        key = KEY_OF.get(field.name, field.name.replace("_", "-"))
+        key = key_of(field)
         value = getattr(prepared.spec, field.name)
         if field.name == "env":
             rows += _variables(prepared, settings)

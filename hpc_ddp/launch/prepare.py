@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.launch import snapshot
-from hpc_ddp.launch.config import JOINED, Settings, job_spec, working_directory
+from hpc_ddp.launch.config import EXCLUSIVE, JOINED, Settings, job_spec, working_directory
 from hpc_ddp.launch.render import Rendering
 from hpc_ddp.run import checkpoints, process
 from hpc_ddp.run.errors import UsageError
@@ -25,7 +25,8 @@ from hpc_ddp.run.folder import (
     written_by_owner,
 )
 from hpc_ddp.run.ownership import check_executable
-from hpc_ddp.run.spec import JobSpec, array_indexes
+from hpc_ddp.run.slurm_values import array_indexes
+from hpc_ddp.run.spec import JobSpec
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def planned_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
 
 def _new_folder(root: Path, spec: JobSpec) -> RunFolder:
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    return RunFolder(root / spec.name / run_id)
+    return RunFolder(root / spec.job_name / run_id)
 
 
 def rerun(
@@ -114,8 +115,6 @@ def rerun(
         )
     changed = {"args": with_values(old.args, changes), **_changes(old, options, settings, cwd)}
     changed.setdefault("dependency", None)  # what it waited for then is over
-    if "job_name" in changed:
-        changed["name"] = changed["job_name"]
     if run.is_task and JobSpec.from_json((run.whole / "job.json").read_text()).sweep:
         changed.setdefault("array", None)  # its point stands in its arguments
     elif old.array and not run.is_task:
@@ -201,7 +200,7 @@ def _changes(
     if "script" in changed:
         changed["script"] = str((cwd / changed["script"]).absolute())
     if "chdir" in changed:
-        changed["workdir"] = working_directory(cwd, changed["chdir"])
+        changed["chdir"] = working_directory(cwd, changed["chdir"])
     if "template" in changed:
         changed["template"] = str(cwd / changed["template"])
     if "env" in changed:
@@ -211,7 +210,12 @@ def _changes(
 
 def _changed(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
     names = {field.name for field in fields(JobSpec)}
-    return replace(spec, **{key: value for key, value in changed.items() if key in names})
+    new = {name: value for name, value in changed.items() if name in names}
+    for pair in EXCLUSIVE:
+        for key, rival in (pair, pair[::-1]):
+            if key.replace("-", "_") in new:
+                new.setdefault(rival.replace("-", "_"), None)
+    return replace(spec, **new)
 
 
 def _check_script(spec: JobSpec, hint: str) -> None:

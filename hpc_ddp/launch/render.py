@@ -15,7 +15,7 @@ from hpc_ddp.launch.fabric import fabric_env
 from hpc_ddp.launch.operators import comment_pairs
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec, directives, point_args
+from hpc_ddp.run.spec import JobSpec, directives, trial_args
 
 # No limit on how long srun waits for the other nodes once the first has ended well: rank 0 may
 # evaluate and export for long. A site's own WaitTime would end it. Failed nodes end the others.
@@ -150,7 +150,7 @@ class Rendering:
             "host_suffix": spec.host_suffix,
             "interface": spec.interface or "",
             "env": self.environment,
-            "workdir": spec.workdir,
+            "workdir": spec.chdir,
             "setup": spec.setup,
             "teardown": spec.teardown,
             "host_python": sys.executable,
@@ -158,13 +158,13 @@ class Rendering:
             "workers": spec.workers_per_node,
             "launcher": spec.launcher,
             "continue_by": spec.continue_by,
-            "starter": spec.starter,
+            "step_launcher": spec.step_launcher,
             "srun": (*spec.srun, *self.entry.srun),
             "step_options": step_options(spec),
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
             "args": spec.args,
-            "points": [point_args(point) for point in spec.points],
+            "points": [trial_args(point) for point in spec.trials],
             "preflight": spec.preflight,
             "container": self.entry.command,
             "container_srun": self.entry.srun,

@@ -48,7 +48,7 @@ def _name(run: RunFolder) -> str:
     name = f"{run.name}/{run.id}"
     if not run.is_task:
         return name
-    points = JobSpec.from_json((run.whole / "job.json").read_text()).points
+    points = JobSpec.from_json((run.whole / "job.json").read_text()).trials
     point = points[run.index] if run.index < len(points) else {}
     return " ".join([name, *(f"{key}={value}".replace("/", "_") for key, value in point.items())])
 

@@ -130,7 +130,7 @@ def _is_over(facts: Facts) -> bool:
     if text_of(verdict, "cause") == "superseded":
         return False
     # Nobody requeues those two: another attempt is made at once, or by the user.
-    here = facts.spec.get("backend") in ("local", "allocation") and not facts.live
+    here = facts.spec.get("backend") in ("local", "salloc") and not facts.live
     return facts.cancelled or here or text_of(verdict, "action") != "requeue"
 
 

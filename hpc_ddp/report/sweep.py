@@ -53,7 +53,7 @@ def tasks(run: RunFolder, jobs: Mapping[str, slurm.Queued]) -> list[Task]:
     spec = JobSpec.from_json(run.job_json.read_text())
     if not spec.array or run.is_task:
         return []
-    points = spec.points
+    points = spec.trials
     begun = {task.index: task for task in run.tasks()}
     waits = any(jobs[job].state == "PENDING" for job in run.job_ids(run.events()) if job in jobs)
     return [

@@ -15,7 +15,7 @@ import pytest
 
 from hpc_ddp.cli.main import COMMANDS
 from hpc_ddp.cli.main import main as cli
-from hpc_ddp.cli.options import GROUPS
+from hpc_ddp.cli.options import OTHERS, group_of
 
 REPO = Path(__file__).parents[2]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -69,14 +69,17 @@ def _names(folder: Path) -> list[str]:
         (["submit", "--env", "HF_TOKEN=x", "train.py"], "looks like a secret"),
         (["submit", "--run", "nope", "train.py"], "no run 'nope'"),
         (["submit", "--fresh", "train.py"], "--fresh needs --run RUN"),
-        (["submit", "--backend", "allocation", "train.py"], "this shell is in none"),
+        (["submit", "--backend", "salloc", "train.py"], "this shell is in none"),
         (["preflight"], "this shell is in none"),
         (["sweep", "train.py"], "a sweep without a parameter is no sweep"),
         (["sweep", "--set", "lr=1", "--array", "0-1", "train.py"], "is an array of its own"),
         (["submit", "--time", "soon", "train.py"], "not a Slurm time"),
         (["submit", "--signal", "SIGKILL@9", "train.py"], "accepted names: TERM, INT, USR1, USR2"),
         (["submit", "--gpu-request", "gpu", "train.py"], "accepted: gpus-per-node, gres"),
-        (["submit", "--starter", "mpirun", "--launcher", "srun", "train.py"], "without srun, by"),
+        (
+            ["submit", "--step-launcher", "mpirun", "--launcher", "srun", "train.py"],
+            "excludes --launcher srun",
+        ),
         (["submit", "--chdir", "gone", "train.py"], "gone' does not exist"),
         (["submit", "--image", "a.sif", "--container", "b", "train.py"], "two ways to say"),
         (["submit", "--runs-dir", "/proc/x", "train.py"], "can't be written"),
@@ -220,7 +223,15 @@ def test_the_options_are_these() -> None:
     assert options == {
         *("--account", "--array", "--backend", "--budget-gpu-hours", "--constraint", "--container"),
         *("--continue-by", "--fresh"),
-        *("--cpus-per-task", "--dependency", "--env", "--exclude", "--exclusive", "--fabric"),
+        *(
+            "--cpus-per-node",
+            "--cpus-per-task",
+            "--dependency",
+            "--env",
+            "--exclude",
+            "--exclusive",
+            "--fabric",
+        ),
         *("--gpus-per-node", "--interface", "--job-name", "--json", "--launcher"),
         *("--mail-type", "--mail-user"),
         *("--max-failures", "--max-requeues", "--mem", "--no-snapshot", "--nodelist", "--nodes"),
@@ -234,14 +245,20 @@ def test_the_options_are_these() -> None:
             "--run",
         ),
         *("--elastic", "--max-restarts", "--torchrun"),
-        *("--chdir", "--gpu-request", "--image", "--signal", "--starter"),
+        *("--chdir", "--gpu-request", "--image", "--signal", "--step-launcher"),
         *("--runs-dir", "--sbatch", "--setup", "--site", "--srun", "--template", "--time"),
     }
 
 
 def test_every_job_option_has_a_heading() -> None:
-    names = {p.name for p in command("submit").params if isinstance(p, click.Option)}
-    assert names - {name for group in GROUPS.values() for name in group} == {"as_json"}
+    options = [p for p in command("submit").params if isinstance(p, click.Option)]
+    assert {option.name for option in options if group_of(option) == OTHERS} == {"as_json"}
+
+
+def test_the_help_of_submit_fits_two_screens(run_cli: Cli) -> None:
+    lines = run_cli("submit", "--help").stdout.splitlines()
+    assert len(lines) <= 100
+    assert lines.index("Common options:") < 10
 
 
 @pytest.mark.parametrize("name", COMMANDS)

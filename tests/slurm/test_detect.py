@@ -42,7 +42,7 @@ def test_a_site_file_is_written_and_jobs_do_as_it_says(
         " 20 s of GraceTime",
         "lowc: jobs can be preempted by high, whole, and Slurm requeues none of them",
         "whole: nodes are given whole (OverSubscribe=EXCLUSIVE), so a job has all their CPUs; for",
-        "low, low0, high, lowc: without --cpus-per-task a job has one core of each node",
+        "low, low0, high, lowc: without --cpus-per-node a job has one core of each node",
         "$SCRATCH (/nowhere/me) can't be written here",
     ):
         assert text in " ".join(done.stderr.split())

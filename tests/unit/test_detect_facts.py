@@ -61,7 +61,7 @@ def test_the_same_cluster_is_the_same_in_each_version(path: Path) -> None:
     _says(
         site,
         "low, low0, high, lowc: --gpus-per-node 4 asks for all of a node's GPUs",
-        "low, low0, high, lowc: without --cpus-per-task a job has one core of each node for",
+        "low, low0, high, lowc: without --cpus-per-node a job has one core of each node for",
         "whole: nodes are given whole (OverSubscribe=EXCLUSIVE), so a job has all their CPUs; for"
         " their GPUs it must ask all the same: --gpus-per-node 4",
         "whole: without --time an attempt has 00:10:00, and with it at most 01:00:00",
@@ -123,7 +123,7 @@ def test_types_of_gpus_and_a_default_without_any() -> None:
         "Jobs go to cpu, which has no GPUs, unless they name another partition; with GPUs: gpu, o",
         "gpu: --gpus-per-node a100:4 asks for all",
         "odd: nodes differ: ask for one type, --gpus-per-node a100:4 or h100:8",
-        "gpu: without --cpus-per-task a job has 8 CPUs for each of its GPUs; an even share of the"
+        "gpu: without --cpus-per-node a job has 8 CPUs for each of its GPUs; an even share of the"
         " CPUs is 16",
         "There is no accounting",
         "waits 121 s",
@@ -262,9 +262,9 @@ def test_what_is_known_is_left_out() -> None:
         "PartitionName=a Default=YES", _nodes("a", "gpu:4", 1), scratch=[("W", "/w", True)]
     )
     assert [each.key for each in describe(facts).settings] == [
-        *("partition", "gpus-per-node", "cpus-per-task", "scratch")
+        *("partition", "gpus-per-node", "cpus-per-node", "scratch")
     ]
-    left = describe(facts, known=["gpus-per-node", "cpus-per-task", "scratch", "title"])
+    left = describe(facts, known=["gpus-per-node", "cpus-per-node", "scratch", "title"])
     assert tomllib.loads(left.to_toml("x")) == {}
     assert not left.settings
 

@@ -75,7 +75,7 @@ def test_the_operators_file_goes_over_a_profile_and_below_the_users(
     user.parent.mkdir(parents=True)
     user.write_text('account = "mine"\n[env]\nA = "2"\n')
     merged = settings(site="frontera")
-    assert [merged.get(key) for key in ("starter", "partition", "account")] == [
+    assert [merged.get(key) for key in ("step-launcher", "partition", "account")] == [
         "ibrun",
         "p",
         "mine",

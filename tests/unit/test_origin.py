@@ -52,7 +52,7 @@ def test_each_setting_has_its_origin(project: Path, monkeypatch: pytest.MonkeyPa
         ("account", site, "acc"),
         ("sbatch", "hpc-ddp.toml", "--network=x"),
         ("launcher", "default", "torchrun"),
-        ("starter", "default", "srun"),
+        ("step-launcher", "default", "srun"),
         ("fabric", "hpc-ddp.toml", "ethernet"),
         ("setup", site, "module load b"),
         ("setup", "hpc-ddp.toml", "module load a"),
