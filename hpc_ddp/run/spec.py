@@ -67,16 +67,10 @@ class JobSpec:
         is_local=True,
     )
     gpu_request: str = option(
-        "gpus-per-node",
-        "The option of sbatch that --gpus-per-node becomes.",
-        accepted=GPU_REQUESTS,
+        "gpus-per-node", "The option of sbatch that --gpus-per-node becomes.", accepted=GPU_REQUESTS
     )
     nproc_per_node: int | None = option(
-        None,
-        "Workers per node (default: one per GPU, or 1).",
-        group=COMMON,
-        least=1,
-        is_local=True,
+        None, "Workers per node (default: one per GPU, or 1).", group=COMMON, least=1, is_local=True
     )
     cpus_per_node: int | None = option(
         None, "CPUs per node, for all its workers.", group=COMMON, least=1
@@ -183,11 +177,7 @@ class JobSpec:
         None, "A template that extends job.sbatch.j2.", group=ENVIRONMENT, metavar="FILE"
     )
     python: str = option(
-        "python3",
-        "The Python that has torch.",
-        group=COMMON,
-        metavar="PATH",
-        is_local=True,
+        "python3", "The Python that has torch.", group=COMMON, metavar="PATH", is_local=True
     )
     env: Mapping[str, str] = option(
         {},
@@ -203,11 +193,7 @@ class JobSpec:
         is_file_only=True,
     )
     chdir: str = option(
-        ".",
-        "Working directory (default: this one).",
-        group=ENVIRONMENT,
-        letter="D",
-        metavar="DIR",
+        ".", "Working directory (default: this one).", group=ENVIRONMENT, letter="D", metavar="DIR"
     )
     signal: str = option(
         "TERM@60",
@@ -228,10 +214,7 @@ class JobSpec:
         3, "Retries after failures (default 3).", group=CONTINUATION, least=0
     )
     max_restarts: int | None = option(
-        None,
-        "Restarts of all workers within an attempt (default 0).",
-        group=CONTINUATION,
-        least=0,
+        None, "Restarts of all workers within an attempt (default 0).", group=CONTINUATION, least=0
     )
     elastic: bool = option(
         False, "Continue with the other nodes if one is lost.", group=CONTINUATION
@@ -245,10 +228,7 @@ class JobSpec:
     preflight: bool = option(False, "Check the nodes first, and avoid bad ones.", group=WORKERS)
     sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     budget_gpu_hours: float | None = option(
-        None,
-        "Start and requeue no more once these are used.",
-        group=CONTINUATION,
-        metavar="HOURS",
+        None, "Start and requeue no more once these are used.", group=CONTINUATION, metavar="HOURS"
     )
 
     def __post_init__(self) -> None:
