@@ -14,6 +14,7 @@ from hpc_ddp import slurm
 from hpc_ddp.report.reasons import in_words
 from hpc_ddp.run import goodput, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.events import Cancelled
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, is_finished, last_event, read_briefly
 from hpc_ddp.run.ownership import check_executable
@@ -263,7 +264,7 @@ def cancel(run: RunFolder) -> None:
             continue
         each.cancelled.touch()
         events = each.events()
-        each.journal("submit").write("cancelled")
+        each.journal("submit").write(Cancelled())
         started = last_event(events, "started")
         if started and process.is_live(started):
             os.kill(started["pid"], signal.SIGTERM)

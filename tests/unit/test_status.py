@@ -18,6 +18,7 @@ from hpc_ddp.run.journal import last_event, read_briefly
 from hpc_ddp.run.ranks import slow_rank
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.slurm import Queued
+from tests.raw_events import raw
 
 
 def write(run: RunFolder, writer: str, event: str, ago: float, **fields: Any) -> None:
@@ -223,7 +224,7 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
     for name in ("1", "2"):
         run = RunFolder(tmp_path / "digits" / name).make()
         run.job_json.write_text(JobSpec("train.py").to_json())
-        run.journal("batch").write("finished", step=3)
+        run.journal("batch").write(raw("finished", step=3))
         runs.append(run)
     with open(runs[0].journal_folder / "batch.jsonl", "a") as file:
         file.write("[" * 100_000 + "\n")
