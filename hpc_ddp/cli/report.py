@@ -11,6 +11,8 @@ from hpc_ddp.cli.common import folder_option, run_of
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.report import page
 from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.folder import write_whole
+from hpc_ddp.run.ownership import is_executable
 
 
 @click.command()
@@ -36,6 +38,9 @@ def report(runs: Sequence[str], compare: bool, output: Path | None, runs_dir: st
     found = [run_of(text, runs_dir) for text in runs]
     templates = folder("templates")
     html = page.comparison(found, templates) if compare else page.report(found[0], templates)
-    path = output or found[0].path / ("compare.html" if compare else "report.html")
-    path.write_text(html, encoding="utf-8")
+    # Another user's run is data: a link in it must not lead the page over a file of the viewer's.
+    is_own = is_executable(found[0])
+    folder_of_page = found[0].path if is_own else Path.cwd()
+    path = output or folder_of_page / ("compare.html" if compare else "report.html")
+    write_whole(path, html)
     click.echo(path)

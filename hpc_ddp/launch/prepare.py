@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shlex
 import shutil
@@ -25,7 +26,7 @@ from hpc_ddp.run.folder import (
     write_json,
     written_by_owner,
 )
-from hpc_ddp.run.ownership import check_executable
+from hpc_ddp.run.ownership import check_executable, check_folder
 from hpc_ddp.run.slurm_values import array_indexes
 from hpc_ddp.run.spec import JobSpec
 
@@ -70,7 +71,10 @@ def planned_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
 
 def _new_folder(root: Path, spec: JobSpec) -> RunFolder:
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    return RunFolder(root / spec.job_name / run_id)
+    folder = root / spec.job_name
+    if folder.exists() and folder.stat().st_uid != os.geteuid():  # of a colleague, in a shared root
+        folder = root / f"{spec.job_name}-{getpass.getuser()}"
+    return RunFolder(folder / run_id)
 
 
 def rerun(
@@ -272,8 +276,9 @@ def make(
     """Make the folder of a planned run, with all that it needs; `like` as `plan` has it."""
     run, spec = prepared.run, prepared.spec
     try:
-        run.make()  # and the folders above, which a group may share
         with written_by_owner():
+            run.make(prepared.is_new)  # and the folders above
+            check_folder(run)
             snapshot.carry_library(run)
             if like:
                 newest, _ = snapshot.newest(like, Path(spec.script))
@@ -285,6 +290,11 @@ def make(
             run.job_json.write_text(spec.to_json())
             limits = settings.limits.bounds if settings.limits and spec.backend != "local" else {}
             write_json(run.limits_json, {**limits})
+    except FileExistsError:
+        raise UsageError(
+            f"the run folder {run.path} was made by another submit just now",
+            hint="the same command again",
+        ) from None
     except OSError as error:
         prepared.discard()
         raise UsageError(
@@ -325,11 +335,19 @@ def bring_back(folders: Sequence[Path]) -> None:
 
 
 def _check_idle(run: RunFolder) -> None:
-    """Refuse a run that is queued or under way: its next job would find it taken."""
-    starts = [e for e in run.events() if e["event"] in ("queued", "started")]
+    """Refuse a run that is queued or under way: its next job would find it taken.
+
+    The last job of a chain is queued by the one before it.
+    """
+    events = run.events()
+    starts = [e for e in events if e["event"] in ("queued", "started")]
     info = max(starts, key=lambda event: float(event["time"]), default={})
-    job_id = info.get("job_id")
-    if job_id and job_id != os.environ.get("SLURM_JOB_ID") and slurm.is_pending_or_running(job_id):
+    jobs = dict.fromkeys([info.get("job_id"), *run.job_ids(events)[-1:]])
+    for job_id in jobs:
+        if not job_id or job_id == os.environ.get("SLURM_JOB_ID"):
+            continue
+        if not slurm.is_pending_or_running(job_id):
+            continue
         raise UsageError(f"run {run.path} is job {job_id} by now", hint=f"hpc-ddp cancel {job_id}")
     if process.is_live(info):
         raise UsageError(f"run {run.path} runs here", hint=f"hpc-ddp cancel {run.id}")

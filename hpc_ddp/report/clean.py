@@ -30,6 +30,7 @@ STATES = ("finished", "failed", "cancelled", "stopped", "lost", "rendered")
 # What a run's folder has by itself. Anything else in one that is not finished may be of use.
 OURS = {
     *("job.json", "job.sbatch", "code", "lib", "journal", "logs", "checkpoints"),
+    *("limits.json", "early-links.json"),
     *("submitit", "tensorboard", "cancelled", "report.html", "compare.html"),
 }
 # How long after its last word a run may still be at work that Slurm does not know.

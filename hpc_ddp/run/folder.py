@@ -260,9 +260,16 @@ class RunFolder:
         those that came past them."""
         return self.path / "early-links.json"
 
-    def make(self) -> RunFolder:
-        """Create the folder, private to the user, and what must exist before the job starts."""
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    def make(self, is_new: bool = False) -> RunFolder:
+        """Create the folder, private to the user, and what must exist before the job starts.
+
+        Raises
+        ------
+        FileExistsError
+            `is_new`, and another submit has made the folder
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(exist_ok=not is_new, mode=0o700)
         self.path.chmod(0o700)
         for folder in (self.journal_folder, self.logs, self.checkpoints):
             folder.mkdir(exist_ok=True, mode=0o755)
@@ -408,9 +415,22 @@ def close_to_others(top: Path) -> None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON file so that a reader sees all of it or none."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(value, indent=1) + "\n")
-    draft.replace(path)
+    write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file by a draft and a rename; a link that lies there is replaced, and not followed.
+
+    The draft has a random name and is new: others may write to the folder.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(draft, "x", encoding="utf-8") as file:  # x: it follows no link
+            file.write(text)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def read_word(path: Path) -> str:
@@ -471,9 +491,9 @@ def find_run(root: Path, text: str) -> RunFolder:
     if text and not set(text) & {"/", "\0"}:
         name = glob.escape(text)
         job, _, task = text.partition("_")  # as Slurm names a task of an array
+        linked = [root / ".jobs" / job / f"task-{task}", root / ".jobs" / text]
         candidates += [
-            root / ".jobs" / job / f"task-{task}",
-            root / ".jobs" / text,
+            *(path for path in linked if _has_job(path, job)),
             *_newest(root.glob(f"[!.]*/{name}")),  # a plain start's are all called `local`
         ]
         # One that was only rendered means less than one that somebody has started.
@@ -488,6 +508,15 @@ def find_run(root: Path, text: str) -> RunFolder:
         f"no run {text!r}: not a run folder, and no run id, run name or job id in {root}",
         hint="list the runs with `hpc-ddp status`",
     )
+
+
+def _has_job(path: Path, job_id: str) -> bool:
+    """Return whether the run behind a link of ``.jobs`` had this job: others may write links."""
+    if not (path / "job.json").is_file():
+        return False
+    run = RunFolder(path.resolve())
+    runs = {run.path: run, run.whole: RunFolder(run.whole)}.values()
+    return any(job_id in part.job_ids(part.events()) for part in runs)
 
 
 def all_runs(root: Path) -> list[RunFolder]:

@@ -30,6 +30,7 @@ from hpc_ddp.report.logs import Asked, follow
 from hpc_ddp.report.reasons import in_words
 from hpc_ddp.report.status import status_of
 from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.events import Queued
 from hpc_ddp.run.folder import RunFolder, find_run
 from hpc_ddp.run.process import identity
 from hpc_ddp.run.spec import JobSpec
@@ -736,6 +737,7 @@ def test_a_task_of_an_array_is_found_by_its_job_id(tmp_path: Path) -> None:
     task.job_json.write_text(array.run.job_json.read_text())
     (tmp_path / ".jobs").mkdir()
     (tmp_path / ".jobs" / "7").symlink_to(array.run.path)
+    array.run.journal("submit").write(Queued("7"))
     assert find_run(tmp_path, "7_1") == task
 
 
