@@ -75,19 +75,19 @@ def clean(
         if not sys.stdin.isatty():
             raise UsageError("nobody is there to ask", hint="hpc-ddp clean --yes, or --dry-run")
         do = click.confirm("Delete?", err=True)
-    told = [item.to_dict() | {"deleted": False} for item in items]
+    rows = [item.to_dict() | {"deleted": False} for item in items]
     problems = 0
     if do and root.is_dir():
-        for told_of, (item, problem) in zip(told, report_clean.take_away(items, root), strict=True):
+        for told_of, (item, problem) in zip(rows, report_clean.take_away(items, root), strict=True):
             told_of["deleted"] = not problem
             problems += bool(problem)
             if problem:
                 say(f"{item.run.id}: {problem}")
-        freed = sum(item["bytes"] for item in told if item["deleted"])
+        freed = sum(item["bytes"] for item in rows if item["deleted"])
         if items:
             say(f"freed {report_clean.size(freed)}")
     if as_json:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(rows))
     sys.exit(bool(problems))
 
 
@@ -115,8 +115,8 @@ def attach(
         raise UsageError("--py-spy and a command are two things", hint=f"attach {run} --py-spy")
     words = ["stacks"] if py_spy else ["run", *(command or ("bash",))]
     terminal = not py_spy and sys.stdin.isatty() and sys.stdout.isatty()
-    found = run_of(run, runs_dir)
-    argv = launch_attach.command(found, node, rank, words, terminal)
+    target = run_of(run, runs_dir)
+    argv = launch_attach.command(target, node, rank, words, terminal)
     os.execvpe(argv[0], argv, slurm.clean_env(os.environ))
 
 

@@ -142,7 +142,7 @@ def _queue_link(run: RunFolder, environ: dict[str, str]) -> str | None:
         options.append(f"--array={task}")
     try:
         link = slurm.sbatch(
-            whole.script, environ, *options, known=[*_jobs_of(whole), *_jobs_of(run)]
+            whole.script, environ, *options, earlier=[*_jobs_of(whole), *_jobs_of(run)]
         )
     except HpcDdpError as error:
         say(f"the next job of the chain could not be queued: {error.message}")

@@ -153,8 +153,8 @@ class AttemptFolder:
 
     def records(self) -> list[dict[str, Any]]:
         """Return what the nodes, or their tasks, have recorded of their ends so far."""
-        found = [read_json(path) for node in self.nodes() for path in node.records()]
-        return [record for record in found if "code" in record]
+        records = [read_json(path) for node in self.nodes() for path in node.records()]
+        return [record for record in records if "code" in record]
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,13 @@ class RunFolder:
     @property
     def newest_code(self) -> Path | None:
         """The last snapshot that was taken of its code; a task's is that of the array."""
-        taken = [p for p in RunFolder(self.whole).code.glob("*") if p.name.isdecimal()]
-        return max(taken, key=lambda path: int(path.name), default=None)
+        snapshots = [p for p in RunFolder(self.whole).code.glob("*") if p.name.isdecimal()]
+        return max(snapshots, key=lambda path: int(path.name), default=None)
 
     def tasks(self) -> list[RunFolder]:
         """Return the tasks of an array that have begun, by index; none for another run."""
-        found = [RunFolder(path) for path in self.path.glob("task-*") if path.name[5:].isdecimal()]
-        return sorted(found, key=lambda task: task.index)
+        tasks = [RunFolder(path) for path in self.path.glob("task-*") if path.name[5:].isdecimal()]
+        return sorted(tasks, key=lambda task: task.index)
 
     @property
     def id(self) -> str:
@@ -313,8 +313,10 @@ class RunFolder:
 
     def attempts(self) -> list[AttemptFolder]:
         """Return the attempts so far, oldest first."""
-        found = [AttemptFolder(path) for path in self.logs.glob("attempt-*") if _is_attempt(path)]
-        return sorted(found, key=lambda attempt: attempt.number)
+        attempts = [
+            AttemptFolder(path) for path in self.logs.glob("attempt-*") if _is_attempt(path)
+        ]
+        return sorted(attempts, key=lambda attempt: attempt.number)
 
     def claim_attempt(
         self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
@@ -366,7 +368,7 @@ class RunFolder:
     def is_newest(self, attempt: int) -> bool:
         """Tell whether no later attempt has started: only then may this one change the run."""
         # By listing the folder: a look-up of a missing name may be answered from an NFS cache.
-        return all(other.number <= attempt for other in self.attempts())
+        return all(later.number <= attempt for later in self.attempts())
 
 
 def _is_attempt(path: Path) -> bool:
@@ -375,8 +377,8 @@ def _is_attempt(path: Path) -> bool:
 
 def _describe(attempt: AttemptFolder) -> str:
     info = attempt.info
-    who = f"job {info['job_id']}" if info.get("job_id") else f"process {info.get('pid')}"
-    return f"attempt {attempt.number}, {who} on {info.get('host')}"
+    process = f"job {info['job_id']}" if info.get("job_id") else f"process {info.get('pid')}"
+    return f"attempt {attempt.number}, {process} on {info.get('host')}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
