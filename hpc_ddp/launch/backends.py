@@ -18,6 +18,7 @@ from hpc_ddp.launch import template
 from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.launch.render import job_env, node_command, step_options
 from hpc_ddp.run.accelerators import hiding_env
+from hpc_ddp.run.attempt_env import INTERACTIVE
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.events import Queued, Submitted
 from hpc_ddp.run.folder import link_job, written_by_owner
@@ -90,7 +91,7 @@ class AllocationBackend(SlurmBackend):
                 "the allocation back-end runs inside an allocation, and this shell is in none",
                 hint=f"salloc --nodes {prepared.spec.nodes}, then the same command again",
             )
-        env = dict(os.environ, HPC_DDP_INTERACTIVE="1")
+        env = {**os.environ, INTERACTIVE: "1"}
         argv = ["bash", str(prepared.run.script)]
         # A session of its own: Ctrl-C is for this process, which passes on a notice.
         return Started(

@@ -15,6 +15,8 @@ import re
 import shlex
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from hpc_ddp.node.verdict import (
 )
 from hpc_ddp.node.worker import die_with_parent
 from hpc_ddp.run import process
+from hpc_ddp.run.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.events import Started, VerdictGiven
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_seconds
@@ -100,7 +103,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info: dict[str, Any] = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
-    if "HPC_DDP_INTERACTIVE" in environ:  # the script leads a session
+    if INTERACTIVE in environ:  # the script leads a session
         info["shell"] = process.identity(os.getsid(0))
     cluster = environ.get("SLURM_CLUSTER_NAME")
     is_live = partial(_is_live, job_id=job_id, restarts=restarts)
@@ -118,14 +121,14 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
         )
     end_time = _end_of(job)
     end = math.inf if end_time is None else end_time
-    return {
-        "HPC_DDP_RUN": str(run.path),
-        "HPC_DDP_RESTARTS": str(restarts),
-        "HPC_DDP_HEAD": reach(nodes, 0, spec.host_suffix),
-        "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
-        "HPC_DDP_CPUS": str(cpus),
-        **variables(attempt, nodes, job_id, end if math.isfinite(end) else None, spec),
-    }
+    env = attempt_env(run, attempt, nodes, job_id, end if math.isfinite(end) else None, spec)
+    return replace(
+        env,
+        restarts=restarts,
+        head=reach(nodes, 0, spec.host_suffix),
+        port=free_port(_first_port(job_id)),
+        cpus=cpus,
+    ).to_env()
 
 
 def least_cpus(counts: str) -> int:
@@ -155,31 +158,38 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
         raise HpcDdpError(why, hint=f"hpc-ddp submit --run {run.whole} goes on all the same")
 
 
-def variables(
-    attempt: AttemptFolder, nodes: list[str], id: str, end: float | None, spec: JobSpec
-) -> dict[str, str]:
-    """Return what the supervisors of any attempt are told.
+def attempt_env(
+    run: RunFolder,
+    attempt: AttemptFolder,
+    nodes: Sequence[str],
+    id: str,
+    end_time: float | None,
+    spec: JobSpec,
+) -> AttemptEnv:
+    """Return the values for the supervisors of any attempt.
 
-    `id` is unique among what runs now; `end` is in unix seconds, None without a limit. The
-    nodes are warned ``warn_s`` seconds before it, or in the last tenth of a shorter attempt.
+    `id` is unique among the jobs and processes that run now; `end_time` is in unix seconds, None
+    without a limit. The nodes are warned ``warn_s`` seconds before it, or in the last tenth of a
+    shorter attempt.
     """
-    warn_s = min(spec.warn_s, (end - time.time()) / 10) if end else spec.warn_s
-    return {
-        "HPC_DDP_ATTEMPT": str(attempt.number),
-        "HPC_DDP_NODES": " ".join(nodes),
-        "HPC_DDP_NNODES": str(len(nodes)),
-        "HPC_DDP_LEAST_NODES": str(min(spec.least_nodes, len(nodes))),
-        "HPC_DDP_RDZV_ID": f"{id}.{attempt.number}",
-        "HPC_DDP_END_TIME": f"{end:.0f}" if end else "",
-        "HPC_DDP_FABRIC": spec.fabric,
-        "HPC_DDP_SIGNAL": spec.notice_signal,
-        "HPC_DDP_WARN_S": f"{warn_s:.0f}",
-    }
+    warn_s = min(spec.warn_s, (end_time - time.time()) / 10) if end_time else spec.warn_s
+    return AttemptEnv(
+        run=str(run.path),
+        attempt=attempt.number,
+        nodes=tuple(nodes),
+        nnodes=len(nodes),
+        min_nodes=min(spec.least_nodes, len(nodes)),
+        rdzv_id=f"{id}.{attempt.number}",
+        end_time=end_time,
+        warn_s=warn_s,
+        notice_signal=spec.notice_signal,
+        fabric=spec.fabric,
+    )
 
 
 def _run_of(environ: dict[str, str]) -> RunFolder:
     """Return the run: the one that the script names, or an array task's own below it."""
-    run = RunFolder(Path(environ["HPC_DDP_RUN"]))
+    run = AttemptEnv.from_env(environ).run_folder
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if not task or run.path.name == f"task-{task}":
         return run
@@ -248,7 +258,7 @@ def watch(environ: dict[str, str]) -> None:
     An operator extends a limit, or shortens it; a job that was suspended ends later. Slurm is asked
     more often towards the end: some 54 times in a day.
     """
-    end_time = float(environ["HPC_DDP_END_TIME"] or "inf")
+    end_time = _end_time(environ)
     while _await_warning(environ, end_time):
         job = ask(environ["SLURM_JOB_ID"], is_quiet=True)  # `begin` has said it, where it can't
         if job and job.preempted:
@@ -267,7 +277,7 @@ def _end_of(job: slurm.Job | None) -> float | None:
 def _note_end_time(environ: dict[str, str], end_time: float) -> None:
     """Write the end time into the file that the nodes read, where it is another one by now."""
     path = attempt_of(environ).end_time
-    noted = read_seconds(path) or float(environ["HPC_DDP_END_TIME"] or "inf")
+    noted = read_seconds(path) or _end_time(environ)
     if abs(end_time - noted) > SAME_S:
         with contextlib.suppress(OSError):  # the nodes go on with what they know
             path.write_text(f"{end_time:.0f}")
@@ -275,7 +285,7 @@ def _note_end_time(environ: dict[str, str], end_time: float) -> None:
 
 def _await_warning(environ: dict[str, str], end_time: float) -> bool:
     """Tell whether the nodes are to be warned later than now; if so, let some time pass before."""
-    early_s = end_time - float(environ["HPC_DDP_WARN_S"] or 0) - time.time()
+    early_s = end_time - AttemptEnv.from_env(environ).warn_s - time.time()
     if early_s <= 0:
         return False
     time.sleep(min(early_s, max(ASK_LEAST_S, ASK_SHARE * early_s), ASK_MOST_S))
@@ -289,12 +299,17 @@ def next_port(environ: dict[str, str]) -> int:
     for record in [path for node in attempt.nodes() for path in node.records()]:
         record.unlink(missing_ok=True)
     attempt.port_taken.unlink()
-    return free_port(int(environ["HPC_DDP_PORT"]) + 1)
+    return free_port(AttemptEnv.from_env(environ).port + 1)
 
 
 def attempt_of(environ: dict[str, str]) -> AttemptFolder:
-    run = RunFolder(Path(environ["HPC_DDP_RUN"]))
-    return run.attempt(int(environ["HPC_DDP_ATTEMPT"]))
+    return AttemptEnv.from_env(environ).attempt_folder
+
+
+def _end_time(environ: dict[str, str]) -> float:
+    """Return the end of the job's time as it was at the attempt's start, inf without a limit."""
+    end_time = AttemptEnv.from_env(environ).end_time
+    return math.inf if end_time is None else end_time
 
 
 # --- after the step ------------------------------------------------------------------------
@@ -302,7 +317,8 @@ def attempt_of(environ: dict[str, str]) -> AttemptFolder:
 
 def verdict(environ: dict[str, str]) -> int:
     """Decide how it goes on, journal it, do it; return the exit code for the batch script."""
-    run, attempt = RunFolder(Path(environ["HPC_DDP_RUN"])), attempt_of(environ)
+    env = AttemptEnv.from_env(environ)
+    run, attempt = env.run_folder, env.attempt_folder
     facts, decided = judge(run, attempt, environ, ask(environ["SLURM_JOB_ID"]))
     return continuation.go_on(run, attempt, environ, facts, decided)
 
@@ -311,7 +327,8 @@ def judge(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: slurm.Job | None
 ) -> tuple[Facts, Verdict]:
     """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
-    nodes, records = environ["HPC_DDP_NODES"].split(), attempt.records()
+    env, records = AttemptEnv.from_env(environ), attempt.records()
+    nodes = list(env.nodes)
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
     silent = silent_nodes(spec, nodes, records)
     facts = Facts(
@@ -320,7 +337,7 @@ def judge(
         cancelled=run.cancelled.exists(),
         superseded=not run.is_newest(attempt.number),
         job=job,
-        restarts=int(environ.get("HPC_DDP_RESTARTS") or 0),
+        restarts=env.restarts,
         nodes=nodes,
         records=records,
         lost_nodes=slurm.unusable(silent) if job else [],
@@ -338,7 +355,7 @@ def teardown_time(environ: dict[str, str]) -> int:
     over soon, and Slurm would end the batch shell, and with it the verdict."""
     job = ask(environ["SLURM_JOB_ID"])
     end_time = job.end_time if job and job.preempted else _end_of(job)
-    end = float(environ["HPC_DDP_END_TIME"] or "inf") if end_time is None else end_time
+    end = _end_time(environ) if end_time is None else end_time
     left_s = end - VERDICT_S - time.time()
     if left_s < TEARDOWN_S:
         say(f"the teardown has {max(1, int(left_s))} s: the job's time is nearly over")

@@ -14,6 +14,7 @@ import time
 
 from hpc_ddp import slurm
 from hpc_ddp.node.verdict import Facts, Verdict
+from hpc_ddp.run.attempt_env import INTERACTIVE
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_json, write_json
 from hpc_ddp.run.journal import Event
@@ -161,7 +162,7 @@ def go_on(
     if facts.spec.continue_by == "resubmit":
         return _end_link(run, attempt, environ, facts, decided)
     if decided.action == Action.REQUEUE:
-        if "HPC_DDP_INTERACTIVE" in environ:  # an allocation is no batch job: nothing to requeue
+        if INTERACTIVE in environ:  # an allocation is no batch job: nothing to requeue
             say(f"go on with: hpc-ddp submit --backend salloc --run {_quoted(run)}")
             return CAN_GO_ON
         return _requeue(run, attempt, environ, facts)
@@ -214,7 +215,7 @@ def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -
 
 def end_as_failed(environ: dict[str, str]) -> None:
     """See that the job ends as failed: Slurm would hold an expedited one in the queue instead."""
-    if "HPC_DDP_INTERACTIVE" in environ:
+    if INTERACTIVE in environ:
         return
     job_id = own_id(environ)
     job = ask(job_id)

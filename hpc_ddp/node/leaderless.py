@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpc_ddp import slurm
 from hpc_ddp.node import batch, continuation
+from hpc_ddp.run.attempt_env import AttemptEnv
 from hpc_ddp.run.errors import HpcDdpError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _nodes_left(environ: dict[str, str]) -> list[str]:
     job_id = environ["SLURM_JOB_ID"]
     try:
         job = slurm.show_job(job_id)
-        if job.state != "RUNNING" or job.restarts != int(environ["HPC_DDP_RESTARTS"]):
+        if job.state != "RUNNING" or job.restarts != AttemptEnv.from_env(environ).restarts:
             return []
         return slurm.expand_hosts(slurm.record(job_id).nodes)
     except HpcDdpError:

@@ -31,6 +31,7 @@ from typing import IO, Any
 
 from hpc_ddp import slurm
 from hpc_ddp.node.checks import MARK, holds
+from hpc_ddp.run.attempt_env import AttemptEnv, variable
 from hpc_ddp.run.checkpoints import published, read_manifest
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.events import PreflightEnded
@@ -502,7 +503,7 @@ def examine(
 ) -> dict[str, Any]:
     """Have all nodes looked at; return the fields of the event `preflight`."""
     spec = JobSpec.from_json(run.job_json.read_text())
-    attempt = run.attempt(int(commands[0].env["HPC_DDP_ATTEMPT"]))
+    attempt = AttemptEnv.from_env(commands[0].env).attempt_folder
     folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=run.path))
     begin = time.monotonic()
     talk = Talk(nodes, commands, notice, attempt.path / "preflight.log")
@@ -605,17 +606,17 @@ def main(argv: list[str]) -> int:
     signals: list[str] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: signals.append(signal.Signals(number).name))
-    run = RunFolder(Path(environ["HPC_DDP_RUN"]))
-    environ.setdefault("HPC_DDP_ATTEMPT", "0")  # by hand in an allocation there is no attempt
-    attempt = run.attempt(int(environ["HPC_DDP_ATTEMPT"]))
+    environ.setdefault(variable("attempt"), "0")  # by hand in an allocation there is no attempt
+    env = AttemptEnv.from_env(environ)
+    run, attempt = env.run_folder, env.attempt_folder
     try:
         spec = JobSpec.from_json(run.job_json.read_text())
-        environ.setdefault("HPC_DDP_FABRIC", spec.fabric)
-        if "HPC_DDP_NODES" not in environ:
-            environ["HPC_DDP_NODES"] = " ".join(slurm.expand_hosts(environ["SLURM_JOB_NODELIST"]))
+        environ.setdefault(variable("fabric"), spec.fabric)
+        nodes = [*env.nodes] or slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
+        environ[variable("nodes")] = " ".join(nodes)
         result = examine(
             run,
-            environ["HPC_DDP_NODES"].split(),
+            nodes,
             [Command(argv, environ)],
             lambda: signals[0] if signals else read_word(attempt.notice),
         )

@@ -31,6 +31,7 @@ from hpc_ddp.node import fabric as fabrics
 from hpc_ddp.node import failure, leaderless, oom
 from hpc_ddp.node.growth import Growth
 from hpc_ddp.node.network import LOOPBACK, interface_to, reach
+from hpc_ddp.run.attempt_env import AttemptEnv
 from hpc_ddp.run.events import FabricChosen, NoticeGiven
 from hpc_ddp.run.folder import (
     AttemptFolder,
@@ -78,19 +79,18 @@ class Place:
 
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> Place:
-        run = RunFolder(Path(environ["HPC_DDP_RUN"]))
-        end = environ.get("HPC_DDP_END_TIME")
+        env = AttemptEnv.from_env(environ)
         return cls(
-            run=run,
-            attempt=run.attempt(int(environ["HPC_DDP_ATTEMPT"])),
-            nodes=tuple(environ["HPC_DDP_NODES"].split()),
+            run=env.run_folder,
+            attempt=env.attempt_folder,
+            nodes=env.nodes,
             index=node_index(environ),
-            suffix=environ.get("HPC_DDP_HOST_SUFFIX", ""),
-            end_time=float(end) if end else None,
-            warn_s=float(environ.get("HPC_DDP_WARN_S") or 0),
-            interface=environ.get("HPC_DDP_INTERFACE") or None,
-            notice_signal=signal.Signals[f"SIG{environ.get('HPC_DDP_SIGNAL') or 'TERM'}"],
-            fabric=environ.get("HPC_DDP_FABRIC", ""),
+            suffix=env.host_suffix,
+            end_time=env.end_time,
+            warn_s=env.warn_s,
+            interface=env.interface or None,
+            notice_signal=signal.Signals[f"SIG{env.notice_signal}"],
+            fabric=env.fabric,
         )
 
     @property
@@ -158,13 +158,15 @@ def node_index(environ: Mapping[str, str]) -> int:
     OSError
         this host is none of the nodes
     """
-    index = environ.get("HPC_DDP_NODE_INDEX")
-    if index or environ.get("HPC_DDP_STEP_LAUNCHER", "srun") == "srun":
-        return int(index or environ["SLURM_NODEID"])
-    nodes = environ["HPC_DDP_NODES"].split()
+    env = AttemptEnv.from_env(environ)
+    if env.node_index is not None:
+        return env.node_index
+    if env.step_launcher == "srun":
+        return int(environ["SLURM_NODEID"])
+    nodes = env.nodes
     names = (socket.gethostname(), socket.gethostname().partition(".")[0])
     if match := next((name for name in names if name in nodes), None):
-        return nodes.index(match)
+        return env.nodes.index(match)
     raise OSError(f"this host, {names[0]}, is none of the job's nodes, {' '.join(nodes)}")
 
 
