@@ -1,11 +1,9 @@
-"""What makes a day with runs easier: attach, tensorboard, bundle, clean, completion."""
+"""Tools beside a run: attach, bundle, clean, completion."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +14,10 @@ from hpc_ddp import slurm
 from hpc_ddp.cli import completing
 from hpc_ddp.cli.common import folder_of, folder_option, json_option, run_of, say
 from hpc_ddp.launch import attach as launch_attach
-from hpc_ddp.report import board
 from hpc_ddp.report import bundle as report_bundle
 from hpc_ddp.report import clean as report_clean
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import all_runs, find_run
+from hpc_ddp.run.folder import find_run
 
 OLD = "30d"
 
@@ -118,27 +115,6 @@ def attach(
     found = run_of(run, runs_dir)
     argv = launch_attach.command(found, node, rank, words, terminal)
     os.execvpe(argv[0], argv, slurm.clean_env(os.environ))
-
-
-@click.command()
-@click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option("--port", type=click.IntRange(1, 65535), help="Default: one that is free.")
-@folder_option
-def tensorboard(runs: Sequence[str], port: int | None, runs_dir: str | None) -> None:
-    """Show the metrics of runs (default: all) in TensorBoard, until Ctrl-C; prints its URL.
-
-    It listens on this machine alone, so from a laptop it takes the ssh line that is said with it.
-    """
-    found = [run_of(text, runs_dir) for text in runs] or all_runs(folder_of(runs_dir))
-    folders = board.event_folders(found)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        board.served(folders, board.command(found[0]), port) as (here, process),
-    ):
-        click.echo(f"http://127.0.0.1:{here}/")
-        say(f"{len(folders)} runs; from your laptop: {board.from_elsewhere(here)}")
-        process.wait()
 
 
 @click.command()

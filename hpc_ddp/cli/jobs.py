@@ -23,7 +23,7 @@ from hpc_ddp.cli.options import (
     local_options,
     node_options,
 )
-from hpc_ddp.launch import backends, config, difference, estimate, origin, prepare, variables
+from hpc_ddp.launch import backends, config, estimate, origin, prepare, variables
 from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch import sweep as launch_sweep
@@ -165,26 +165,12 @@ def sweep(as_json: bool, sets: Sequence[str], max_parallel: int | None, **option
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
 @click.option("--explain", "explained", is_flag=True, help="Show where each line comes from.")
-@click.option(
-    "--diff",
-    "since",
-    metavar="RUN",
-    help="Show what has changed since RUN, in its script and its code. Exit code 1: something.",
-)
 @job_options
-def render(as_json: bool, explained: bool, since: str | None, **options: Any) -> None:
+def render(as_json: bool, explained: bool, **options: Any) -> None:
     """Print the batch script that `submit` would run. It can be submitted by hand.
 
-    With --explain and --diff nothing is left behind. --diff takes the options that RUN was
-    submitted with, and those given here over them.
+    With --explain no run folder is left behind.
     """
-    if since is not None:
-        if explained or options["run_text"]:
-            raise UsageError(
-                "--diff RUN goes without --explain and --run", hint="hpc-ddp render --diff RUN"
-            )
-        _show_difference(since, options, as_json)
-        return
     if explained:
         lines = origin.explained(*_plan(options))
         if as_json:
@@ -199,20 +185,6 @@ def render(as_json: bool, explained: bool, since: str | None, **options: Any) ->
         say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")
     told = {"script": text, "run": str(prepared.run.path)}
     click.echo(json.dumps(told) if as_json else text, nl=as_json)
-
-
-def _show_difference(since: str, options: dict[str, Any], as_json: bool) -> None:
-    said = given({name: value for name, value in options.items() if name != "run_text"})
-    settings = config.load(said, Path.cwd(), Path.home())
-    run = find_run(root_of(settings), since)
-    found = difference.since(run, said, Path.cwd(), Path.home())
-    if as_json:
-        click.echo(json.dumps(found.to_dict()))
-    elif found:
-        report_origin.show_difference(found.script, found.code or {})
-    else:
-        say("no difference")
-    sys.exit(bool(found))
 
 
 @click.command("dry-run", cls=Grouped, context_settings=PASS_ON)

@@ -89,27 +89,6 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     return root, list(_measure(root, names, exclude))
 
 
-def changes(script: Path, run: RunFolder, code: Path, exclude: Sequence[str]) -> dict[str, str]:
-    """Return what a snapshot of now would have otherwise than the one at `code`: for each such file
-    ``A`` (added), ``D`` (deleted) or ``M`` (modified)."""
-    root, names = files(script, run, exclude)
-    now = {*names, str(script.relative_to(root))}  # the script, too, though git may ignore it
-    then = {
-        str(path.relative_to(code))
-        for path in code.rglob("*")
-        if path.is_symlink() or not path.is_dir()
-    }
-    found = dict.fromkeys(now - then, "A") | dict.fromkeys(then - now, "D")
-    for name in now & then:
-        if _content(root / name) != _content(code / name):
-            found[name] = "M"
-    return dict(sorted(found.items()))
-
-
-def _content(path: Path) -> bytes:
-    return os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
-
-
 def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
     """Return the newest snapshot of a run, and the script's place in it.
 

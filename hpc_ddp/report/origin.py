@@ -1,9 +1,9 @@
-"""A script beside where its lines come from, and what has changed in it, for a person to read."""
+"""A script beside the origins of its lines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,7 +14,6 @@ COLOURS = {
     **dict.fromkeys(("profile", "fabric"), "blue"),
     "template": "magenta",
 }
-LETTERS = {"A": ("new", "green"), "M": ("changed", "yellow"), "D": ("gone", "red")}
 
 
 def show(rows: Sequence[tuple[str, str, str]], console: Console | None = None) -> None:
@@ -47,37 +46,3 @@ def show(rows: Sequence[tuple[str, str, str]], console: Console | None = None) -
 def _pieces(line: str, room: int | None) -> list[str]:
     room = room or max(1, len(line))
     return [line[at : at + room] for at in range(0, len(line), room)] or [""]
-
-
-def show_difference(
-    script: Sequence[str], code: Mapping[str, str], console: Console | None = None
-) -> None:
-    """Print a unified diff of scripts, then the files of the code that differ, with a count.
-
-    Parameters
-    ----------
-    script
-        the lines of the diff
-    code
-        by file: A, M or D
-    """
-    from rich.console import Console
-    from rich.text import Text
-
-    console = console or Console(highlight=False)
-    for line in script:
-        style = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "")
-        console.print(
-            Text(line, "bold" if line.startswith(("+++", "---")) else style), soft_wrap=True
-        )
-    if code:
-        console.print(Text(summary(code), "bold"), soft_wrap=True)
-    for name, letter in code.items():
-        console.print(Text(f"  {letter} {name}", LETTERS[letter][1]), soft_wrap=True)
-
-
-def summary(code: Mapping[str, Any]) -> str:
-    """Return how many files of the code are new, changed and gone."""
-    counts = ((word, list(code.values()).count(letter)) for letter, (word, _) in LETTERS.items())
-    told = ", ".join(f"{count} {word}" for word, count in counts if count)
-    return f"code: {told}"

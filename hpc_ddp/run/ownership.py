@@ -111,15 +111,6 @@ def check_executable(run: RunFolder) -> None:
             )
 
 
-def is_executable(run: RunFolder) -> bool:
-    """Return whether `check_executable` lets the user start from a run."""
-    try:
-        check_executable(run)
-    except UsageError:
-        return False
-    return True
-
-
 def _hint(run: RunFolder, path: Path, uid: int) -> str:
     if path.lstat().st_uid == uid:  # one part that others can write is seldom the only one
         return f"chmod -R go-w {shlex.quote(str(run.whole))}, if its content is still yours"

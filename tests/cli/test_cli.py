@@ -66,8 +66,6 @@ def _names(folder: Path) -> list[str]:
         (["submit", "--site", "nowhere", "train.py"], "site 'nowhere' is unknown"),
         (["submit", "--template", "gone.j2", "train.py"], "gone.j2' does not exist"),
         (["submit", "--test-only", "--backend", "local", "train.py"], "accepted: slurm, submitit"),
-        (["render", "--diff", "nope"], "no run 'nope'"),
-        (["render", "--diff", "x", "--explain"], "goes without --explain and --run"),
         (["submit", "--env", "NOT_SET", "train.py"], "NOT_SET is not set here"),
         (["submit", "--env", "HF_TOKEN=x", "train.py"], "looks like a secret"),
         (["submit", "--run", "nope", "train.py"], "no run 'nope'"),
@@ -127,17 +125,6 @@ def test_explain_shows_the_script_and_leaves_nothing_behind(run_cli: Cli, projec
     assert _names(project.parent / "runs") == []
     plain = run_cli("render", *words).stdout
     assert plain.count("\n") == done.stdout.count("\n") == len(told)
-    kept = _names(project.parent / "runs")
-    same = run_cli("render", "--diff", "train")
-    assert (same.returncode, same.stdout, same.stderr) == (0, "", "no difference\n")
-    (project / "train.py").write_text("print('bye')\n")
-    other = run_cli("render", "--diff", "train", "--nodes", "3")
-    assert other.returncode == 1
-    assert "\n-#SBATCH --nodes=2\n+#SBATCH --nodes=3\n" in other.stdout
-    assert other.stdout.endswith("code: 1 changed\n  M train.py\n")
-    told = json.loads(run_cli("render", "--diff", "train", "--json").stdout)
-    assert told == {"same": False, "script": [], "code": {"train.py": "M"}}
-    assert _names(project.parent / "runs") == kept
 
 
 def test_a_template_of_a_site_file(run_cli: Cli, project: Path) -> None:

@@ -265,37 +265,3 @@ def test_a_folder_here_that_is_a_strangers_run(
     assert done.returncode == 2
     assert f"run {planted} can only be read" in done.stderr
     assert not (tmp_path / "proof").exists()
-
-
-def test_a_strangers_run_without_its_words_is_compared(
-    as_root: None, run: Path, hpc_ddp: Cli
-) -> None:
-    (run / "asked.json").write_text('{"options": {"script": "train.py"}}')
-    done = hpc_ddp("render", "--diff", str(run))
-    assert "Traceback" not in done.stderr
-    assert done.returncode == 1
-
-
-@pytest.mark.parametrize("is_theirs", [True, False])
-def test_a_difference_runs_no_hook_of_a_work_tree(
-    as_root: None, project: Path, hpc_ddp: Cli, tmp_path: Path, is_theirs: bool
-) -> None:
-    (project / "hpc-ddp.toml").unlink()
-    work_tree, proof, hook = project / "mine", tmp_path / "proof", tmp_path / "hook"
-    hook.write_text(f"#!/bin/sh\necho ran >> {proof}\n")
-    hook.chmod(0o755)
-    subprocess.run(["git", "init", "-q"], cwd=work_tree, check=True)
-    subprocess.run(["git", "add", "train.py"], cwd=work_tree, check=True)
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / ".gitconfig").write_text("[safe]\ndirectory = *\n")
-    run = Path(hpc_ddp("render", "train.py").stderr.partition("run: ")[2].splitlines()[0])
-    subprocess.run(["git", "config", "core.fsmonitor", str(hook)], cwd=work_tree, check=True)
-    (work_tree / "train.py").write_text("changed")
-    if is_theirs:
-        give_away(run, *run.rglob("*"), work_tree, *work_tree.rglob("*"))
-    done = hpc_ddp("render", "--json", "--diff", str(run))
-    assert not proof.exists()
-    assert done.returncode == (0 if is_theirs else 1), done.stderr
-    difference = json.loads(done.stdout)
-    assert difference["code"] == (None if is_theirs else {"train.py": "M"}), done.stderr
-    assert difference["script"] == []

@@ -1,4 +1,4 @@
-"""Where a script's lines come from, and what has changed since a run."""
+"""The origins of a script's lines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import pytest
 from rich.console import Console
 from test_render import CASES
 
-from hpc_ddp.launch import config, difference, origin, prepare
-from hpc_ddp.launch.backends import render
+from hpc_ddp.launch import config, origin, prepare
 from hpc_ddp.launch.config import Settings
 from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.report.origin import show
-from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec
 
@@ -126,53 +124,3 @@ def test_on_a_terminal_a_long_line_stays_in_its_column() -> None:
         assert len(printed) == lines
         assert printed[0].startswith("--nodes  nnn")
         assert printed[-1] == "x        y"
-
-
-def _run(project: Path, **options: Any) -> RunFolder:
-    settings = config.load(options, project, project.parent)
-    prepared = prepare.new_run(settings, project, project.parent / "runs")
-    render(prepared)
-    return prepared.run
-
-
-def test_the_difference_since_a_run(project: Path) -> None:
-    run = _run(project, nodes=2, args=["--lr=1"], script="train.py")
-    before = sorted(run.root.rglob("*"))
-    elsewhere = project.parent  # the command was given in the project
-    assert not difference.since(run, {}, elsewhere, elsewhere)
-    (project / "train.py").write_text("print(2)\n")
-    (project / "new.py").touch()
-    toml = project / "hpc-ddp.toml"
-    toml.write_text(toml.read_text().replace("1:00:00", "3:00:00"))
-    found = difference.since(run, {"env": {"D": "1"}}, elsewhere, elsewhere)
-    assert found.code == {"hpc-ddp.toml": "M", "new.py": "A", "train.py": "M"}
-    changed = [line for line in found.script if line[0] in "+-"][2:]
-    assert changed == ["-#SBATCH --time=1:00:00", "+#SBATCH --time=3:00:00", "+export D=1"]
-    assert sorted(run.root.rglob("*")) == before
-    # Gone on with, it has a second snapshot, and the new options are its own.
-    options = {"nodes": 3}
-    settings = config.load(options, project, elsewhere)
-    render(prepare.continued_run(run, options, settings, project))
-    (project / "new.py").unlink()
-    assert difference.since(run, {}, elsewhere, elsewhere).code == {"new.py": "D"}
-    script = difference.since(run, {"snapshot": False}, elsewhere, elsewhere)
-    assert script.code is None
-    assert f"+export HPC_DDP_CODE={project}" in script.script
-
-
-def test_a_run_without_a_script_has_no_difference(project: Path) -> None:
-    run = _run(project)
-    run.script.unlink()
-    with pytest.raises(UsageError, match=r"has no job\.sbatch"):
-        difference.since(run, {}, project, project.parent)
-
-
-def test_what_is_gone_on_with_comes_from_the_run(project: Path) -> None:
-    run = _run(project, nodes=2)
-    options = {"time": "5"}
-    settings = config.load(options, project, project.parent)
-    labels = _labels(prepare.planned_continuation(run, options, settings, project), settings)
-    assert labels["#SBATCH --time=5"] == "--time"
-    assert labels["#SBATCH --nodes=2"] == f"run {run.path.name}: nodes"
-    assert labels["#SBATCH --signal=B:USR2@30"] == "default: signal"
-    assert not (run.code / "1").exists()
