@@ -28,9 +28,8 @@ from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch import sweep as launch_sweep
 from hpc_ddp.launch.prepare import Prepared
-from hpc_ddp.report import origin as report_origin
-from hpc_ddp.report import preflight as report_preflight
-from hpc_ddp.report.progress import watch
+from hpc_ddp.report import tables
+from hpc_ddp.report.foreground import watch
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, find_run
 
@@ -176,7 +175,7 @@ def render(as_json: bool, explained: bool, **options: Any) -> None:
         if as_json:
             click.echo(json.dumps([line.to_dict() for line in lines]))
         else:
-            report_origin.show([(each.origins[0].source, each.label, each.text) for each in lines])
+            tables.show_origins([(each.origins[0].source, each.label, each.text) for each in lines])
         return
     prepared = _prepare(options)
     text = backends.render(prepared)
@@ -251,7 +250,7 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
     if as_json:
         click.echo(json.dumps(event))
     elif event["report"]:
-        click.echo(report_preflight.table(event))
+        click.echo(tables.preflight_table(event))
     sys.exit(not event["ok"])
 
 

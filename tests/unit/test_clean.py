@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from hpc_ddp import slurm
-from hpc_ddp.report import clean, live
-from hpc_ddp.report.status import status_of
+from hpc_ddp.report import clean
+from hpc_ddp.report.status.run_status import status_of
+from hpc_ddp.report.status.state import Queue
 from hpc_ddp.run import checkpoints, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, all_runs, link_job
@@ -41,7 +42,7 @@ def checkpoint(run: RunFolder, name: str, good: bool = True, best: int | None = 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(live, "queue", lambda: live.Queue({}, set()))
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue({}, set()))
     return tmp_path / "runs"
 
 
@@ -71,7 +72,7 @@ def taken(root: Path, *named: RunFolder, only: bool = False, **how: Any) -> set[
     items = clean.plan(
         root, named, how.get("older_than_s", 0.0), how.get("states", ()), checkpoints_only=only
     )
-    assert [problem for _, problem in clean.take_away(items, root) if problem] == []
+    assert [problem for _, problem in clean.delete(items, root) if problem] == []
     gone = before - {path.relative_to(root) for path in root.glob("digits/**/*")}
     assert not (root / clean.TRASH).exists()
     tops = {path for path in gone if not {*path.parents} & gone}
@@ -158,7 +159,7 @@ def test_what_is_at_work_is_left_alone(
         "3": slurm.Queued("PENDING", "Priority", "", ""),
         "5": slurm.Queued("PREEMPTED", "", "", ""),
     }
-    monkeypatch.setattr(live, "queue", lambda: live.Queue(jobs, {str(by_hand.script)}))
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue(jobs, {str(by_hand.script)}))
     assert clean.plan(root, [], 0, (), checkpoints_only=False) == []
     for run, what in (
         (here, "process"),
@@ -169,7 +170,7 @@ def test_what_is_at_work_is_left_alone(
     ):
         with pytest.raises(UsageError, match=f"is at work: .*{what}"):
             clean.plan(root, [run], 0, (), checkpoints_only=True)
-    monkeypatch.setattr(live, "queue", lambda: None)
+    monkeypatch.setattr(clean, "read_queue", lambda: None)
     with pytest.raises(UsageError, match="can't be asked from here"):
         clean.plan(root, [queued], 0, (), checkpoints_only=True)
 
@@ -178,8 +179,8 @@ def test_a_run_that_is_taken_up_meanwhile(root: Path, make: Any) -> None:
     run = make("1")
     items = clean.plan(root, [], 0, (), checkpoints_only=False)
     run.journal("submit").write("submitted")
-    ((_, problem),) = clean.take_away(items, root)
-    assert "was taken up meanwhile" in problem
+    ((_, problem),) = clean.delete(items, root)
+    assert "was resumed meanwhile" in problem
     assert len(all_runs(root)) == 1
     assert run.events()[-1]["event"] == "submitted"
 
@@ -198,7 +199,7 @@ def test_links_lead_nowhere(root: Path, make: Any, tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / "1" / "job.json").exists()
     (root / clean.TRASH).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(HpcDdpError, match="is a link"):
-        list(clean.take_away([], root))
+        list(clean.delete([], root))
 
 
 def test_what_was_interrupted_goes_the_next_time(root: Path, make: Any) -> None:
@@ -232,7 +233,7 @@ def test_it_asks_first(root: Path, make: Any) -> None:
     assert call()[2] == "nothing to clean\n"  # the default is for old ones
     code, printed, said = call("1")
     assert (code, printed.splitlines()[1].split()[:3]) == (2, ["digits", "1", "finished"])
-    assert "nobody is there to ask" in said
+    assert "stdin is no terminal" in said
     (told,) = json.loads(call("1", "--json")[1])
     assert (told["deleted"], told["paths"]) == (False, [told["run"]])
     assert told["bytes"] > 2000
@@ -267,7 +268,7 @@ def test_what_may_be_at_work_elsewhere_stays(
     with pytest.raises(UsageError, match="it may be at work on another cluster"):
         clean.plan(root, [lost], 0.0, (), False)
     lost.journal("batch").write("started", nodes=["n1"], job_id="1", cluster="other")
-    monkeypatch.setattr(live, "queue", lambda: live.Queue({}, set(), "this"))
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue({}, set(), "this"))
     with pytest.raises(UsageError, match="of cluster other, which can't be asked"):
         clean.plan(root, [lost], 0.0, (), False)
     assert taken(root) == set()

@@ -23,12 +23,14 @@ from hypothesis import strategies as st
 
 from hpc_ddp.node.verdict import Facts as VerdictFacts
 from hpc_ddp.node.verdict import decide
-from hpc_ddp.report.causes import CAUSES, recognise
-from hpc_ddp.report.evidence import gather
-from hpc_ddp.report.explain import Explanation, explain, explain_run, paragraph
-from hpc_ddp.report.logs import Asked, follow
-from hpc_ddp.report.reasons import in_words
-from hpc_ddp.report.status import status_of
+from hpc_ddp.report.explain.explain import explain, explain_run
+from hpc_ddp.report.explain.explanation import Explanation, paragraph
+from hpc_ddp.report.explain.facts import gather
+from hpc_ddp.report.explain.failure_patterns import CAUSES, recognise
+from hpc_ddp.report.explain.pending_reasons import in_words
+from hpc_ddp.report.logs.files import LogQuery
+from hpc_ddp.report.logs.view import follow, show
+from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder, find_run
 from hpc_ddp.run.process import identity
@@ -218,7 +220,7 @@ def test_running_but_not_training_yet(written: Written) -> None:
     written.event("queued", job_id="7")
     assert "just been started" in written.explain(_record("RUNNING")).text
     written.attempt(0)
-    assert "told of no step yet" in written.explain(_record("RUNNING")).text
+    assert "reports no steps" in written.explain(_record("RUNNING")).text
 
 
 @pytest.mark.parametrize(("state", "kind"), [("SUSPENDED", "suspended"), ("COMPLETING", "ending")])
@@ -249,7 +251,7 @@ def test_what_can_go_on(written: Written, cause: str, kind: str, words: str) -> 
     found = written.explain()
     assert found.kind == kind
     assert words in found.text
-    assert "nobody has requeued it" in found.text
+    assert "but was not requeued" in found.text
     assert "The newest checkpoint is of step 12: 8 steps (11 s) are to be done again." in found.text
     assert found.hint == f"hpc-ddp submit --run {written.run.path}"
 
@@ -334,7 +336,7 @@ def test_gone_without_a_word(written: Written) -> None:
     written.event("queued", job_id="7").attempt(0).said("hello\nlast words\n")
     found = written.explain()
     assert found.kind == "lost"
-    assert 'The last that it printed: "last words"' in found.text
+    assert 'The last line of its output: "last words"' in found.text
 
 
 def test_an_output_folder_that_the_node_does_not_see(written: Written) -> None:
@@ -424,7 +426,7 @@ SYNTAX = '  File "t.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid 
         (
             f"{NCCL_SYSTEM}\nLast error:\nError: network AWS Libfabric not found.",
             "bad environment",
-            "NCCL found no way to use the network",
+            "NCCL could not use the network",
         ),
         (
             "torch.distributed.DistStoreError: wait timeout after 5000ms, keys: /default_pg/0//cpu",
@@ -472,7 +474,7 @@ SYNTAX = '  File "t.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid 
         ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "gpu failed", "GPU"),
         (
             "hpc_ddp.run.errors.HpcDdpError: the weights have NaN or infinity in them; it came at",
-            "unsound weights",
+            "non-finite weights",
             "NaN",
         ),
     ],
@@ -524,8 +526,8 @@ def test_errors_of_torchrun(written: Written, error: str, kind: str, words: str)
 @pytest.mark.parametrize(
     ("code", "log", "kind", "words"),
     [
-        (3, "bye\n", "exit code", 'exit code 3. The last that it printed: "bye"'),
-        (-9, "", "killed", "somebody killed it (SIGKILL)"),
+        (3, "bye\n", "exit code", 'exit code 3. The last line of its output: "bye"'),
+        (-9, "", "killed", "it was killed (SIGKILL)"),
         (-11, "", "killed", "SIGSEGV"),
         (-35, "", "killed", "signal 35"),
         (-6, NCCL_WATCHDOG, "communication", "NCCL waited 600000 ms for the others in ALLREDUCE"),
@@ -563,7 +565,7 @@ def test_where_in_the_script_it_was_raised(written: Written) -> None:
     )
     found = written.attempt(0, steps=20).failure("ValueError: boom", log=log).explain()
     assert "raised ValueError: boom, in t.py line 12." in found.text
-    assert found.hint == f"mend it, then hpc-ddp submit --run {written.run.path}"
+    assert found.hint == f"fix it, then hpc-ddp submit --run {written.run.path}"
 
 
 def test_who_was_late_is_named(written: Written) -> None:
@@ -687,7 +689,7 @@ def test_failed_by_hand(tmp_path: Path) -> None:
     found = written.explain()
     assert found.kind == "python error"
     assert "failed at step 20: rank 0 on h raised ValueError: boom" in found.text
-    assert found.hint == "mend it, then the same command again"
+    assert found.hint == "fix it, then the same command again"
 
 
 def test_gone_by_hand_nobody_is_sent_to_its_logs(tmp_path: Path) -> None:
@@ -696,10 +698,11 @@ def test_gone_by_hand_nobody_is_sent_to_its_logs(tmp_path: Path) -> None:
     assert written.explain().kind == "lost"
     for found in (written.explain(), written.explain(live=True)):
         assert "hpc-ddp logs" not in found.hint
-    for ended in (None, lambda: True):
-        with pytest.raises(UsageError, match="by hand: what it printed went to its term") as caught:
-            follow(written.run, Asked(), ended)
-        assert str(caught.value.hint).startswith("hpc-ddp explain ")
+    with pytest.raises(UsageError, match="by hand: its output went to its terminal") as caught:
+        show(written.run, LogQuery())
+    assert str(caught.value.hint).startswith("hpc-ddp explain ")
+    with pytest.raises(UsageError, match="by hand"):
+        follow(written.run, LogQuery(), lambda: True)
 
 
 def test_a_process_of_this_machine_is_seen_to_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What Slurm has of mine, as `clean` and others ask for it; its commands are stand-ins."""
+"""Live runs by Slurm's queue, as `clean` and others need them; its commands are stand-ins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fakes import Slurm
 
-from hpc_ddp.report import live
+from hpc_ddp.report.status.state import Queue, describe_work, read_queue
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.slurm import Queued
 
@@ -23,19 +23,19 @@ def test_the_queue_is_asked(slurm_commands: Slurm) -> None:
     slurm_commands.answer("scontrol", "ClusterName = here\n")
     slurm_commands.answer("squeue", "5|5|RUNNING|None|n1|9:00\n")
     slurm_commands.answer("squeue", "RUNNING|/w|job.sbatch\nCOMPLETED|/w|over\n")
-    queue = live.queue()
+    queue = read_queue()
     jobs = {"5": Queued("RUNNING", "None", "n1", "9:00")}
-    assert queue == live.Queue(jobs, {"/w/job.sbatch"}, "here")
+    assert queue == Queue(jobs, {"/w/job.sbatch"}, "here")
 
 
 def test_without_an_answer_nothing_is_known(
     slurm_commands: Slurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm_commands.answer("scontrol", err="Access denied", code=1)
-    assert live.queue() is None
-    assert "Access denied; what has a job is left alone" in capsys.readouterr().err
+    assert read_queue() is None
+    assert "Access denied; runs that have a job are left alone" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")
-    assert live.queue() is None
+    assert read_queue() is None
     assert capsys.readouterr().err == ""
 
 
@@ -56,4 +56,4 @@ def test_what_works_on_a_run(
     slurm_commands.answer("scontrol", f"ClusterName = {cluster}\n")
     slurm_commands.answer("squeue", jobs)
     slurm_commands.answer("squeue", scripts.format(script=run.script))
-    assert live.at_work(run, live.queue()) == work
+    assert describe_work(run, read_queue()) == work

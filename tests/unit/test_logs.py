@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from hpc_ddp.node.growth import Growth
-from hpc_ddp.report.logs import Asked, follow, show, spans
+from hpc_ddp.report.logs.files import LogQuery
+from hpc_ddp.report.logs.merge import spans
+from hpc_ddp.report.logs.view import follow, show
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 
@@ -67,7 +69,7 @@ def shown(logs: Logs, capfd: Any, **asked: Any) -> list[str]:
         "raw": False,
     }
     told |= asked
-    show(logs.run, Asked.of(**told))
+    show(logs.run, LogQuery.from_options(**told))
     return [line.rstrip() for line in capfd.readouterr().out.splitlines()]
 
 
@@ -119,7 +121,7 @@ def test_where_only_rank_0_speaks_nothing_is_marked(logs: Logs, capfd: Any) -> N
 def test_one_rank_is_shown_as_it_is(logs: Logs, capfd: Any) -> None:
     logs.say(NOISE, 2, 3).say("a\rb\r", 3).say("c\n[rank3]: d", 3)
     text = logs.run.attempt(0).node("b").rank_log(3).read_bytes().decode()
-    show(logs.run, Asked(rank=3))
+    show(logs.run, LogQuery(rank=3))
     assert capfd.readouterr().out == text
     assert shown(logs, capfd)[1:] == ["b rank 3 | c", "b rank 3 | d"]
 
@@ -179,8 +181,8 @@ def test_tasks_of_an_array_are_told_apart(tmp_path: Path, capfd: Any) -> None:
 
 
 def test_following_goes_on_over_attempts(logs: Logs, capfd: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("hpc_ddp.report.logs.ASK_EVERY", 1)
-    monkeypatch.setattr("hpc_ddp.report.logs.POLL_S", 0.01)
+    monkeypatch.setattr("hpc_ddp.report.logs.view.ASK_EVERY", 1)
+    monkeypatch.setattr("hpc_ddp.report.logs.view.POLL_S", 0.01)
     story = [
         lambda: logs.say("x\nhal", 0, indexed=False),
         lambda: logs.say("f\n", 0, indexed=False),
@@ -195,7 +197,7 @@ def test_following_goes_on_over_attempts(logs: Logs, capfd: Any, monkeypatch: An
             story.pop(0)()
         return not story
 
-    follow(logs.run, Asked(), ended)
+    follow(logs.run, LogQuery(), ended)
     lines = [line.strip() for line in capfd.readouterr().out.splitlines()]
     assert [line.partition(" ended")[0].partition(" began")[0] for line in lines] == [
         *("--- attempt 0", "x", "half", "--- attempt 0"),

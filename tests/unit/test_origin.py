@@ -13,7 +13,7 @@ from test_render import CASES
 from hpc_ddp.launch import config, origin, prepare
 from hpc_ddp.launch.config import Settings
 from hpc_ddp.launch.prepare import Prepared
-from hpc_ddp.report.origin import show
+from hpc_ddp.report.tables import show_origins
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec
 
@@ -119,7 +119,9 @@ def test_on_a_terminal_a_long_line_stays_in_its_column() -> None:
     rows = [("option", "--nodes", "n" * 70), ("option", "--nodes", ""), ("default", "x", "y")]
     for terminal, lines in ((True, 4), (False, 3)):
         shown = io.StringIO()
-        show(rows, Console(file=shown, width=60, force_terminal=terminal, color_system=None))
+        show_origins(
+            rows, Console(file=shown, width=60, force_terminal=terminal, color_system=None)
+        )
         printed = shown.getvalue().splitlines()
         assert len(printed) == lines
         assert printed[0].startswith("--nodes  nnn")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.report import overview
-from hpc_ddp.report.remembered import Remembered
-from hpc_ddp.report.status import Status, status_of
+from hpc_ddp.report.status import table as overview
+from hpc_ddp.report.status.cache import StatusCache
+from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.run.folder import RunFolder, link_job
 from hpc_ddp.run.goodput import account
 from hpc_ddp.run.journal import last_event, read_briefly
@@ -90,7 +90,7 @@ def test_only_what_has_ended_is_remembered_and_only_as_long_as_nothing_changes(
     ended, live = make(tmp_path, 7, ended=True), make(tmp_path, 8)
 
     def look(queue: dict[str, Queued]) -> list[Status]:
-        known = Remembered(tmp_path, queue)
+        known = StatusCache(tmp_path, queue)
         found = [known.status_of(run) for run in (ended, live)]
         known.save()
         return found
@@ -120,17 +120,17 @@ def test_only_what_has_ended_is_remembered_and_only_as_long_as_nothing_changes(
 def test_a_damaged_memory_is_none(tmp_path: Path, text: str) -> None:
     run = make(tmp_path, ended=True)
     (tmp_path / ".status.json").write_text(text)
-    assert Remembered(tmp_path, {}).status_of(run).state == "finished"
+    assert StatusCache(tmp_path, {}).status_of(run).state == "finished"
 
 
 def test_the_newest_and_the_live_ones_are_shown(tmp_path: Path, monkeypatch: Any) -> None:
     runs = [make(tmp_path, number, ended=number != 3) for number in range(30)]
     queue = {"3": RUNNING}
-    shown, others = overview.select(tmp_path, queue, every=False)
+    shown, others = overview.select(tmp_path, queue, show_all=False)
     assert (len(shown), others) == (21, 9)
     assert shown[:2] == [runs[29], runs[28]]
-    assert len(overview.select(tmp_path, queue, every=True)[0]) == 30
-    monkeypatch.setattr(overview, "queue", lambda: queue)
+    assert len(overview.select(tmp_path, queue, show_all=True)[0]) == 30
+    monkeypatch.setattr(overview, "jobs_in_queue", lambda: queue)
     told = overview.show(tmp_path, [], False, False)
     assert [line.split()[2] for line in told.splitlines()[1:4]] == ["3", "29", "28"]
     assert told.endswith("… 9 older: hpc-ddp status --all")
@@ -208,7 +208,7 @@ def test_the_queue_is_asked_once(tmp_path: Path, monkeypatch: Any) -> None:
         calls.append(1)
         return {"7": RUNNING}
 
-    monkeypatch.setattr(overview, "queue", queue)
+    monkeypatch.setattr(overview, "jobs_in_queue", queue)
     for number in range(5, 30):
         make(tmp_path, number)
     told = overview.show(tmp_path, [], True, False)
@@ -229,7 +229,13 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
         file.write("[" * 100_000 + "\n")
         file.write('{"time": NaN, "event": "started", "attempt": 1, "nodes": 5}\n')
         file.write('{"time": 1999999999, "event": "verdict", "attempt": 5}\n')
-    assert [row.state for row in overview.look(tmp_path, runs, {})] == ["finished", "finished"]
+    assert [row.state for row in overview.read_statuses(tmp_path, runs, {})] == [
+        "finished",
+        "finished",
+    ]
     (runs[0].journal_folder / "a.jsonl").mkdir()
     (tmp_path / ".status.json").unlink()
-    assert [row.state for row in overview.look(tmp_path, runs, {})] == ["unreadable", "finished"]
+    assert [row.state for row in overview.read_statuses(tmp_path, runs, {})] == [
+        "unreadable",
+        "finished",
+    ]

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_ddp.report.causes import CAUSES
-from hpc_ddp.report.reasons import REASONS
+from hpc_ddp.report.explain.failure_patterns import CAUSES
+from hpc_ddp.report.explain.pending_reasons import REASONS
 from tests.accept import is_accepted
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"

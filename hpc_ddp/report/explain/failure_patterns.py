@@ -1,13 +1,14 @@
-"""How failures are recognised: by what Python, torch, NCCL, the shell and Slurm say of them.
+"""The patterns of known failures, in the words of Python, torch, NCCL, the shell and Slurm.
 
-One row for each. The first row that is found in a text counts. ``{…}`` in its words stands for a
-group of its pattern; in its hint also for ``{again}``, the command that goes on with the run,
+One row for each; the first row whose pattern is in a text counts. ``{…}`` in its words stands for
+a group of its pattern; in its hint also for ``{again}``, the command that goes on with the run,
 ``{python}``, the job's Python, and ``{logs}``, the command that shows the rank's log.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -18,15 +19,23 @@ class Cause(NamedTuple):
     hint: str
 
 
+class Diagnosis(NamedTuple):
+    """A row that matches a text: its words are filled in, its hint is a template."""
+
+    kind: str
+    words: str
+    hint: str
+    groups: Mapping[str, str]
+
+
 _MEMORY = "more --mem, fewer or leaner DataLoader workers, or data that is not held in memory"
 _NETWORK = (
     "{again}; if it comes again: --interface, or --fabric ethernet, and NCCL_DEBUG=INFO with --env"
 )
-_PEERS = "see what was going on there: {logs}; if it comes again, leave that node out: --exclude"
+_PEERS = "look at that rank: {logs}; if it comes again, leave that node out: --exclude"
 _DISK = "make room, then: {again}"
 _PYTHON = "--python with the path of the Python that has torch, or --setup 'module load …'"
 
-# What names its cause by itself, wherever it is found.
 CAUSES = (
     # memory
     Cause(
@@ -72,7 +81,7 @@ CAUSES = (
         "disk read-only",
         r"Errno 30\]|Read-only file system",
         "the file system could only be read",
-        "--runs-dir on a disk that takes files, or wait until it is mended, then: {again}",
+        "--runs-dir on a disk that takes files, or wait until it is repaired, then: {again}",
     ),
     Cause(
         "disk failed",
@@ -154,7 +163,7 @@ CAUSES = (
         "bad environment",
         r"(unknown: \"(?P<a>[^\"]+)|Unable to locate a modulefile for '(?P<b>[^']+))",
         "the environment module {a}{b} does not exist here",
-        "module avail shows what there is; then mend --setup",
+        "module avail lists them; then fix --setup",
     ),
     Cause(
         "bad environment",
@@ -167,7 +176,7 @@ CAUSES = (
         "bad environment",
         r"(?P<file>\S*/activate): No such file",
         "there is no virtual environment {file}",
-        "mend --setup, or name its Python: --python",
+        "fix --setup, or name its Python: --python",
     ),
     Cause(
         "bad environment",
@@ -203,9 +212,9 @@ CAUSES = (
     Cause(
         "bad environment",
         r"Error: network [\w ]+ not found|Failed to initialize any NET plugin",
-        "NCCL found no way to use the network that it was told to (NCCL_NET): its plugin, or"
+        "NCCL could not use the network of NCCL_NET: its plugin, or"
         " libibverbs, is not in the job's environment, or the cards are not in the node",
-        "see what the output says of it, and load what is missing (--setup 'module load …');"
+        "read its lines in the output, and load the missing part (--setup 'module load …');"
         " or go without it, slowly: --fabric ethernet",
     ),
     # peers and network
@@ -283,30 +292,29 @@ CAUSES = (
         "{again} with --exclude of that node, and tell your site's support",
     ),
     Cause(
-        "unsound weights",
+        "non-finite weights",
         r"the weights have NaN or infinity in them",
         "the weights had become NaN or infinite",
         "a lower learning rate, or run.update(optimizer, clip_norm=1.0); then {again}",
     ),
 )
 
-# What a signal that is nobody's notice means.
+# Signals that are no notice, and their usual reason.
 SIGNALS = {
     6: "it gave up by itself (SIGABRT), as C++ code does after an error",
     7: "a file that it had mapped into memory was cut short, or /dev/shm was full (SIGBUS)",
-    9: "somebody killed it (SIGKILL); the kernel does so where memory runs out, and it did not"
-    " say so here",
+    9: "it was killed (SIGKILL); the kernel does so where memory runs out, but has not reported it",
     11: "compiled code touched memory that it must not (SIGSEGV)",
 }
 
 
-def recognise(text: str) -> tuple[Cause, dict[str, str]] | None:
-    """Return the first row that is found in a text, and the values for its words."""
+def recognise(text: str) -> Diagnosis | None:
+    """Return the first row whose pattern is in a text; None without one."""
     for cause in CAUSES:
         match = re.search(cause.pattern, text, re.M)
         if match:
-            named = {name: value or "" for name, value in match.groupdict().items()}
-            size = named.get("size")
-            named["when_size"] = f" when it asked for {size} more" if size else ""
-            return cause, named
+            groups = {name: group or "" for name, group in match.groupdict().items()}
+            size = groups.get("size")
+            groups["when_size"] = f" when it asked for {size} more" if size else ""
+            return Diagnosis(cause.kind, cause.words.format(**groups), cause.hint, groups)
     return None

@@ -1,7 +1,7 @@
-"""What Slurm means by the reason of a job that waits, in plain words.
+"""Slurm's reasons for a waiting job, in plain words.
 
-A reason takes the first row whose pattern it begins with. ``{job}`` stands for the job id, other
-names for groups of the pattern; `WHAT` has the words for what a limit is on.
+The first row counts whose pattern matches the start of a reason. ``{job}`` stands for the job id,
+other fields for groups of the pattern; `RESOURCES` has the words for the resource of a limit.
 """
 
 from __future__ import annotations
@@ -118,38 +118,38 @@ REASONS = (
     Reason(r"MaxMemPerLimit", "it asks for more memory per node or CPU than allowed", _LESS),
     Reason(r"DeadLine", "it can not end before its --deadline", _LESS),
     Reason(
-        r"(?P<who>Assoc|QOS)Grp(?P<what>\w+?)(Run)?Minutes(Limit)?$",
-        "{who} has used up its {what} minutes",
-        "sshare shows the budget; ask who owns it, or take another --account",
+        r"(?P<owner>Assoc|QOS)Grp(?P<limit>\w+?)(Run)?Minutes(Limit)?$",
+        "{owner} has used up its {limit} minutes",
+        "sshare shows the budget; ask its owner, or use another --account",
     ),
     Reason(
-        r"(?P<who>Assoc|QOS)Grp(?P<what>\w+?)(Limit)?$",
-        "all jobs of {who} together use as much as they may of: {what}",
+        r"(?P<owner>Assoc|QOS)Grp(?P<limit>\w+?)(Limit)?$",
+        "all jobs of {owner} together use as much as they may of: {limit}",
         _LIMITS,
     ),
     Reason(
-        r"(Assoc|QOS)?Max(?P<what>\w+?)PerUser(Limit)?$",
-        "your jobs together use as much as you may of: {what}",
+        r"(Assoc|QOS)?Max(?P<limit>\w+?)PerUser(Limit)?$",
+        "your jobs together use as much as you may of: {limit}",
         "wait for your other jobs, or ask for less; sacctmgr show qos shows the limits",
     ),
     Reason(
-        r"(Assoc|QOS)?Max(?P<what>\w+?)PerAccount(Limit)?$",
-        "the jobs of your account together use as much as they may of: {what}",
+        r"(Assoc|QOS)?Max(?P<limit>\w+?)PerAccount(Limit)?$",
+        "the jobs of your account together use as much as they may of: {limit}",
         _LIMITS,
     ),
     Reason(
-        r"(Assoc|QOS)?Max(?P<what>\w+?)(Minutes)?Per(Job|Node)(Limit)?$",
-        "it asks for more than one job may have of: {what}",
+        r"(Assoc|QOS)?Max(?P<limit>\w+?)(Minutes)?Per(Job|Node)(Limit)?$",
+        "it asks for more than one job may have of: {limit}",
         _LESS + "; sacctmgr show qos shows the limits",
     ),
     Reason(
-        r"(Assoc|QOS)Max(?P<what>Jobs|SubmitJob)Limit",
-        "you have as many as you may of: {what}",
+        r"(Assoc|QOS)Max(?P<limit>Jobs|SubmitJob)Limit",
+        "you have as many as you may of: {limit}",
         _LIMITS,
     ),
     Reason(
-        r"QOSMin(?P<what>\w+?)(NotSatisfied)?$",
-        "it asks for less than its QOS takes of: {what}",
+        r"QOSMin(?P<limit>\w+?)(NotSatisfied)?$",
+        "it asks for less than its QOS takes of: {limit}",
         "ask for more, or another --qos; sacctmgr show qos shows the limits",
     ),
     Reason(
@@ -159,8 +159,8 @@ REASONS = (
     ),
 )
 
-WHO = {"Assoc": "your account", "QOS": "your QOS"}
-WHAT = {
+OWNERS = {"Assoc": "your account", "QOS": "your QOS"}
+RESOURCES = {
     "gres": "GPUs (GRES)",
     "cpu": "CPUs",
     "node": "nodes",
@@ -177,12 +177,13 @@ WHAT = {
 
 
 def in_words(reason: str, job: str) -> tuple[str, str]:
-    """Return what a reason means and what to do about it; an unknown one as it is."""
+    """Return the meaning of a reason and a hint; an unknown reason as it is."""
     for row in REASONS:
         match = re.match(row.pattern, reason)
         if match:
-            named = {name: text or "" for name, text in match.groupdict().items()}
-            named["who"] = WHO.get(named.get("who", ""), "")
-            named["what"] = WHAT.get(named.get("what", "").lower(), named.get("what", ""))
-            return row.words.format(**named), row.hint.format(job=job)
+            groups = {name: text or "" for name, text in match.groupdict().items()}
+            groups["owner"] = OWNERS.get(groups.get("owner", ""), "")
+            limit = groups.get("limit", "")
+            groups["limit"] = RESOURCES.get(limit.lower(), limit)
+            return row.words.format(**groups), row.hint.format(job=job)
     return f"Slurm gives the reason {reason}", f"scontrol show job {job}"

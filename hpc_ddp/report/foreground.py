@@ -1,6 +1,6 @@
 """A progress bar for a run in the foreground, drawn from its journal.
 
-The workers print plain lines whoever watches; a bar of their own would garble the logs.
+The workers print plain lines: a bar of their own would garble the logs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REFRESH_S = 0.3
 def watch(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
     """Wait for `process` and return its exit code.
 
-    Where its output comes through a pipe, that is shown above a bar with the run's progress.
+    Output that comes through a pipe is shown above a bar with the run's progress.
     """
     if process.stdout is None:
         return process.wait()
@@ -31,23 +31,27 @@ def watch(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
     columns = (
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(),
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.fields[metrics]}"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(), transient=True) as progress:
-        task = progress.add_task("", total=None, told="starting")
+        task = progress.add_task("", total=None, metrics="starting")
         reader = threading.Thread(target=_copy, args=(process.stdout, progress.console))
         reader.start()
         while reader.is_alive():
             reader.join(REFRESH_S)
             metrics = last_event(run.events(), "metrics") or {"step": 0}
-            told = "  ".join(
-                f"{key} {metrics[key]:.4g}"
-                for key in ("epoch", "loss", "samples_per_s")
-                if metrics.get(key) is not None
+            values = "  ".join(
+                f"{name} {metrics[name]:.4g}"
+                for name in ("epoch", "loss", "samples_per_s")
+                if metrics.get(name) is not None
             )
-            total = metrics.get("total_steps")
-            progress.update(task, completed=metrics["step"], total=total, told=told or "starting")
+            progress.update(
+                task,
+                completed=metrics["step"],
+                total=metrics.get("total_steps"),
+                metrics=values or "starting",
+            )
     return process.wait()
 
 

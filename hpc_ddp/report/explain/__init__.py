@@ -1,0 +1,1 @@
+"""What became of a run, why, and what to do about it."""
