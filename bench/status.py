@@ -34,7 +34,7 @@ def make(root: Path, number: int) -> None:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(began))
     name = f"study-{number % 12}"
     run = RunFolder(root / name / f"{stamp}-{number:04x}").make()
-    run.job_json.write_text(JobSpec("train.py", name=name, nodes=2).to_json())
+    run.job_json.write_text(JobSpec("train.py", job_name=name, nodes=2).to_json())
     link_job(str(number), run)
     lines = draw.choices((60, 1500, 5000), (80, 15, 5))[0]
     attempts = draw.choices((1, 2), (2, 1))[0]

@@ -12,7 +12,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from hpc_ddp.report.status.run_status import Status, cancel, status_of
 from hpc_ddp.report.status.state import Queue, describe_work, jobs_in_queue
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.options import default_of, key_of
 from hpc_ddp.run.spec import JobSpec
 
 __all__ = ["Handle", "HpcDdpError", "JobSpec", "Status", "UsageError", "find", "submit"]
@@ -149,8 +150,8 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     Parameters
     ----------
     spec
-        the job. What is left at its default counts as not said: the project's ``hpc-ddp.toml``
-        and the site file may say it. Paths are meant from the working directory.
+        the job. A field at its default counts as unset: the project's ``hpc-ddp.toml`` and the site
+        file may set it. Paths are relative to the working directory.
     settings
         the keys that ``hpc-ddp.toml`` may have, with ``_`` for ``-``: the same without a
         `JobSpec`, or more that one has no field for, such as ``site``; and ``sweep``, values by
@@ -176,14 +177,14 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     hpc_ddp.run.errors.UsageError: hpc_ddp.submit: unknown key 'nodse', did you mean 'nodes'?; ...
     """
     cwd = Path.cwd()
-    said = (_said(spec) if spec else {}) | settings
-    sweep = said.pop("sweep", None)
-    merged = config.load(_layer(said) | _sweep(sweep), cwd, Path.home())
+    layer = (_set_fields(spec) if spec else {}) | settings
+    sweep = layer.pop("sweep", None)
+    merged = config.load(_as_file(layer) | _sweep(sweep), cwd, Path.home())
     root = config.runs_dir(merged, os.environ)
     prepared = prepare.new_run(merged, cwd, root)
     with contextlib.ExitStack() as stack:
         output = None
-        if prepared.spec.backend in ("local", "allocation"):  # where Slurm would put it
+        if prepared.spec.backend in ("local", "salloc"):  # where Slurm would put it
             output = stack.enter_context(open(prepared.run.slurm_out, "ab"))
         started = backends.start(prepared, output)
     return Handle(prepared.run.path, started.process)
@@ -205,29 +206,20 @@ def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
     return Handle(config.run_of(os.fspath(run), runs_dir).path)
 
 
-def _said(spec: JobSpec) -> dict[str, Any]:
-    """Return the fields of a job that have another value than their default."""
-    said = {}
-    for each in fields(spec):
-        made = each.default_factory
-        default = each.default if made is MISSING else made()
-        if getattr(spec, each.name) != default:
-            said[each.name] = getattr(spec, each.name)
-    return said
+def _set_fields(spec: JobSpec) -> dict[str, Any]:
+    """Return the fields of a job that differ from their default."""
+    values = {item.name: (getattr(spec, item.name), default_of(item)) for item in fields(spec)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def _layer(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as a project file would have them."""
-    values = {name.replace("_", "-"): value for name, value in said.items() if value is not None}
-    for field_name, key in (("name", "job-name"), ("workdir", "chdir")):
-        if field_name in values:
-            values[key] = values.pop(field_name)
-    for key, value in values.items():
+def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as a project file has them, checked."""
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
         if isinstance(value, tuple):
-            values[key] = list(value)
-    for key in ("script", "runs-dir", "template", "chdir"):
-        if isinstance(values.get(key), os.PathLike):
-            values[key] = os.fspath(values[key])
+            values[key_of(name)] = list(value)
+        elif value is not None:
+            values[key_of(name)] = os.fspath(value) if isinstance(value, os.PathLike) else value
     return config.as_options(values, "hpc_ddp.submit")
 
 

@@ -111,12 +111,9 @@ def _options_of(script: str, more: Sequence[str] = ()) -> dict[str, str]:
 def _run(
     argv: Sequence[str],
     env: Mapping[str, str] | None = None,
-    script: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> str:
     """Run one of Slurm's commands once and return what it printed.
-
-    With a `script`, which it reads, also what it said besides.
 
     Raises
     ------
@@ -129,7 +126,6 @@ def _run(
         done = subprocess.run(
             argv,
             env=env or {**os.environ, "SLURM_TIME_FORMAT": "standard"},  # read by `_unix`
-            input=script,
             capture_output=True,
             text=True,
             errors="replace",
@@ -151,7 +147,7 @@ def _run(
             raise NoAnswerError(f"{argv[0]} got no answer: {said}", hint="scontrol ping")
         hint = next((hint for word, hint in _HINTS.items() if word in said), f"man {argv[0]}")
         raise HpcDdpError(f"{argv[0]} refused: {said}", hint=hint)
-    return done.stdout if script is None else done.stdout + done.stderr
+    return done.stdout
 
 
 # What to look at, by what Slurm says of a job that it refuses.
@@ -285,95 +281,6 @@ def why_refused(script: Path, *options: str) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """When and where a job would start, as ``sbatch --test-only`` says; None where it does not.
-
-    `start` is in unix seconds. `preempts` are the ids of the jobs that would have to go. `said`
-    is all of it in Slurm's own words.
-    """
-
-    start: float | None
-    nodes: str | None
-    partition: str | None
-    preempts: tuple[str, ...]
-    said: str
-
-
-def estimate(script: str, env: Mapping[str, str]) -> Estimate:
-    """Ask Slurm when and where a script would start; nothing is submitted.
-
-    Raises
-    ------
-    HpcDdpError
-        Slurm refuses the job, or gives no answer
-    """
-    env = submit_env(env, _options_of(script))
-    return parse_estimate(_run(["sbatch", "--test-only"], env=env, script=script))
-
-
-def parse_estimate(text: str) -> Estimate:
-    """Read what ``sbatch --test-only`` says; each part on its own, since versions word it
-    differently."""
-
-    def found(pattern: str) -> str | None:
-        match = re.search(pattern, text)
-        return match[1] if match else None
-
-    said = re.sub(r"^sbatch: ", "", text, flags=re.M).strip()
-    return Estimate(
-        start=_unix(found(r"to start at (\S+)") or ""),
-        nodes=found(r" on (?:nodes )?([^\s,]\S*)"),
-        partition=found(r" in partition (\S+)"),
-        preempts=tuple(re.findall(r"\d+", found(r"Preempts: *(.*)") or "")),
-        said=said,
-    )
-
-
-@dataclass(frozen=True)
-class Partition:
-    """What a partition permits: times in seconds, None for no bound (or no default)."""
-
-    name: str
-    is_default: bool
-    state: str
-    max_time_s: int | None
-    default_time_s: int | None
-    max_nodes: int | None
-    nodes: int
-
-
-def partitions() -> list[Partition]:
-    """Return the partitions of the cluster; empty where nobody answers."""
-    try:
-        return [parse_partition(row) for row in show_all("partition") if "PartitionName" in row]
-    except HpcDdpError:
-        return []
-
-
-def parse_partition(said: Mapping[str, str]) -> Partition:
-    """Read a partition's values, as `show_all` has them."""
-    count = said.get("MaxNodes", "")
-    return Partition(
-        name=said["PartitionName"],
-        is_default=said.get("Default") == "YES",
-        state=said.get("State", "UP"),
-        max_time_s=_seconds(said.get("MaxTime", "")),
-        default_time_s=_seconds(said.get("DefaultTime", "")),
-        max_nodes=int(count) if count.isdecimal() else None,
-        nodes=int(said.get("TotalNodes", "0")),
-    )
-
-
-def _seconds(text: str) -> int | None:
-    """Return the seconds of ``1-12:00:00``; None for UNLIMITED, NONE."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if not match:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
 def unusable(nodes: Sequence[str]) -> list[str]:
     """Return those of the nodes that are down, drained, or do not answer the controller."""
     bad = re.compile(r"down|drain|fail|.*\*")  # a star: it does not answer
@@ -493,6 +400,15 @@ def _field(text: str, pattern: str) -> str:
     """Return the first group of what a pattern finds in ``scontrol show``'s lines, or ''."""
     match = re.search(pattern, text, re.M)
     return match[1] if match else ""
+
+
+def _seconds(text: str) -> int | None:
+    """Return the seconds of ``1-12:00:00``; None for UNLIMITED, NONE."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not match:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _left_s(run_time: str, limit: str) -> float | None:

@@ -18,12 +18,12 @@ from hpc_ddp.cli.common import root_of, say
 from hpc_ddp.cli.options import (
     Grouped,
     again_options,
-    given,
     job_options,
     local_options,
     node_options,
+    settings_of,
 )
-from hpc_ddp.launch import backends, config, estimate, origin, prepare, variables
+from hpc_ddp.launch import backends, config, origin, prepare
 from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch import sweep as launch_sweep
@@ -65,22 +65,10 @@ def _begin(prepared: Prepared, fresh: bool) -> backends.Started:
 
 
 def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
-    """Say where an option of ours stands behind SCRIPT: it is the script's then, silently.
-
-    Raises
-    ------
-    UsageError
-        it is ``--test-only``, and a job would be submitted in its place
-    """
+    """Say where an option of ours stands behind SCRIPT: it is the script's then, silently."""
     names = {n for p in click.get_current_context().command.params for n in p.opts if n[:2] == "--"}
     for word in args:
         name = word.partition("=")[0]
-        if name == "--test-only" and name in names:
-            raise UsageError(
-                f"{name} stands behind {script}, so it would go to the script",
-                hint=f"hpc-ddp submit {name} … {script}; if it is the script's own: args = […] in"
-                " hpc-ddp.toml",
-            )
         if name in names:
             say(f"note: {name} stands behind {script}, so it goes to the script")
 
@@ -88,7 +76,7 @@ def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
 def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Settings]:
     _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")
-    said = given(options) | forced
+    said = settings_of(options) | forced
     cwd = Path.cwd()
     settings = config.load(said, cwd, Path.home())
     project = config.find_project_file(cwd)
@@ -102,31 +90,17 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Sett
         run = find_run(root_of(settings), run_text)
         prepared = prepare.planned_continuation(run, said, settings, cwd)
     spec = prepared.spec
-    for text in (
-        *prepared.rendering.left_out(),
-        *variables.warnings(spec),
-        *prepare.doubts(spec),
-    ):
+    for text in (*prepared.rendering.left_out(), *prepare.doubts(spec)):
         say(f"warning: {text}")
     return prepared, settings
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
-@click.option(
-    "--test-only", is_flag=True, help="Submit nothing: ask Slurm when and where it would start."
-)
 @_fresh
 @job_options
-def submit(as_json: bool, test_only: bool, fresh: bool, **options: Any) -> None:
+def submit(as_json: bool, fresh: bool, **options: Any) -> None:
     """Submit SCRIPT with ARGS to Slurm; prints the job id."""
-    if not test_only:
-        _start(_prepare(options, fresh), as_json, fresh)
-        return
-    prepared, _ = _plan(options)
-    found = estimate.of(prepared)
-    for text in found.notes:
-        say(f"note: {text}")
-    click.echo(json.dumps(found.to_dict()) if as_json else found.text())
+    _start(_prepare(options, fresh), as_json, fresh)
 
 
 def _start(prepared: Prepared, as_json: bool, fresh: bool = False) -> None:
@@ -163,19 +137,16 @@ def sweep(as_json: bool, sets: Sequence[str], max_parallel: int | None, **option
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
-@click.option("--explain", "explained", is_flag=True, help="Show where each line comes from.")
+@click.option("--explain", is_flag=True, help="Print each setting and where it is set.")
 @job_options
-def render(as_json: bool, explained: bool, **options: Any) -> None:
+def render(as_json: bool, explain: bool, **options: Any) -> None:
     """Print the batch script that `submit` would run. It can be submitted by hand.
 
-    With --explain no run folder is left behind.
+    With --explain the settings are printed in place of the script, and nothing is left behind.
     """
-    if explained:
-        lines = origin.explained(*_plan(options))
-        if as_json:
-            click.echo(json.dumps([line.to_dict() for line in lines]))
-        else:
-            tables.show_origins([(each.origins[0].source, each.label, each.text) for each in lines])
+    if explain:
+        rows = origin.origins(*_plan(options))
+        click.echo(json.dumps([row.to_dict() for row in rows]) if as_json else origin.table(rows))
         return
     prepared = _prepare(options)
     text = backends.render(prepared)
@@ -220,7 +191,7 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
     cwd = Path.cwd()
     # What it kills has to end: a project file may have workers started again within an attempt.
     forced = {"backend": "local", "max-restarts": 0, "elastic": False}
-    settings = config.load(given(options) | forced, cwd, Path.home())
+    settings = config.load(settings_of(options) | forced, cwd, Path.home())
     report = rehearsal.drill(settings, cwd, root_of(settings), steps, say)
     click.echo(json.dumps(report.to_dict()) if as_json else report.text())
     if not report.ok:
@@ -241,7 +212,7 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
     model is trained on all GPUs of the allocation, or of this machine, and killed once; a table to
     be pasted into an issue says what works. Exit code 1 where something does not.
     """
-    settings = config.load(given(options), Path.cwd(), Path.home())
+    settings = config.load(settings_of(options), Path.cwd(), Path.home())
     if settings.recognised:
         say(f"site: {settings.recognised}")
     if train:
@@ -286,7 +257,7 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
                 hint=f"hpc-ddp rerun {run} --set lr=0.1",
             )
         changes[name] = value
-    said, cwd = given(options), Path.cwd()
+    said, cwd = settings_of(options), Path.cwd()
     settings = config.load(said, cwd, Path.home())
     root = root_of(settings)
     found = find_run(root, run)

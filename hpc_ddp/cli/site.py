@@ -1,4 +1,4 @@
-"""What is known of a cluster: site detect, list, show."""
+"""Site files: detect, list, show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpc_ddp.launch import config, detect, login, operators, sites
 
 @click.group()
 def site() -> None:
-    """Look at this cluster, and at the site files that say what clusters are like."""
+    """Show site files, and write one for this cluster."""
 
 
 @site.command("detect")
@@ -22,31 +22,31 @@ def site() -> None:
 @click.option("--print", "only_print", is_flag=True, help="Print the file, and write nothing.")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 def detect_(name: str | None, only_print: bool, force: bool) -> None:
-    """Ask Slurm and this login node what the cluster is like, and write a site file.
+    """Probe Slurm and this login node, and write a site file; its path is printed.
 
-    What follows for your jobs is said in words. The file is ~/.config/hpc-ddp/site.toml, which
-    counts for all your jobs from here, and is yours to edit. At a site that is known already it is
-    that site's, and holds what the known file does not. Nothing is submitted.
+    The file is ~/.config/hpc-ddp/site.toml, which counts for all your jobs from here, and is yours
+    to edit. For a site that hpc-ddp knows it holds only what the known file does not. Nothing is
+    submitted.
     """
     home = Path.home()
     recognised = None if name else sites.recognised(home, os.environ)
     name = name or (recognised[0] if recognised else "site")
     known = sites.shipped_keys(name)
     if known:
-        say(f"{name} is known: `hpc-ddp site show {name}`. Here is what its file does not say.")
-    found = detect.describe(login.look(os.environ), known)
-    text = found.to_toml(time.strftime("%Y-%m-%d"))
+        say(f"{name} is known (hpc-ddp site show {name}): its keys are left out here")
+    description = detect.describe(login.probe(os.environ), known)
+    text = description.to_toml(time.strftime("%Y-%m-%d"))
     if only_print:
         click.echo(text, nl=False)
         return
-    for line in (found.title, *found.words()):
+    for line in (description.title, *description.remarks):
         say(line)
     click.echo(sites.write(home, name, text, force))
 
 
 @site.command("list")
 def list_() -> None:
-    """List the site files: yours, and those that come with hpc-ddp. A star: it counts here."""
+    """List the site files: yours, and those that come with hpc-ddp. `*` marks the site in use."""
     home = Path.home()
     here = sites.files(_chosen(home), home, operators.site_file(os.environ))
     for path in sites.all_files(home):
@@ -56,14 +56,14 @@ def list_() -> None:
 @site.command()
 @click.argument("name", required=False)
 def show(name: str | None) -> None:
-    """Print the files of site NAME (default: what counts here), the one that comes first on top."""
+    """Print the files of site NAME (default: the site in use); the first has precedence."""
     home = Path.home()
     for path in sites.files(name or _chosen(home), home, operators.site_file(os.environ)):
         click.echo(f"# --- {path}\n{path.read_text()}")
 
 
 def _chosen(home: Path) -> str | None:
-    """Return the site that jobs have here: the project's, or one that is recognised."""
-    found = sites.recognised(home, os.environ)
+    """Return the site of jobs from this folder: the project's, or one that is recognised."""
+    recognised = sites.recognised(home, os.environ)
     named: str | None = config.load({}, Path.cwd(), home).get("site")
-    return named or (found[0] if found else None)
+    return named or (recognised[0] if recognised else None)

@@ -20,7 +20,7 @@ from hpc_ddp.launch.render import job_env, node_command, step_options
 from hpc_ddp.run.accelerators import hiding_env
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import link_job, written_by_owner
-from hpc_ddp.run.spec import array_indexes
+from hpc_ddp.run.slurm_values import array_indexes
 
 Output = int | IO[bytes] | None  # as Popen takes it; None: to where this process prints
 
@@ -127,7 +127,7 @@ class LocalBackend(SlurmBackend):
         return subprocess.Popen(
             command,
             env=env,
-            cwd=spec.workdir,
+            cwd=spec.chdir,
             start_new_session=True,  # Ctrl-C is for this process, which passes on a notice
             stdout=output,  # a pipe's content is shown above a progress bar
             stderr=None if output is None else subprocess.STDOUT,
@@ -205,7 +205,7 @@ class SubmititBackend(SlurmBackend):
 BACKENDS: dict[str, Backend] = {
     "slurm": SlurmBackend(),
     "submitit": SubmititBackend(),
-    "allocation": AllocationBackend(),
+    "salloc": AllocationBackend(),
     "local": LocalBackend(),
 }
 

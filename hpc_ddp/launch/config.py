@@ -18,31 +18,55 @@ from hpc_ddp.launch import operators, sites
 from hpc_ddp.launch.fabric import read_toml
 from hpc_ddp.run.errors import UsageError, closest
 from hpc_ddp.run.folder import RunFolder, find_run
+from hpc_ddp.run.options import ENVIRONMENT, FLAG, LIST, TEXT, Kind, option, options_of
 from hpc_ddp.run.spec import JobSpec
 
 T = TypeVar("T")
 
 PROJECT_FILE = "hpc-ddp.toml"
-OURS = ("site", "runs-dir", "scratch", "chdir", "snapshot", "snapshot-exclude", "job-name")
-_LISTS = (
-    *("args", "sbatch", "srun", "torchrun", "setup", "teardown", "env-names"),
-    *("container-options", "snapshot-exclude"),
-)
-_NUMBERS = ("nproc-per-node", "cpus-per-task", "max-requeues", "max-failures", "max-restarts")
-_BOUNDS = ("budget-gpu-hours",)
-# A file's table [when.partition.NAME] counts only for jobs that name this partition.
+# Settings of which a job can have one only.
+EXCLUSIVE = (("cpus-per-node", "cpus-per-task"), ("container", "image"))
+# A file's table [when.partition.NAME] counts only for jobs in this partition.
 CHOICES = ("partition", "qos")
-_FLAGS = ("exclusive", "snapshot", "preflight", "elastic")
-# What a site has of these comes first, and what the job has of them after it: neither can do
-# without the other. Of an option that is there twice Slurm takes the last.
-JOINED = ("setup", "sbatch", "srun")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The settings that are no part of a job: its site, and where its files are."""
+
+    site: str | None = option(
+        None, "A site file of templates/sites or yours.", group=ENVIRONMENT, metavar="NAME"
+    )
+    runs_dir: str | None = option(
+        None, "The folder of all run folders.", group=ENVIRONMENT, metavar="DIR", is_local=True
+    )
+    scratch: str | None = option(
+        None,
+        "The folder on the parallel file system, for runs without --runs-dir.",
+        group=ENVIRONMENT,
+        is_file_only=True,
+    )
+    snapshot: bool = option(
+        True, "Run the live code, not a copy of it.", group=ENVIRONMENT, is_local=True
+    )
+    snapshot_exclude: tuple[str, ...] = option(
+        (),
+        "Patterns of files that the copy of the code leaves out.",
+        group=ENVIRONMENT,
+        is_file_only=True,
+    )
+
+
+OPTIONS = options_of(JobSpec, Placement)
+# A site's value of these comes first and the job's after it: neither works without the other. Of a
+# repeated option Slurm takes the last.
+JOINED = tuple(key for key, declared in OPTIONS.items() if declared.is_joined)
+_KINDS = {"script": TEXT, "args": LIST} | {key: opt.kind for key, opt in OPTIONS.items()}
 
 
 def known_keys() -> list[str]:
     """Return the keys that a project or site file may have: the options' own names."""
-    no_keys = ("name", "sweep", "workdir")
-    names = [f.name.replace("_", "-") for f in fields(JobSpec) if f.name not in no_keys]
-    return sorted([*names, *OURS])
+    return sorted(_KINDS)
 
 
 @dataclass(frozen=True)
@@ -133,7 +157,7 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
     layers, of_site = _with_tables(layers, chosen), _with_tables(of_site, chosen)
     if limits:
         of_site.append(Layer("operators", limits.defaults, limits.path))
-    values = _merged(_over(layers), _over(of_site))
+    values = _merged(_merge_layers(layers), _merge_layers(of_site))
     if values.get("array") and _first(layers, "continue-by") is None:
         values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
     recognised = f"{found[0]} ({found[1]})" if found else ""
@@ -160,32 +184,46 @@ def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Lay
 
 
 def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
-    """Merge what is said of a job with what is true of its site."""
-    values = {**site, **_share(site, job), **job}
-    if "env" in values:
-        values["env"] = {**site.get("env", {}), **job.get("env", {})}
+    """Merge the settings of a job with those of its site."""
+    values = _over({**site, **_share(site, job)}, job)
     for key in JOINED:
         if key in job:
             values[key] = [*site.get(key, ()), *job[key]]
     return values
 
 
-def _share(of_site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a node's CPUs for a job that takes some of its GPUs: a site says them for all."""
-    counts = (re.search(r"\d+$", str(each.get("gpus-per-node", ""))) for each in (of_site, job))
-    whole, some = (int(found[0]) if found else 0 for found in counts)
-    if "cpus-per-task" not in of_site or not 0 < some < whole:
+def _share(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """Scale the site's ``cpus-per-node``, meant for all GPUs of a node, to the job's GPUs."""
+    all_gpus, job_gpus = _gpu_count(site), _gpu_count(job)
+    if "cpus-per-node" not in site or not 0 < job_gpus < all_gpus:
         return {}
-    return {"cpus-per-task": max(1, of_site["cpus-per-task"] * some // whole)}
+    return {"cpus-per-node": max(1, site["cpus-per-node"] * job_gpus // all_gpus)}
 
 
-def _over(layers: Sequence[Layer]) -> dict[str, Any]:
-    """Merge layers, the first to count first."""
+def _gpu_count(settings: Mapping[str, Any]) -> int:
+    match = re.search(r"\d+$", str(settings.get("gpus-per-node", "")))
+    return int(match[0]) if match else 0
+
+
+def _merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Return the values of some layers, of which the first has precedence."""
     values: dict[str, Any] = {}
-    for each in reversed(layers):
-        for key, value in each.values.items():
-            values[key] = {**values.get(key, {}), **value} if key == "env" else value
+    for layer in reversed(layers):
+        values = _over(values, layer.values)
     return values
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with those of a layer above them.
+
+    ``env`` is merged name by name. Of two keys that exclude each other the one above replaces the
+    other one: a site's ``cpus-per-node`` does not count for a job with ``cpus-per-task``.
+    """
+    replaced = {key for pair in EXCLUSIVE if above.keys() & {*pair} for key in pair}
+    values = {key: value for key, value in below.items() if key not in replaced}
+    if "env" in above:
+        values["env"] = {**below.get("env", {}), **above["env"]}
+    return {**values, **{key: value for key, value in above.items() if key != "env"}}
 
 
 def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
@@ -249,11 +287,12 @@ def _checked(
         operators.warn(message, f"tell the operators of this cluster: {path}")
         del layer[key]
     for key, value in layer.items():
-        kind, accepted = _kind(key)
-        if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-            raise UsageError(f"{path}: {key} is {value!r}, but must be {kind}", hint=f"see {path}")
-        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
-            raise UsageError(f"{path}: {key} must be {kind}", hint=f"see {path}")
+        kind: Kind = _KINDS[key]
+        if not isinstance(value, kind.types) or (isinstance(value, bool) and kind is not FLAG):
+            text = f"{path}: {key} is {value!r}, but must be {kind.text}"
+            raise UsageError(text, hint=f"see {path}")
+        if isinstance(value, list) and not all(isinstance(line, str) for line in value):
+            raise UsageError(f"{path}: {key} must be {kind.text}", hint=f"see {path}")
     for key in {"script", "template"} & layer.keys():  # a path in a file is meant from there
         layer[key] = str(path.parent / os.path.expanduser(layer[key]))
     if "env" in layer:
@@ -261,22 +300,6 @@ def _checked(
     if isinstance(layer.get("gpus-per-node"), int):
         layer["gpus-per-node"] = str(layer["gpus-per-node"])
     return layer
-
-
-def _kind(key: str) -> tuple[str, tuple[type, ...]]:
-    if key in _LISTS:
-        return "a list of strings", (list,)
-    if key in _NUMBERS:
-        return "a whole number", (int,)
-    if key in _BOUNDS:
-        return "a number", (int, float)
-    if key in _FLAGS:
-        return "true or false", (bool,)
-    if key == "nodes":
-        return 'a whole number, or a range like "1-4"', (int, str)
-    if key == "gpus-per-node":
-        return 'a number or "type:number"', (int, str)
-    return ("a table", (dict,)) if key == "env" else ("a string", (str,))
 
 
 def job_spec(settings: Settings, cwd: Path) -> JobSpec:
@@ -295,16 +318,16 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     script = (cwd / settings.values["script"]).absolute()
     if not script.is_file():
         raise UsageError(f"script {str(script)!r} does not exist", hint=f"ls {script.parent}")
-    names = {field.name for field in fields(JobSpec)}
+    names = {item.name for item in fields(JobSpec)}
     values = {key.replace("-", "_"): value for key, value in settings.values.items()}
-    given = {key: value for key, value in values.items() if key in names}
-    given |= {"script": str(script), "workdir": working_directory(cwd, settings.get("chdir", ""))}
-    if "template" in given:
-        given["template"] = str(cwd / given["template"])
-    given["name"] = settings.get("job-name") or name_for(script)
-    in_container = bool(given.get("container") or given.get("image"))
-    given.setdefault("python", default_python(given.get("setup", ()), in_container))
-    return JobSpec(**given)
+    job = {name: value for name, value in values.items() if name in names}
+    job |= {"script": str(script), "chdir": working_directory(cwd, settings.get("chdir", ""))}
+    if "template" in job:
+        job["template"] = str(cwd / job["template"])
+    job["job_name"] = job.get("job_name") or name_for(script)
+    in_container = bool(job.get("container") or job.get("image"))
+    job.setdefault("python", default_python(job.get("setup", ()), in_container))
+    return JobSpec(**job)
 
 
 def working_directory(cwd: Path, text: str) -> str:

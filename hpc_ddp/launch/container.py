@@ -37,14 +37,14 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
     if not spec.image:
         return Entry(command=tuple(shlex.split(spec.container or "")))
     data = read_toml(_file(spec.container_tool or DEFAULT_TOOL))
-    paths = list(dict.fromkeys(str(path) for path in (run, code, Path(spec.workdir))))
+    paths = list(dict.fromkeys(str(path) for path in (run, code, Path(spec.chdir))))
     outer = [p for p in paths if not any(Path(other) in Path(p).parents for other in paths)]
     if bad := next((path for path in outer if set(path) & set(",:")), None):
         raise UsageError(
             f"the folder {bad!r} can't be mounted: its name has a comma or a colon",
             hint="rename it, or say the whole command: --container 'apptainer exec …'",
         )
-    values, options = {"image": spec.image, "workdir": spec.workdir}, list(spec.container_options)
+    values, options = {"image": spec.image, "workdir": spec.chdir}, list(spec.container_options)
     said = not spec.gpu_count or {*options} & {*data.get("gpu_or", [])}
     lists = {
         "{gpu}": [] if said else data.get("gpu", []),

@@ -69,7 +69,7 @@ def first_contact(settings: Settings, cwd: Path, root: Path) -> Prepared:
     """
     values = _values(settings) | {"job-name": "first-contact", "max-restarts": 8}
     if "SLURM_JOB_ID" in os.environ:
-        values |= {"backend": "allocation", "nodes": os.environ.get("SLURM_NNODES", "1")}
+        values |= {"backend": "salloc", "nodes": os.environ.get("SLURM_NNODES", "1")}
     else:
         values["backend"] = "local"
         values["gpus-per-node"] = values["gpus-per-node"] or str(devices_here())

@@ -14,19 +14,19 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.launch import snapshot
-from hpc_ddp.launch.config import JOINED, Settings, job_spec, working_directory
+from hpc_ddp.launch.config import EXCLUSIVE, JOINED, Settings, job_spec, working_directory
 from hpc_ddp.launch.render import Rendering
 from hpc_ddp.run import checkpoints, process
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import (
     RunFolder,
     close_to_others,
-    read_json,
     write_json,
     written_by_owner,
 )
 from hpc_ddp.run.ownership import check_executable
-from hpc_ddp.run.spec import JobSpec, array_indexes
+from hpc_ddp.run.slurm_values import array_indexes
+from hpc_ddp.run.spec import JobSpec
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def planned_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
 
 def _new_folder(root: Path, spec: JobSpec) -> RunFolder:
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    return RunFolder(root / spec.name / run_id)
+    return RunFolder(root / spec.job_name / run_id)
 
 
 def rerun(
@@ -115,8 +115,6 @@ def rerun(
         )
     changed = {"args": with_values(old.args, changes), **_changes(old, options, settings, cwd)}
     changed.setdefault("dependency", None)  # what it waited for then is over
-    if "job_name" in changed:
-        changed["name"] = changed["job_name"]
     if run.is_task and JobSpec.from_json((run.whole / "job.json").read_text()).sweep:
         changed.setdefault("array", None)  # its point stands in its arguments
     elif old.array and not run.is_task:
@@ -129,11 +127,6 @@ def rerun(
     like = run if same_code else None
     planned = plan(spec, _new_folder(root, spec), settings, is_new=True, like=like)
     prepared = make(planned, settings, cwd, like)
-    asked = read_json(RunFolder(run.whole).asked_json)
-    if "options" in asked:
-        said = {**options, "script": spec.script, "args": list(spec.args), "array": spec.array}
-        asked["options"] = over(asked["options"], said | {"sweep": spec.sweep})
-        write_json(prepared.run.asked_json, asked)
     prepared.run.journal("submit").write("rerun", of=str(run.path))
     return prepared
 
@@ -207,7 +200,7 @@ def _changes(
     if "script" in changed:
         changed["script"] = str((cwd / changed["script"]).absolute())
     if "chdir" in changed:
-        changed["workdir"] = working_directory(cwd, changed["chdir"])
+        changed["chdir"] = working_directory(cwd, changed["chdir"])
     if "template" in changed:
         changed["template"] = str(cwd / changed["template"])
     if "env" in changed:
@@ -217,7 +210,12 @@ def _changes(
 
 def _changed(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
     names = {field.name for field in fields(JobSpec)}
-    return replace(spec, **{key: value for key, value in changed.items() if key in names})
+    new = {name: value for name, value in changed.items() if name in names}
+    for pair in EXCLUSIVE:
+        for key, rival in (pair, pair[::-1]):
+            if key.replace("-", "_") in new:
+                new.setdefault(rival.replace("-", "_"), None)
+    return replace(spec, **new)
 
 
 def _check_script(spec: JobSpec, hint: str) -> None:
@@ -284,7 +282,6 @@ def make(
             if prepared.code.is_relative_to(run.path):
                 close_to_others(prepared.code)
             run.job_json.write_text(spec.to_json())
-            write_json(run.asked_json, _asked(run, settings, cwd))
             limits = settings.limits.bounds if settings.limits and spec.backend != "local" else {}
             write_json(run.limits_json, {**limits})
     except OSError as error:
@@ -324,21 +321,6 @@ def bring_back(folders: Sequence[Path]) -> None:
     """Undo `set_aside`, which has returned these folders, where the start has failed."""
     for aside in folders:
         checkpoints.bring_back(RunFolder(aside.parent.parent), aside)
-
-
-def _asked(run: RunFolder, settings: Settings, cwd: Path) -> dict[str, Any]:
-    """Return what was said on the command line, over what was said when the run began."""
-    before = read_json(run.asked_json)
-    said = next((layer.values for layer in settings.layers if layer.kind == "option"), {})
-    return {"cwd": str(cwd), "options": over(before.get("options", {}), said)}
-
-
-def over(options: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with others over them: ``env`` name by name, and SCRIPT without its ARGS."""
-    merged = {**options, **others}
-    if "env" in options and "env" in others:
-        merged["env"] = {**options["env"], **others["env"]}
-    return merged
 
 
 def _check_idle(run: RunFolder) -> None:

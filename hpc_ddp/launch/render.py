@@ -15,7 +15,7 @@ from hpc_ddp.launch.fabric import fabric_env
 from hpc_ddp.launch.operators import comment_pairs
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec, directives, point_args
+from hpc_ddp.run.spec import JobSpec, directives, trial_args
 
 # No limit on how long srun waits for the other nodes once the first has ended well: rank 0 may
 # evaluate and export for long. A site's own WaitTime would end it. Failed nodes end the others.
@@ -131,8 +131,6 @@ class Rendering:
         the user's template is missing or broken; names file and line
     """
 
-    _marker: template.Marker | None = None
-
     def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:
         if {":", "\\"} & set(str(run.path)) or not str(run.path).isprintable():
             raise UsageError(
@@ -141,6 +139,7 @@ class Rendering:
                 hint="--runs-dir, without them",
             )
         self._spec = spec
+        self.environment = job_env(spec)
         self.entry = container.entry(spec, run.path, code)
         self.header = header_pairs(spec, run, self.entry.sbatch)
         self._context: dict[str, Any] = {
@@ -150,8 +149,8 @@ class Rendering:
             "code": str(code),
             "host_suffix": spec.host_suffix,
             "interface": spec.interface or "",
-            "env": job_env(spec),
-            "workdir": spec.workdir,
+            "env": self.environment,
+            "workdir": spec.chdir,
             "setup": spec.setup,
             "teardown": spec.teardown,
             "host_python": sys.executable,
@@ -159,13 +158,13 @@ class Rendering:
             "workers": spec.workers_per_node,
             "launcher": spec.launcher,
             "continue_by": spec.continue_by,
-            "starter": spec.starter,
+            "step_launcher": spec.step_launcher,
             "srun": (*spec.srun, *self.entry.srun),
             "step_options": step_options(spec),
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
             "args": spec.args,
-            "points": [point_args(point) for point in spec.points],
+            "points": [trial_args(point) for point in spec.trials],
             "preflight": spec.preflight,
             "container": self.entry.command,
             "container_srun": self.entry.srun,
@@ -173,7 +172,7 @@ class Rendering:
 
     def whole(self) -> str:
         """Return the whole script."""
-        return template.whole(self._spec.template, self._context, self._marker)
+        return template.whole(self._spec.template, self._context)
 
     def left_out(self) -> list[str]:
         """Return what a user's template leaves out, and what follows from it."""
@@ -181,4 +180,4 @@ class Rendering:
 
     def block(self, name: str) -> str:
         """Return one named block."""
-        return template.block(name, self._spec.template, self._context, self._marker)
+        return template.block(name, self._spec.template, self._context)

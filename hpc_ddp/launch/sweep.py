@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.spec import MOST_TASKS
+from hpc_ddp.run.slurm_values import MOST_TASKS
 
 
 def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.lexer import Token, TokenStream
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpc_ddp.launch import trust
@@ -34,13 +32,7 @@ NEEDED = {
 }
 
 
-# Around what is traced (see `origin`): noncharacters of Unicode, which stand in no text.
-OPEN, NUMBER, CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
-_MARKS = re.compile(f"{OPEN}[0-9]+{NUMBER}|{CLOSE}")
-Marker = Callable[[str, str], str]
-
-
-def whole(own: str | None, values: Mapping[str, Any], marker: Marker | None = None) -> str:
+def whole(own: str | None, values: Mapping[str, Any]) -> str:
     """Return the script.
 
     Parameters
@@ -49,24 +41,20 @@ def whole(own: str | None, values: Mapping[str, Any], marker: Marker | None = No
         the user's template, which extends ours
     values
         the template's variables
-    marker
-        gives what to put before each block, by the block's name and its file; None: nothing
 
     Raises
     ------
     UsageError
         the template is missing or broken; names file and line
     """
-    loaded = _load(own, marker)
+    loaded = _load(own)
     context = loaded.new_context({**values})
     return _guarded(lambda: "".join(loaded.root_render_func(context)), own)
 
 
-def block(
-    name: str, own: str | None, values: Mapping[str, Any], marker: Marker | None = None
-) -> str:
+def block(name: str, own: str | None, values: Mapping[str, Any]) -> str:
     """Return one block of the script, as `whole` has it; parameters and errors as there."""
-    loaded = _load(own, marker)
+    loaded = _load(own)
     context = loaded.new_context({**values})
 
     def text() -> str:
@@ -78,15 +66,12 @@ def block(
     return _guarded(text, own)
 
 
-def _load(own: str | None, marker: Marker | None) -> jinja2.Template:
+def _load(own: str | None) -> jinja2.Template:
     """Return the template of a job, checked."""
     path = _normal(own) if own else None
     if path and not path.is_file():
         raise UsageError(f"template {str(path)!r} does not exist", hint="--template FILE")
     environment = _environment(path.parent if path else None)
-    if marker:
-        environment = environment.overlay(cache_size=0, extensions=[_Marking])
-        environment.marker = marker
 
     def checked() -> jinja2.Template:
         if path:
@@ -257,12 +242,6 @@ def _source(environment: jinja2.Environment, name: str) -> tuple[str, str | None
     return environment.loader.get_source(environment, name)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """A second wall behind `trust`: at its rendering a template can run nothing."""
-
-    marker: Marker
-
-
 class _TrustedLoader(jinja2.FileSystemLoader):
     """Loads the user's templates: the one that is named, and all that it extends and includes."""
 
@@ -273,28 +252,8 @@ class _TrustedLoader(jinja2.FileSystemLoader):
         return trust.read(Path(file)).decode(), file, is_current
 
 
-class _Marking(Extension):
-    """Puts marks around the blocks of each template, as if they stood in its file."""
-
-    environment: _Environment
-
-    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
-        tokens, opening = list(stream), None
-        for n, token in enumerate(tokens):
-            statement = tokens[n + 1].value if token.type == "block_begin" else ""
-            if statement == "endblock":
-                yield Token(token.lineno, "data", CLOSE)
-            yield token
-            if statement == "block":
-                opening = tokens[n + 2].value
-            elif token.type == "block_end" and opening:
-                mark = self.environment.marker(opening, stream.filename or "")
-                yield Token(token.lineno, "data", mark)
-                opening = None
-
-
 @cache  # keeps compiled templates: a job is rendered once to check it, and once to run it
-def _environment(beside: Path | None) -> _Environment:
+def _environment(beside: Path | None) -> jinja2.Environment:
     """Return the environment of a user's template in a folder, or of ours alone.
 
     Ours comes first under its name: a user's may be called the same, and extends it.
@@ -302,7 +261,8 @@ def _environment(beside: Path | None) -> _Environment:
     loaders: list[jinja2.BaseLoader] = [jinja2.FileSystemLoader(folder("templates"))]
     if beside:  # what it includes, and itself by its whole path
         loaders.append(_TrustedLoader([beside, "/"]))
-    environment = _Environment(
+    # A second wall behind `trust`: at its rendering a template can run nothing.
+    environment = ImmutableSandboxedEnvironment(
         loader=jinja2.ChoiceLoader(loaders),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -314,36 +274,12 @@ def _environment(beside: Path | None) -> _Environment:
     return environment
 
 
-class Marked(str):
-    """A value that knows where it comes from: compared it is plain, and printed it is marked."""
-
-    mark: str
-
-    def __new__(cls, text: str, mark: str) -> Marked:
-        self = super().__new__(cls, text)
-        self.mark = mark
-        return self
-
-    def __str__(self) -> str:
-        return f"{self.mark}{str.__str__(self)}{CLOSE}"
-
-
-def unmarked(text: str) -> str:
-    """Return a text without any marks."""
-    return _MARKS.sub("", text)
-
-
 def quoted(value: object) -> str:
-    """Quote a value for the shell; marks stay outside of the quotes."""
-    text = str(value)
-    mark = _MARKS.search(text)
-    if mark:
-        return Marked(shlex.quote(unmarked(text)), mark[0])
-    return shlex.quote(text)
+    """Quote a value for the shell."""
+    return shlex.quote(str(value))
 
 
 def in_double_quotes(word: str) -> str:
     """Quote a word of ours in which variables are to be expanded: ``--x="$Y"``."""
     name, _, value = word.partition("=")
-    text = f'{name}="{value}"' if "$" in value else word
-    return Marked(text, word.mark) if isinstance(word, Marked) else text
+    return f'{name}="{value}"' if "$" in value else word

@@ -95,7 +95,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     if cpus < spec.workers_per_node:
         say(
             f"the job has {cpus} CPU(s) on a node, and {spec.workers_per_node} workers there, which"
-            f" will be slow; hint: --cpus-per-task {4 * spec.workers_per_node}"
+            f" will be slow; hint: --cpus-per-node {4 * spec.workers_per_node}"
         )
     known = _end_of(job)
     end = math.inf if known is None else known

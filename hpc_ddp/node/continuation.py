@@ -149,7 +149,7 @@ def go_on(
         return _end_link(run, attempt, environ, facts, decided)
     if decided.action == "requeue":
         if "HPC_DDP_INTERACTIVE" in environ:  # an allocation is no batch job: nothing to requeue
-            say(f"go on with: hpc-ddp submit --backend allocation --run {_quoted(run)}")
+            say(f"go on with: hpc-ddp submit --backend salloc --run {_quoted(run)}")
             return CAN_GO_ON
         return _requeue(run, attempt, environ, facts)
     if decided.cause == "superseded" and facts.bad_nodes and run.is_newest(facts.attempt):

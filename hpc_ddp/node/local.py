@@ -27,7 +27,8 @@ from hpc_ddp.node.verdict import Verdict
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder
-from hpc_ddp.run.spec import JobSpec, array_indexes, point_args
+from hpc_ddp.run.slurm_values import array_indexes
+from hpc_ddp.run.spec import JobSpec, trial_args
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
 
@@ -136,13 +137,13 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
     """Play the tasks of a sweep one after the other; return the first code that is not 0."""
     run.journal("batch").write("started", **process.identity())
     codes = [0]
-    points = spec.points
+    points = spec.trials
     before: LocalRun | None = None
     for index in array_indexes(spec.array or ""):
         task = task_of(run, index)
         if task.finished():
             continue
-        words = point_args(points[index])
+        words = trial_args(points[index])
         local = LocalRun(task, [*command, *words])  # signals are for this one from now on
         if run.cancelled.exists() or (before and before.notified):
             return max(codes) or CAN_GO_ON

@@ -151,7 +151,7 @@ def node_index(environ: Mapping[str, str]) -> int:
         this host is none of the nodes
     """
     said = environ.get("HPC_DDP_NODE_INDEX")
-    if said or environ.get("HPC_DDP_STARTER", "srun") == "srun":
+    if said or environ.get("HPC_DDP_STEP_LAUNCHER", "srun") == "srun":
         return int(said or environ["SLURM_NODEID"])
     nodes = environ["HPC_DDP_NODES"].split()
     names = (socket.gethostname(), socket.gethostname().partition(".")[0])

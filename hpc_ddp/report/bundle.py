@@ -17,13 +17,14 @@ from typing import IO, Any
 from hpc_ddp import __version__, slurm
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import SECRET_NAME, JobSpec
+from hpc_ddp.run.job_checks import SECRET_NAME
+from hpc_ddp.run.spec import JobSpec
 
 LOG_BYTES = 2**20  # of the end of each log
 TOTAL_BYTES = 100 * 2**20
 FOLDERS = ("journal", "logs")
 LEFT_OUT = re.compile(r"flight-rank-.*|secret")  # no text; what an attempt's agents sign with
-JOB_FILES = ("job.json", "asked.json", "job.sbatch")
+JOB_FILES = ("job.json", "job.sbatch")
 REDACTED = "[redacted]"
 
 _VALUE = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&|)}\]])+"""

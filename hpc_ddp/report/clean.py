@@ -33,7 +33,7 @@ COLUMNS = ("name", "id", "state", "age", "to delete", "size")
 # The entries of a run's folder that hpc-ddp makes. Any other one may be a result of the script.
 # fmt: off
 RUN_ENTRIES = {
-    "job.json", "job.sbatch", "asked.json", "code", "lib", "journal", "logs", "checkpoints",
+    "job.json", "job.sbatch", "code", "lib", "journal", "logs", "checkpoints",
     "submitit", "tensorboard", "cancelled", "report.html",
 }
 # fmt: on

@@ -1,16 +1,13 @@
-"""Tables for people: columns of text, checkpoints, nodes of a preflight, a script's origins."""
+"""Tables for people: columns of text, checkpoints, nodes of a preflight."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_ddp.run.checkpoints import Health
 from hpc_ddp.run.journal import Event
 from hpc_ddp.run.units import byte_count, duration, speed
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 CHECKPOINT_COLUMNS = ("checkpoint", "saved", "size", "ranks", "health")
 # fmt: off
@@ -19,16 +16,6 @@ PREFLIGHT_COLUMNS = (
     "health",
 )
 # fmt: on
-ORIGIN_COLOURS = {
-    "option": "green",
-    "project": "cyan",
-    "site": "cyan",
-    "operators": "cyan",
-    "run": "cyan",
-    "profile": "blue",
-    "fabric": "blue",
-    "template": "magenta",
-}
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -82,36 +69,3 @@ def _free(count: int | None) -> str | None:
 
 def _speed(megabytes_per_s: float | None) -> str | None:
     return None if megabytes_per_s is None else speed(megabytes_per_s)
-
-
-def show_origins(rows: Sequence[tuple[str, str, str]], console: Console | None = None) -> None:
-    """Print a script, each line behind its origin; an origin equal to the previous line's is blank.
-
-    Parameters
-    ----------
-    rows
-        for each line its origin's source, its origin in words, and the line
-    """
-    from rich.console import Console
-    from rich.text import Text
-
-    console = console or Console(highlight=False)
-    width = max(len(label) for _, label, _ in rows)
-    # On a terminal a long line goes on below itself; in a file or a pipe it stays one line.
-    room = max(20, console.width - width - 2) if console.is_terminal else None
-    previous = ""
-    for source, label, line in rows:
-        shown = "" if label == previous or not line else label
-        previous = label if line else previous
-        for piece in _pieces(line, room):
-            text = Text(f"{shown:{width}}  ", ORIGIN_COLOURS.get(source, "dim"))
-            text.append(piece, "default not dim")
-            if not line:
-                text.rstrip()
-            console.print(text, soft_wrap=True)
-            shown = ""
-
-
-def _pieces(line: str, room: int | None) -> list[str]:
-    room = room or max(1, len(line))
-    return [line[start : start + room] for start in range(0, len(line), room)] or [""]

@@ -4,7 +4,6 @@
 
     <runs>/<name>/<run id>/
         job.json job.sbatch          what was asked for, and the script that runs
-        asked.json                   what of it stood on the command line
         code/<n>/                    the snapshot of the n-th submit
         lib/hpc_ddp/                 the node-side part of hpc-ddp, so that no upgrade and no
                                      environment on the nodes can get in between
@@ -210,11 +209,6 @@ class RunFolder:
     @property
     def job_json(self) -> Path:
         return self.path / "job.json"
-
-    @property
-    def asked_json(self) -> Path:
-        """What was said on the command line, and where: ``options`` by key, and ``cwd``."""
-        return self.path / "asked.json"
 
     @property
     def limits_json(self) -> Path:

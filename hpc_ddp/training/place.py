@@ -69,7 +69,7 @@ def _compare(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
         )
     if list(begun.args) == list(job.args):
         return
-    write_json(run.job_json, asdict(replace(begun, args=job.args, workdir=job.workdir)))
+    write_json(run.job_json, asdict(replace(begun, args=job.args, chdir=job.chdir)))
     if published(run.checkpoints):
         args = " ".join(begun.args) or "none"
         print(
@@ -83,10 +83,10 @@ def _job(said: Surroundings, info: DistInfo) -> JobSpec:
     return JobSpec(
         script=_script(said),
         args=tuple(sys.argv[1:]),
-        name=re.sub(r"[^\w .+=,@-]|^\W+", "_", said.stem)[:100],
+        job_name=re.sub(r"[^\w .+=,@-]|^\W+", "_", said.stem)[:100],
         backend="local",
         nproc_per_node=info.world_size,
-        workdir=os.getcwd(),
+        chdir=os.getcwd(),
     )
 
 

@@ -57,7 +57,7 @@ def test_a_run_is_cancelled(project: Path) -> None:
 def test_files_count_and_a_default_is_not_said(project: Path) -> None:
     (project / "hpc-ddp.toml").write_text('nodes = 3\nbackend = "local"\n[env]\nA = "1"\n')
     spec = hpc_ddp.JobSpec("train.py", env={"B": "2"}, gpus_per_node="2", nodes=1)
-    merged = api._layer(api._said(spec) | {"site": "generic"})
+    merged = api._as_file(api._set_fields(spec) | {"site": "generic"})
     assert merged == {
         "script": "train.py",
         "env": {"B": "2"},
@@ -76,7 +76,7 @@ def test_files_count_and_a_default_is_not_said(project: Path) -> None:
 def test_a_sweep_has_a_task_for_each_point() -> None:
     said = api._sweep({"lr": [0.1, 0.2], "seed": range(3)})
     assert said == {"sweep": {"lr": ("0.1", "0.2"), "seed": ("0", "1", "2")}, "array": "0-5"}
-    assert len(hpc_ddp.JobSpec("train.py", **said).points) == 6
+    assert len(hpc_ddp.JobSpec("train.py", **said).trials) == 6
 
 
 def test_no_such_name() -> None:

@@ -77,7 +77,7 @@ def test_a_bundle_has_what_a_ticket_needs(call: Cli, run: RunFolder, tmp_path: P
     assert archive.stat().st_mode & 0o777 == 0o600
     files = contents(archive)
     assert files.keys() == {
-        *("versions.txt", "scontrol-7.txt", "job.json", "asked.json", "job.sbatch"),
+        *("versions.txt", "scontrol-7.txt", "job.json", "job.sbatch"),
         *("journal/n1.jsonl", "journal/submit.jsonl", "logs/attempt-0/n1/rank-0.log"),
     }
     assert files["scontrol-7.txt"].startswith("show job 7\n")

@@ -103,7 +103,7 @@ def test_of_a_sweep_all_or_one_point(again: Callable[..., Prepared], tmp_path: P
     told = json.loads(sweep.job_json.read_text())
     sweep.job_json.write_text(json.dumps(told | {"array": "1%3"}))  # gone on with that alone
     whole = again(sweep, steps="6").spec
-    assert (whole.array, whole.args, whole.points) == ("0-1%3", ("--steps=6",), one_and_two())
+    assert (whole.array, whole.args, whole.trials) == ("0-1%3", ("--steps=6",), one_and_two())
     with pytest.raises(UsageError, match="lr is a parameter of the sweep"):
         again(sweep, lr="3")
     array = begun(tmp_path, array="2,5%2")

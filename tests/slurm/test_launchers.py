@@ -57,7 +57,7 @@ def test_started_by_mpirun(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None
     """Preempted, then a worker killed."""
     use(cluster)
     env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    words = ("--starter", "mpirun", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
+    words = ("--step-launcher", "mpirun", *TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
     job = hpc.submit(*words, env={"HPC_DDP_SAVE_EVERY": "1", **env})
     job.at_step(5)
     job.preempt()

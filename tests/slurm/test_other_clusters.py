@@ -77,7 +77,7 @@ def test_too_few_cpus_are_reported(hpc: Hpc, other: Cluster) -> None:
     _with(other, "")
     output = _finishes(hpc.submit("--nodes", "1", "--gpus-per-node", "4", *QUICK))
     assert "the job has 1 CPU(s) on a node, and 4 workers there" in output
-    assert "--cpus-per-task 16" in output
+    assert "--cpus-per-node 16" in output
 
 
 @pytest.mark.row(
@@ -86,7 +86,7 @@ def test_too_few_cpus_are_reported(hpc: Hpc, other: Cluster) -> None:
 )
 def test_tasks_are_bound_to_cpus(hpc: Hpc, other: Cluster) -> None:
     _with(other, "TaskPlugin=task/affinity")
-    _finishes(hpc.submit(*TWO_BY_TWO, "--cpus-per-task", "4", *QUICK))
+    _finishes(hpc.submit(*TWO_BY_TWO, "--cpus-per-node", "4", *QUICK))
 
 
 @pytest.mark.row(

@@ -59,7 +59,7 @@ def test_inside_an_allocation(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> Non
         "hpc_ddp",
         "submit",
         "--backend",
-        "allocation",
+        "salloc",
         *TWO_BY_ONE,
         str(SCRIPTS / "plain.py"),
     )

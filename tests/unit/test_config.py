@@ -10,7 +10,8 @@ import pytest
 from hpc_ddp.launch import container
 from hpc_ddp.launch.config import Settings, runs_dir
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.spec import JobSpec, directives, parse_signal
+from hpc_ddp.run.slurm_values import parse_signal
+from hpc_ddp.run.spec import JobSpec, directives
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_what_is_missing_is_said(text: str, message: str) -> None:
 
 
 def _entry(**values: Any) -> container.Entry:
-    spec = JobSpec(script="/home/me/train.py", workdir="/home/me", image="a.sif", **values)
+    spec = JobSpec(script="/home/me/train.py", chdir="/home/me", image="a.sif", **values)
     return container.entry(spec, Path("/scratch/r"), Path("/scratch/r/code/0"))
 
 
@@ -66,7 +67,7 @@ def test_containers() -> None:
 def test_containers_that_can_not_be() -> None:
     with pytest.raises(UsageError, match="accepted: apptainer, podman-hpc, pyxis"):
         _entry(container_tool="docker")
-    spec = JobSpec(script="/s.py", workdir="/a,b", image="a.sif")
+    spec = JobSpec(script="/s.py", chdir="/a,b", image="a.sif")
     with pytest.raises(UsageError, match="comma or a colon"):
         container.entry(spec, Path("/r"), Path("/r/code/0"))
 

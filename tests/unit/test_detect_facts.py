@@ -57,24 +57,17 @@ def test_the_same_cluster_is_the_same_in_each_version(path: Path) -> None:
     version = path.stem.removeprefix("slurm-")
     assert f"Cluster hd0: Slurm {version}." in site.title
     assert site.title.endswith("5 partitions, 4 nodes, 4 of them with GPUs.")
-    assert list(site.remarks) == list(describe(_real(CLUSTERS[0])).remarks)
-    _says(
-        site,
-        "low, low0, high, lowc: --gpus-per-node 4 asks for all of a node's GPUs",
-        "low, low0, high, lowc: without --cpus-per-task a job has one core of each node for",
-        "whole: nodes are given whole (OverSubscribe=EXCLUSIVE), so a job has all their CPUs; for"
-        " their GPUs it must ask all the same: --gpus-per-node 4",
-        "whole: without --time an attempt has 00:10:00, and with it at most 01:00:00",
-        "is not refused, but the job would never start (EnforcePartLimits=NO)",
-        "low: jobs can be preempted by high, whole, are requeued, and go on. A save then has the"
-        " 20 s of GraceTime",
-        "low0: jobs can be preempted by high, whole, are requeued, and go on. A save then has the"
-        " 5 s of KillWait",
-        "lowc: jobs can be preempted by high, whole, and Slurm requeues none of them",
-        "waits 6 s before it may start again",
-        "1,001 points",
-    )
-    assert not any(remark.startswith(("high:", "whole: jobs")) for remark in site.remarks)
+    first = describe(_real(CLUSTERS[0]))
+    assert (site.remarks, site.tables) == (first.remarks, first.tables)
+    nodes, by = "4 nodes: 8 CPUs, 20 GB, 4 GPUs", "jobs can be preempted by high, whole"
+    assert site.tables == {
+        ("partition", "low"): f"the default; {nodes}; {by} (REQUEUE, 20 s of grace)",
+        ("partition", "low0"): f"{nodes}; {by} (REQUEUE, 0 s of grace)",
+        ("partition", "high"): nodes,
+        ("partition", "lowc"): f"{nodes}; {by} (CANCEL, 0 s of grace)",
+        ("partition", "whole"): f"{nodes}; jobs get whole nodes; time limit 01:00:00;"
+        " 00:10:00 without --time",
+    }
     assert _when(site, "partition", "lowc") == {"continue-by": "resubmit"}
     assert _when(site, "partition", "whole") == {"gpus-per-node": "4"}
     assert _when(site, "partition", "low") == {}
@@ -118,25 +111,23 @@ def test_types_of_gpus_and_a_default_without_any() -> None:
             {"SelectTypeParameters": "CR_Core_Memory", "EnforcePartLimits": "ALL"},
         )
     )
-    _says(
-        site,
-        "Jobs go to cpu, which has no GPUs, unless they name another partition; with GPUs: gpu, o",
-        "gpu: --gpus-per-node a100:4 asks for all",
-        "odd: nodes differ: ask for one type, --gpus-per-node a100:4 or h100:8",
-        "gpu: without --cpus-per-task a job has 8 CPUs for each of its GPUs; an even share of the"
-        " CPUs is 16",
-        "There is no accounting",
-        "waits 121 s",
+    text = site.to_toml("x")
+    assert '# gpus-per-node = "a100:4"  # all GPUs of a node\n' in text
+    assert '# gpus-per-node = "h100:8"' in text
+    assert (
+        "# cpus-per-node = 64  # all CPUs of a node; without it: 8 per GPU (DefCpuPerGPU)" in text
     )
-    assert '# gpus-per-node = "a100:4"' in site.to_toml("x")
-    assert "[when.partition.cpu]" not in site.to_toml("x")
+    assert (
+        "# cpus-per-node = 64  # all CPUs of a node; without it: one core for all workers" in text
+    )
+    assert "[when.partition.cpu]" not in text
 
 
 def test_whole_nodes_of_which_slurm_knows_no_gpus() -> None:
     site = describe(
         _made("PartitionName=gh Default=NO OverSubscribe=EXCLUSIVE", _nodes("gh", "(null)", 9))
     )
-    _says(site, "no default partition", 'gpu-request = "none"', "gh: nodes are given whole")
+    _says(site, "no default partition", 'gpu-request = "none"')
 
 
 def test_preemption_by_qos() -> None:
@@ -149,17 +140,15 @@ def test_preemption_by_qos() -> None:
     config = {"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE", "KillWait": "30 sec"}
     facts = _made("PartitionName=a Default=YES", _nodes("a", "gpu:4", 1), config, qos=qos)
     site = describe(facts)
-    _says(
-        site,
-        "QOS scavenger: jobs can be preempted by normal, and Slurm requeues none",
-        "the 120 s of GraceTime",
-        "QOS burst.1: jobs can be preempted by top, are requeued, and go on. A save then has the"
-        " 30 s of KillWait",
-    )
+    assert site.tables == {
+        ("partition", "a"): "the default; 1 node: 64 CPUs, 512 GB, 4 GPUs",
+        ("qos", "scavenger"): "a QOS; jobs can be preempted by normal (CANCEL, 120 s of grace)",
+        ("qos", "burst.1"): "a QOS; jobs can be preempted by top (REQUEUE, 0 s of grace)",
+    }
     assert _when(site, "qos", "scavenger") == {"continue-by": "resubmit"}
-    assert not any("QOS normal" in remark for remark in site.remarks)
     blind = _made("PartitionName=a Default=YES", "", {**config, "PreemptMode": "CANCEL"})
     assert tomllib.loads(describe(blind).to_toml("x"))["continue-by"] == "resubmit"
+    _says(describe(blind), "jobs can be preempted (CANCEL")
 
 
 def test_what_suspends_and_what_preempts_nobody() -> None:
@@ -170,11 +159,12 @@ def test_what_suspends_and_what_preempts_nobody() -> None:
     )
     nodes = _nodes("day,now", "gpu:4", 1) + _nodes("far", "gpu:4", 1, first=2)
     site = describe(_made(partitions, nodes, {"PreemptType": "preempt/partition_prio"}))
-    _says(site, "day: jobs can be suspended by now")
-    assert not any("far: jobs" in remark for remark in site.remarks)
+    summary = site.tables["partition", "day"]
+    assert "jobs can be preempted by now (GANG,SUSPEND, 0 s of grace)" in summary
+    assert "preempted" not in site.tables["partition", "far"]
     assert not _when(site, "partition", "far")
     none = describe(_made(partitions, nodes, {"PreemptType": "preempt/none"}))
-    assert not any("preempted" in remark or "suspended" in remark for remark in none.remarks)
+    assert not any("preempted" in summary for summary in none.tables.values())
 
 
 def test_the_default_is_named_where_its_table_counts() -> None:
@@ -188,7 +178,7 @@ def test_the_default_is_named_where_its_table_counts() -> None:
     assert _when(site, "partition", "a.b") == {"continue-by": "resubmit"}
 
 
-def test_accounts_scratch_containers_and_modules() -> None:
+def test_accounts_scratch_and_containers() -> None:
     accounts = [
         {"Cluster": "made", "DefaultAccount": "p1", "Account": name, "Partition": ""}
         for name in ("p1", "p2", "p2")
@@ -198,60 +188,35 @@ def test_accounts_scratch_containers_and_modules() -> None:
         _nodes("a", "gpu:4", 1),
         {
             "AccountingStorageType": "accounting_storage/slurmdbd",
-            "JobRequeue": "0",
             "MaxArraySize": "0",
         },
         accounts=accounts,
         scratch=[("SCRATCH", "/gone", False), ("WORK", "/work/me", True)],
         containers=["singularity", "pyxis"],
-        modules=["pytorch/2.1", "pytorch/2.5"],
     )
     site = describe(facts)
     _says(
         site,
-        "$SCRATCH (/gone) can't be written here",
+        "$SCRATCH (/gone) is not writable here",
         "Runs are kept in $WORK/hpc-ddp",
-        "in a container by singularity; there is pyxis, too",
-        "'module load pytorch/2.5'",
-        "JobRequeue=0 does no harm",
         "no sweeps",
     )
     text = site.to_toml("x")
-    assert '# account = "p1"  # yours: p1, p2; p1 unless it is named' in text
+    assert '# account = "p1"  # yours: p1, p2 (sacctmgr show user); default: p1' in text
     read = tomllib.loads(text)
     assert (read["scratch"], read["container-tool"]) == ("$WORK", "singularity")
-    assert not any("accounting" in remark for remark in site.remarks)
 
 
-@pytest.mark.parametrize(
-    ("config", "remark", "options"),
-    [
-        ({}, "waits 121 s before it may start again (cred_expire)", None),
-        ({"AuthInfo": "cred_expire=5"}, "waits 6 s before it may start again (cred_expire)", None),
-        (
-            {"SchedulerParameters": "bf_max_job_test=9,requeue_delay=5"},
-            "waits 5 s before it may start again (requeue_delay)",
-            None,
-        ),
-        (
-            {"SlurmctldParameters": "idle_on_node_suspend,enable_expedited_requeue"},
-            "may start again at once (--requeue=expedite)",
-            ["--requeue=expedite"],
-        ),
-    ],
-)
-def test_how_long_a_requeued_job_waits(
-    config: dict[str, str], remark: str, options: list[str] | None
-) -> None:
+def test_an_expedited_requeue_is_asked_for_where_slurm_has_it() -> None:
+    config = {"SlurmctldParameters": "idle_on_node_suspend,enable_expedited_requeue"}
     site = describe(_made("PartitionName=a Default=YES", "", config))
-    _says(site, f"A requeued job {remark}.")
-    assert tomllib.loads(site.to_toml("x")).get("sbatch") == options
+    assert tomllib.loads(site.to_toml("x"))["sbatch"] == ["--requeue=expedite"]
 
 
 def test_where_runs_are_kept_is_said_once() -> None:
     facts = _made("PartitionName=a Default=YES", "", {}, scratch=[("WORK", "/w", True)], runs="/r")
     site = describe(facts)
-    _says(site, "Runs are kept in /r, as HPC_DDP_RUNS says.")
+    _says(site, "Runs are kept in /r (HPC_DDP_RUNS).")
     assert not any(each.key == "scratch" for each in site.settings)
     known = describe(_made("PartitionName=a Default=YES", ""), known=["scratch", "continue-by"])
     assert not any("kept" in remark for remark in known.remarks)
@@ -262,9 +227,9 @@ def test_what_is_known_is_left_out() -> None:
         "PartitionName=a Default=YES", _nodes("a", "gpu:4", 1), scratch=[("W", "/w", True)]
     )
     assert [each.key for each in describe(facts).settings] == [
-        *("partition", "gpus-per-node", "cpus-per-task", "scratch")
+        *("partition", "gpus-per-node", "cpus-per-node", "scratch")
     ]
-    left = describe(facts, known=["gpus-per-node", "cpus-per-task", "scratch", "title"])
+    left = describe(facts, known=["gpus-per-node", "cpus-per-node", "scratch", "title"])
     assert tomllib.loads(left.to_toml("x")) == {}
     assert not left.settings
 

@@ -75,7 +75,7 @@ def test_the_operators_file_goes_over_a_profile_and_below_the_users(
     user.parent.mkdir(parents=True)
     user.write_text('account = "mine"\n[env]\nA = "2"\n')
     merged = settings(site="frontera")
-    assert [merged.get(key) for key in ("starter", "partition", "account")] == [
+    assert [merged.get(key) for key in ("step-launcher", "partition", "account")] == [
         "ibrun",
         "p",
         "mine",
@@ -94,14 +94,12 @@ def test_the_operators_file_goes_over_a_profile_and_below_the_users(
     assert site_file in sites.all_files(home)
 
 
-def test_its_lines_are_explained(
+def test_its_settings_are_explained(
     site_file: Path, planned: Callable[..., Prepared], settings: Callable[..., Settings]
 ) -> None:
     site_file.write_text('account = "a"\n')
-    lines = origin.explained(planned(), settings())
-    assert {line.text: line.label for line in lines}[
-        "#SBATCH --account=a"
-    ] == "~/etc/site.toml: account"
+    rows = origin.origins(planned(), settings())
+    assert {row.key: row.place for row in rows}["account"] == "~/etc/site.toml"
 
 
 def test_a_module_names_another_file(

@@ -22,7 +22,7 @@ from tests.accept import is_accepted
 GOLDEN = Path(__file__).parent / "golden"
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "gpus": {"nodes": 2, "gpus_per_node": "a100:4", "cpus_per_task": 32, "time": "12:00:00"},
+    "gpus": {"nodes": 2, "gpus_per_node": "a100:4", "cpus_per_node": 32, "time": "12:00:00"},
     "site": {
         "partition": "gpu",
         "account": "p1",
@@ -51,8 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "hostile": {
         "script": "/home/me/a b;$(touch x)/tr'ain\".py",
         "args": ("a b", "$(touch x)", "`x`", "é\n'\""),
-        "workdir": "/home/me/it's",
-        "name": "a b",
+        "chdir": "/home/me/it's",
+        "job_name": "a b",
     },
     "chain": {"continue_by": "resubmit"},
     "preflight": {"preflight": True, "nodes": 2, "container": "apptainer exec 'my image.sif'"},
@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
         "launcher": "srun",
         "nodes": 2,
         "gpus_per_node": "4",
-        "cpus_per_task": 32,
+        "cpus_per_node": 32,
         "srun": ("--gpu-bind=closest", "--export=ALL,A=b c"),
         "args": ("a b",),
         "container": "apptainer exec 'my image.sif'",
@@ -71,11 +71,16 @@ CASES: dict[str, dict[str, Any]] = {
         "nodes": 2,
         "gpus_per_node": "4",
         "gpu_request": "none",
-        "starter": "ibrun",
+        "step_launcher": "ibrun",
         "teardown": ("cp -r /tmp/out .",),
         "signal": "SIGUSR1@120",
     },
-    "mpirun": {"nodes": 2, "starter": "mpirun", "gpus_per_node": "a100:4", "gpu_request": "gres"},
+    "mpirun": {
+        "nodes": 2,
+        "step_launcher": "mpirun",
+        "gpus_per_node": "a100:4",
+        "gpu_request": "gres",
+    },
     "pyxis": {
         "nodes": 2,
         "gpus_per_node": "8",
@@ -90,7 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _render(path: str = "/scratch/me/hpc-ddp/job/20260101-000000-abcd", **values: Any) -> Rendering:
-    spec = JobSpec(**{"script": "/home/me/train.py", "workdir": "/home/me", **values})
+    spec = JobSpec(**{"script": "/home/me/train.py", "chdir": "/home/me", **values})
     code = Path(path) / "code" / "0"
     script = Path(spec.script)
     return Rendering(spec, RunFolder(Path(path)), code, code / script.parent.name / script.name)
@@ -257,7 +262,7 @@ def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             program.chmod(0o755)
 
     def play(**values: Any) -> subprocess.CompletedProcess[str]:
-        blocks = _render(str(tmp_path / "run"), workdir=str(tmp_path), **values)
+        blocks = _render(str(tmp_path / "run"), chdir=str(tmp_path), **values)
         script = "".join(blocks.block(name) for name in ("settings", "setup", "attempt"))
         env = {"PATH": str(programs), "HOME": os.environ["HOME"], "HOSTNAME": "n1"}
         argv = ["/bin/bash", "-c", f"{script}\n{SHOW}"]

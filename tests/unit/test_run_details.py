@@ -78,10 +78,10 @@ def test_where_things_are(tmp_path: Path) -> None:
     assert [path.name for path in per_rank] == [
         *("rank-4.log", "stack-rank-4.txt", "flight-rank-4", "agent.log")
     ]
-    paths = [run.job_json, run.asked_json, run.script, run.lib, run.code, run.slurm_out]
+    paths = [run.job_json, run.script, run.lib, run.code, run.slurm_out]
     paths += [run.checkpoints, run.cancelled, run.journal_folder]
     assert [str(path.relative_to(run.path)) for path in paths] == [
-        *("job.json", "asked.json", "job.sbatch", "lib", "code", "logs/slurm.out"),
+        *("job.json", "job.sbatch", "lib", "code", "logs/slurm.out"),
         *("checkpoints", "cancelled", "journal"),
     ]
 

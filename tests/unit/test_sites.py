@@ -25,7 +25,7 @@ from hpc_ddp.launch import config, sites
 from hpc_ddp.launch.fabric import read_toml
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.spec import parse_time
+from hpc_ddp.run.slurm_values import parse_time
 
 EXAMPLES = {path.stem: path for path in sorted(Path(__file__).parent.glob("sites/*.toml"))}
 SHIPPED = {path.stem: path for path in sorted((folder("templates") / "sites").glob("*.toml"))}
@@ -273,7 +273,7 @@ def test_a_named_site_an_own_one_and_a_recognised_one(
     monkeypatch.setenv("TACC_SYSTEM", "ls6")
     settings = _loaded(login)
     assert settings.recognised == "lonestar6 (TACC_SYSTEM)"
-    assert (settings.get("starter"), settings.get("gpus-per-node")) == ("ibrun", "3")
+    assert (settings.get("step-launcher"), settings.get("gpus-per-node")) == ("ibrun", "3")
     assert _loaded(login, site="generic").values == {"site": "generic"}
     _own("lonestar6", 'partition = "gpu-h100"\ngpus-per-node = 2')
     assert _loaded(login).values == {
@@ -331,13 +331,21 @@ def test_scratch_is_by_account_which_slurm_may_have_been_told(
         ({"gpus-per-node": "a100:3"}, 96),
         ({"gpus-per-node": "8"}, 128),
         ({"gpus-per-node": "many"}, 128),  # refused later on
-        ({"gpus-per-node": "1", "cpus-per-task": 8}, 8),
+        ({"gpus-per-node": "1", "cpus-per-node": 8}, 8),
     ],
 )
 def test_a_part_of_a_nodes_gpus_gets_that_part_of_its_cpus(
     options: dict[str, Any], cpus: int, login: Path
 ) -> None:
-    assert _loaded(login, site="mahti", **options).get("cpus-per-task") == cpus
+    assert _loaded(login, site="mahti", **options).get("cpus-per-node") == cpus
+
+
+def test_a_jobs_value_replaces_a_sites_that_it_excludes(login: Path) -> None:
+    settings = _loaded(login, site="mahti", **{"cpus-per-task": 7})
+    assert (settings.get("cpus-per-task"), settings.get("cpus-per-node")) == (7, None)
+    _own("ours", 'container = "enter"\n')
+    settings = _loaded(login, site="ours", image="a.sif")
+    assert (settings.get("image"), settings.get("container")) == ("a.sif", None)
 
 
 def test_what_a_site_can_not_do_without_stays(login: Path) -> None:

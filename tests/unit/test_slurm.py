@@ -3,13 +3,9 @@ from __future__ import annotations
 import math
 
 from hpc_ddp.slurm import (
-    Partition,
     clean_env,
-    parse_estimate,
     parse_job,
-    parse_partition,
     parse_record,
-    parse_records,
 )
 
 SHOWN = """\
@@ -113,32 +109,3 @@ def test_what_is_left_of_a_job() -> None:
     assert found.start_time is not None
     assert parse_record(WAITS.replace("NodeList=(null)\n", "NodeList=n[1-2]\n")).nodes == "n[1-2]"
     assert parse_record("").state == ""
-
-
-def test_an_estimate_is_read_part_by_part() -> None:
-    """As 22.05 says it, as it might be said, and as something that nobody has foreseen."""
-    said = "sbatch: Job 22 to start at 2026-11-22T02:51:36 using 2 processors on nodes n[1-2]"
-    found = parse_estimate(f"{said} in partition high\nsbatch:   Preempts: 20,21\n")
-    assert found.start == parse_estimate(said).start is not None
-    assert (found.nodes, found.partition, found.preempts) == ("n[1-2]", "high", ("20", "21"))
-    assert found.said.startswith("Job 22 to start")
-    short = parse_estimate("sbatch: Job 2 to start at 2026-11-22T02:51:36 on n1\n")
-    assert (short.nodes, short.partition, short.preempts) == ("n1", None, ())
-    other = parse_estimate("sbatch: all is well\n")
-    assert (other.start, other.nodes, other.said) == (None, None, "all is well")
-
-
-def _partition(line: str) -> Partition:
-    (row,) = parse_records(line)
-    return parse_partition(row)
-
-
-def test_a_partition_s_limits() -> None:
-    found = _partition(
-        "PartitionName=gpu Default=YES DefaultTime=00:10:00 MaxNodes=2 MaxTime=1-00:00:00"
-        " State=UP TotalNodes=4"
-    )
-    assert (found.name, found.is_default, found.state) == ("gpu", True, "UP")
-    assert (found.default_time_s, found.max_time_s, found.max_nodes) == (600, 86400, 2)
-    free = _partition("PartitionName=x Default=NO DefaultTime=NONE MaxTime=UNLIMITED")
-    assert (free.default_time_s, free.max_time_s, free.max_nodes) == (None, None, None)

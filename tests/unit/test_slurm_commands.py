@@ -58,14 +58,6 @@ def test_a_machine_without_slurm_and_a_command_that_hangs(
     assert "dry-run" in str(caught.value.hint)
 
 
-def test_an_estimate_reads_the_script_and_both_streams(slurm_commands: Slurm) -> None:
-    slurm_commands.answer_by("sbatch", "read -r line; echo \"$line\"; echo ' on n1' >&2")
-    estimate = slurm.estimate("#!/bin/bash\n", {**os.environ, "SBATCH_ACCOUNT": "x"})
-    assert estimate.said == "#!/bin/bash\n on n1"
-    assert estimate.nodes == "n1"
-    assert slurm_commands.calls("sbatch") == [["--test-only"]]
-
-
 def test_what_is_asked_of_slurm(slurm_commands: Slurm, tmp_path: Path) -> None:
     for command in ("scontrol", "sbatch", "scancel"):
         slurm_commands.answer(command)
@@ -91,7 +83,6 @@ def test_what_is_asked_of_slurm(slurm_commands: Slurm, tmp_path: Path) -> None:
         ),
         (lambda: slurm.is_pending_or_running("7"), False),
         (lambda: slurm.takes_option("sbatch", "gres"), False),
-        (lambda: slurm.partitions(), []),
         (lambda: slurm.unusable(["n1"]), []),
         (lambda: slurm.show_qos(), []),
         (lambda: slurm.show_accounts("me"), []),
@@ -346,12 +337,6 @@ def test_a_host_list_is_expanded(slurm_commands: Slurm) -> None:
     with pytest.raises(HpcDdpError, match="'' of this job names no node"):
         slurm.expand_hosts("")
     assert len(slurm_commands.calls("scontrol")) == 1
-
-
-def test_partitions_are_read(slurm_commands: Slurm) -> None:
-    slurm_commands.answer("scontrol", "PartitionName=a State=UP\n\nAlloc=3\nPartitionName=b\n")
-    assert [row.name for row in slurm.partitions()] == ["a", "b"]
-    assert slurm_commands.calls("scontrol") == [["--oneliner", "show", "partition"]]
 
 
 def test_the_configuration_is_read(slurm_commands: Slurm) -> None:

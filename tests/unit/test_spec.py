@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.spec import JobSpec, array_indexes, directives, parse_time
+from hpc_ddp.run.slurm_values import array_indexes, parse_time
+from hpc_ddp.run.spec import JobSpec, directives
 
 
 def test_survives_json() -> None:
@@ -52,14 +53,14 @@ def test_time(text: str, seconds: int) -> None:
         ({"nproc_per_node": -1}, "-1", "from 1"),
         ({"gpus_per_node": "a100"}, "'a100'", "type:number"),
         ({"time": "soon"}, "'soon'", "h:mm:ss"),
-        ({"time": "0"}, "'0'", "no time"),
+        ({"time": "0"}, "'0'", "positive"),
         ({"backend": "slrum"}, "'slrum'", "did you mean 'slurm'?"),
         ({"continue_by": "magic"}, "'magic'", "requeue, resubmit"),
         ({"launcher": "mpirun"}, "'mpirun'", "torchrun, srun"),
         ({"srun": ("gpu-bind=x",)}, "srun option 'gpu-bind=x'", "--name=value"),
-        ({"launcher": "srun", "nproc_per_node": 4, "cpus_per_task": 2}, "2", "4 tasks"),
-        ({"name": "../x"}, "'../x'", "letters"),
-        ({"name": "a\nb"}, "", "#SBATCH"),
+        ({"launcher": "srun", "nproc_per_node": 4, "cpus_per_node": 2}, "2", "4 tasks"),
+        ({"job_name": "../x"}, "'../x'", "letters"),
+        ({"job_name": "a\nb"}, "", "letters"),
         ({"partition": "a\n#SBATCH --account=x"}, "partition", "#SBATCH"),
         ({"sbatch": ("network=x",)}, "'network=x'", "--name=value"),
         ({"sbatch": ("--a=\n",)}, "", "--name=value"),
@@ -112,13 +113,19 @@ def test_how_many_nodes(
     assert JobSpec.from_json(spec.to_json()) == spec
 
 
-def test_cpus_are_a_nodes_under_both_launchers() -> None:
-    under_torchrun = JobSpec("t.py", gpus_per_node="4", cpus_per_task=32)
-    assert ("cpus-per-task", "32") in directives(under_torchrun)
-    assert under_torchrun.tasks_per_node == 1
-    under_srun = JobSpec("t.py", launcher="srun", gpus_per_node="4", cpus_per_task=32)
-    assert ("cpus-per-task", "8") in directives(under_srun)
-    assert under_srun.tasks_per_node == 4
+def test_cpus_of_a_node_are_shared_by_its_tasks() -> None:
+    for launcher, tasks, share in (("torchrun", 1, "32"), ("srun", 4, "8")):
+        spec = JobSpec("t.py", launcher=launcher, gpus_per_node="4", cpus_per_node=32)
+        assert spec.tasks_per_node == tasks
+        assert ("cpus-per-task", share) in directives(spec)
+
+
+def test_cpus_of_a_task_are_passed_to_sbatch() -> None:
+    for launcher in ("torchrun", "srun"):
+        spec = JobSpec("t.py", launcher=launcher, gpus_per_node="4", cpus_per_task=7)
+        assert ("cpus-per-task", "7") in directives(spec)
+    with pytest.raises(UsageError, match="two ways to set the same"):
+        JobSpec("t.py", cpus_per_node=8, cpus_per_task=8)
 
 
 @pytest.mark.parametrize(
@@ -129,13 +136,13 @@ def test_cpus_are_a_nodes_under_both_launchers() -> None:
         ({"max_failures": True}, "max-failures is True"),
         ({"max_requeues": -1}, "max-requeues is -1"),
         ({"cpus_per_task": 0}, "cpus-per-task is 0"),
-        ({"name": "-x"}, "can't be the name of a folder"),
-        ({"name": "x" * 101}, "can't be the name of a folder"),
-        ({"starter": "ibrun", "launcher": "srun"}, "without srun, by ibrun"),
-        ({"starter": "ibrun", "elastic": True}, "without srun, by ibrun"),
-        ({"starter": "ibrun", "srun": ("--x",)}, "without srun, by ibrun"),
-        ({"starter": "mpirun", "preflight": True}, "the starter is mpirun"),
-        ({"starter": "mpirun", "backend": "submitit"}, "the starter is mpirun"),
+        ({"job_name": "-x"}, "can't be the name of a folder"),
+        ({"job_name": "x" * 101}, "can't be the name of a folder"),
+        ({"step_launcher": "ibrun", "launcher": "srun"}, "step-launcher ibrun excludes"),
+        ({"step_launcher": "ibrun", "elastic": True}, "step-launcher ibrun excludes"),
+        ({"step_launcher": "ibrun", "srun": ("--x",)}, "step-launcher ibrun excludes"),
+        ({"step_launcher": "mpirun", "preflight": True}, "step-launcher is mpirun"),
+        ({"step_launcher": "mpirun", "backend": "submitit"}, "step-launcher is mpirun"),
         ({"launcher": "srun", "nodes": "1-2"}, "how many tasks there are"),
         ({"launcher": "srun", "max_restarts": 1}, "without torchrun"),
         ({"launcher": "srun", "elastic": True}, "without torchrun"),
@@ -148,7 +155,7 @@ def test_cpus_are_a_nodes_under_both_launchers() -> None:
         ({"sweep": {"lr": ()}}, "no parameter with values that differ"),
         ({"sweep": {"1r": ("1",)}}, "no parameter with values that differ"),
         ({"sweep": {"lr": ("1", "2")}, "array": "0-2"}, "accepted: indexes from 0 to 1"),
-        ({"sweep": {"lr": ("1",)}, "backend": "allocation"}, "an allocation is one job"),
+        ({"sweep": {"lr": ("1",)}, "backend": "salloc"}, "runs inside one job"),
         ({"sweep": {"lr": ("\0",)}}, "NUL"),
         ({"budget_gpu_hours": 0}, "budget-gpu-hours is 0"),
         ({"budget_gpu_hours": "1"}, "budget-gpu-hours is '1'"),
@@ -157,12 +164,12 @@ def test_cpus_are_a_nodes_under_both_launchers() -> None:
         ({"array": "0-"}, "no list of indexes"),
         ({"setup": ("\udcff",)}, "no UTF-8"),
         ({"teardown": ("\0",)}, "NUL"),
-        ({"workdir": "\0"}, "NUL"),
+        ({"chdir": "\0"}, "NUL"),
         ({"env": {"A": "\0"}}, "NUL"),
         ({"env_names": ("A B",)}, "'A B' is not a name"),
         ({"signal": "KILL"}, "signal 'KILL'"),
         ({"gpu_request": "x"}, "gpu-request 'x'"),
-        ({"starter": "x"}, "starter 'x'"),
+        ({"step_launcher": "x"}, "step-launcher 'x'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(values: dict[str, Any], words: str) -> None:
@@ -177,11 +184,11 @@ def test_what_does_not_go_together_is_refused(values: dict[str, Any], words: str
     [
         {"nodes": 999_999},
         {"nodes": "1-1", "nproc_per_node": 1, "cpus_per_task": 1},
-        {"name": "x" * 100},
+        {"job_name": "x" * 100},
         {"max_failures": 0, "max_requeues": 0, "max_restarts": 0},
-        {"starter": "mpirun"},
+        {"step_launcher": "mpirun"},
         {"launcher": "srun", "max_restarts": 0, "srun": ("--gpu-bind=x",)},
-        {"launcher": "srun", "nproc_per_node": 2, "cpus_per_task": 2},
+        {"launcher": "srun", "nproc_per_node": 2, "cpus_per_node": 2},
         {"elastic": True, "max_restarts": 1},
         {"container": "a 'b c'"},
         {"image": "b"},
@@ -257,12 +264,12 @@ def test_gpus_are_asked_for_as_the_site_wants(
 
 def test_a_sweeps_tasks() -> None:
     spec = JobSpec("t.py", args=("a",), sweep={"x": ("1", "2"), "y": ("3", "4")}, array="0-3")
-    assert spec.points[1] == {"x": "1", "y": "4"}
+    assert spec.trials[1] == {"x": "1", "y": "4"}
     assert spec.indexes([]) == [0, 1, 2, 3]
     task = spec.task(2)
     assert (task.args, task.sweep, task.array) == (("a", "--x=2", "--y=3"), {}, "2")
     plain = JobSpec("t.py", args=("a",))
-    assert (plain.points, plain.task(3).args, plain.time_s) == ([], ("a",), None)
+    assert (plain.trials, plain.task(3).args, plain.time_s) == ([], ("a",), None)
     assert (plain.gpu_count, plain.gpu_type, plain.gpus_in_use) == (0, None, 1)
     typed = JobSpec("t.py", gpus_per_node="a100:4", nproc_per_node=2, time="1:00:00")
     assert (typed.gpu_count, typed.gpu_type, typed.gpus_in_use, typed.time_s) == (

@@ -127,10 +127,10 @@ def test_the_place_is_read_from_the_environment() -> None:
     [
         ({"SLURM_NODEID": "1"}, "n1", 1),
         ({"SLURM_NODEID": "1", "HPC_DDP_NODE_INDEX": "0"}, "n1", 0),
-        ({"SLURM_NODEID": "0", "HPC_DDP_STARTER": "srun"}, "n2", 0),
-        ({"SLURM_NODEID": "0", "HPC_DDP_STARTER": "mpirun"}, "n2", 1),  # an MPI's own order
-        ({"HPC_DDP_STARTER": "ibrun"}, "n2.cluster.org", 1),
-        ({"HPC_DDP_STARTER": "ibrun", "HPC_DDP_NODE_INDEX": "0"}, "elsewhere", 0),
+        ({"SLURM_NODEID": "0", "HPC_DDP_STEP_LAUNCHER": "srun"}, "n2", 0),
+        ({"SLURM_NODEID": "0", "HPC_DDP_STEP_LAUNCHER": "mpirun"}, "n2", 1),  # an MPI's own order
+        ({"HPC_DDP_STEP_LAUNCHER": "ibrun"}, "n2.cluster.org", 1),
+        ({"HPC_DDP_STEP_LAUNCHER": "ibrun", "HPC_DDP_NODE_INDEX": "0"}, "elsewhere", 0),
     ],
 )
 def test_which_node_this_is(
@@ -143,7 +143,7 @@ def test_which_node_this_is(
 def test_a_host_that_is_none_of_the_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "login")
     with pytest.raises(OSError, match="this host, login, is none of the job's nodes, n1 n2"):
-        node_index({**ENVIRON, "HPC_DDP_STARTER": "mpirun"})
+        node_index({**ENVIRON, "HPC_DDP_STEP_LAUNCHER": "mpirun"})
 
 
 @pytest.mark.parametrize(
@@ -673,7 +673,7 @@ def test_what_the_workers_died_of(
 def test_a_node_that_can_not_take_part_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {**ENVIRON, "HPC_DDP_STARTER": "mpirun"}.items():
+    for name, value in {**ENVIRON, "HPC_DDP_STEP_LAUNCHER": "mpirun"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("HPC_DDP_NODE_INDEX", raising=False)
     assert supervisor.main(["x"]) == 1

@@ -9,14 +9,15 @@ import pytest
 from hpc_ddp.launch.sweep import settings
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.journal import Event, node_seconds
-from hpc_ddp.run.spec import JobSpec, array_indexes
+from hpc_ddp.run.slurm_values import array_indexes
+from hpc_ddp.run.spec import JobSpec
 
 
 def test_each_combination_is_a_task_with_its_arguments() -> None:
     said = settings(["lr=1e-3,1e-4", "--opt=a\\,b,c d"], 2)
     spec = JobSpec("train.py", args=("--epochs", "3"), **said)
     assert spec.array == "0-3%2"
-    assert [list(point.values()) for point in spec.points] == [
+    assert [list(point.values()) for point in spec.trials] == [
         ["1e-3", "a,b"],
         ["1e-3", "c d"],
         ["1e-4", "a,b"],
@@ -24,7 +25,7 @@ def test_each_combination_is_a_task_with_its_arguments() -> None:
     ]
     task = JobSpec.from_json(spec.to_json()).task(3)
     assert task.args == ("--epochs", "3", "--lr=1e-4", "--opt=c d")
-    assert (task.array, task.points) == ("3", [])
+    assert (task.array, task.trials) == ("3", [])
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_what_is_no_array_is_said(array: str) -> None:
     [
         ({"array": "0-99999999999"}, "more than 100,000 tasks"),
         ({"array": "2", "sweep": {"lr": ("1", "2")}}, "indexes from 0 to 1"),
-        ({"backend": "allocation", "sweep": {"lr": ("1", "2")}}, "an allocation is one job"),
+        ({"backend": "salloc", "sweep": {"lr": ("1", "2")}}, "runs inside one job"),
         ({"launcher": "srun", "nodes": "1-2"}, "accepted: a whole number"),
         ({"launcher": "srun", "srun": ("--ntasks=3",)}, "is set by hpc-ddp"),
         ({"launcher": "srun", "max_restarts": 1}, "without torchrun"),

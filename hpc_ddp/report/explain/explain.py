@@ -88,7 +88,7 @@ def _is_over(facts: Facts) -> bool:
     if text_of(verdict, "cause") == "superseded":
         return False
     # These two back-ends requeue nothing: another attempt begins at once, or by the user.
-    no_requeue = facts.spec.get("backend") in ("local", "allocation") and not facts.live
+    no_requeue = facts.spec.get("backend") in ("local", "salloc") and not facts.live
     return facts.cancelled or no_requeue or text_of(verdict, "action") != "requeue"
 
 

@@ -156,7 +156,7 @@ class Facts:
             return "the same command again"
         command = {
             "local": "hpc-ddp dry-run",
-            "allocation": "hpc-ddp submit --backend allocation",
+            "salloc": "hpc-ddp submit --backend salloc",
         }.get(str(self.spec.get("backend")), "hpc-ddp submit")
         return f"{command} --run {shlex.quote(str(self.path))}"
 

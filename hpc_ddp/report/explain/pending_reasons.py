@@ -96,7 +96,7 @@ REASONS = (
     Reason(
         r"BadConstraints",
         "no node has what it asks for, so it never starts",
-        "other --constraint, --gpus-per-node, --cpus-per-task or --mem; sinfo --Node --long",
+        "other --constraint, --gpus-per-node, --cpus-per-node or --mem; sinfo --Node --long",
     ),
     Reason(r"Constraints", "no node has what it asks for at this time", "wait, or ask for less"),
     Reason(

@@ -18,7 +18,7 @@ from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, last_event, read_briefly
 from hpc_ddp.run.ownership import check_executable
 from hpc_ddp.run.ranks import slow_rank
-from hpc_ddp.run.spec import parse_time
+from hpc_ddp.run.slurm_values import parse_time
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def tasks(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> list[Task]:
     jobs = [queue[job] for job in run.job_ids(run.events()) if job in queue]
     waits = any(state_of_job(job.state) is RunState.WAITING for job in jobs)
     return [
-        _task(index, spec.points[index] if spec.points else {}, folders.get(index), queue, waits)
+        _task(index, spec.trials[index] if spec.trials else {}, folders.get(index), queue, waits)
         for index in spec.indexes(folders)
     ]
 

@@ -1,0 +1,20 @@
+"""The page of all settings and commands is what the declarations say."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from hpc_ddp.launch.config import OPTIONS, Placement
+from hpc_ddp.run.options import GROUPS, key_of
+from hpc_ddp.run.spec import JobSpec
+from tools import reference
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert reference.PAGE.read_text() == reference.page(), "python -m tools.reference"
+
+
+def test_each_setting_is_declared_in_a_group() -> None:
+    names = {key_of(item) for settings in (JobSpec, Placement) for item in fields(settings)}
+    assert names - OPTIONS.keys() == {"script", "args", "sweep"}
+    assert {declared.group for declared in OPTIONS.values()} == {*GROUPS}

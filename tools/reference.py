@@ -1,0 +1,83 @@
+"""``docs/reference.md``: all settings of a job and all commands, from their declarations.
+
+``python -m tools.reference`` writes the page; ``tests/unit/test_reference.py`` compares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from hpc_ddp.cli.main import main as commands
+from hpc_ddp.launch.config import OPTIONS
+from hpc_ddp.run.options import GROUPS, TABLE, Option
+
+PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
+HEAD = """# Reference
+
+Written by `python -m tools.reference` from the declarations in the code.
+
+## Settings of a job
+Options of `submit`, `render`, `sweep` and `dry-run`, and keys of `hpc-ddp.toml` and of site files.
+`drill`, `preflight` and `rerun` take those that mean something there.
+"""
+
+
+def page() -> str:
+    """Return the text of the page."""
+    return "".join([HEAD, *_settings(), "\n## Commands\n", *_commands(commands, "hpc-ddp")])
+
+
+def _settings() -> Iterator[str]:
+    for group in GROUPS:
+        yield f"\n### {group}\n| option | key in a file | meaning |\n|---|---|---|\n"
+        for key, declared in OPTIONS.items():
+            if declared.group == group:
+                kind = declared.kind.text
+                yield f"| {_flags(key, declared)} | `{key}`: {kind} | {declared.help} |\n"
+
+
+def _flags(key: str, declared: Option) -> str:
+    if declared.is_file_only:
+        return "–"
+    if key == "snapshot":
+        return "`--no-snapshot`"
+    accepted = " ".join(f"`{name}`" for name in declared.accepted)
+    short = f"`-{declared.letter}`, " if declared.letter else ""
+    repeated = " (repeatable)" if declared.kind.is_list or declared.kind is TABLE else ""
+    return f"{short}`--{key}`{repeated}{': ' if accepted else ''}{accepted}"
+
+
+def _commands(group: click.Group, name: str) -> Iterator[str]:
+    for word in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), word)
+        assert command
+        if isinstance(command, click.Group):
+            yield from _commands(command, f"{name} {word}")
+            continue
+        context = click.Context(command, info_name=f"{name} {word}")
+        usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+        yield f"\n### {name} {word}\n```\n{usage}\n```\n{_paragraphs(command.help or '')}\n"
+        rows = [*_own_options(command, context)]
+        if rows:
+            yield "\n| option | meaning |\n|---|---|\n" + "".join(rows)
+
+
+def _own_options(command: click.Command, context: click.Context) -> Iterator[str]:
+    """Yield a row for each option that is no setting of a job."""
+    for param in command.params:
+        key = (param.name or "").replace("_", "-").removeprefix("no-")
+        record = param.get_help_record(context)
+        if record and isinstance(param, click.Option) and key not in OPTIONS:
+            flags, meaning = record
+            yield f"| `{flags.replace('|', chr(92) + '|')}` | {meaning} |\n"
+
+
+def _paragraphs(text: str) -> str:
+    return "\n\n".join(" ".join(block.split()) for block in text.split("\n\n"))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
