@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpc_ddp.run.checkpoints import Health
@@ -35,7 +35,7 @@ def checkpoint_table(rows: Sequence[Health]) -> str:
 
 
 def _checkpoint_cells(row: Health) -> tuple[Any, ...]:
-    size = None if row.bytes is None else byte_count(row.bytes)
+    size = _optional(byte_count, row.bytes)
     good = "good, the best so far" if row.best else "good"
     return row.name, f"{duration(row.age_s)} ago", size, row.world_size, row.problem or good
 
@@ -53,19 +53,19 @@ def _preflight_cells(node: str, report: Mapping[str, Any]) -> tuple[Any, ...]:
         node,
         interface or None,
         report.get("gpus"),
-        _free(report.get("tmpdir_free")),
-        _free(report.get("scratch_free")),
+        _optional(_free, report.get("tmpdir_free")),
+        _optional(_free, report.get("scratch_free")),
         None if ahead_s is None else f"{ahead_s:+.3f} s",
         report.get("torch"),
-        _speed(report.get("send_mb_s")),
-        _speed(report.get("receive_mb_s")),
+        _optional(speed, report.get("send_mb_s")),
+        _optional(speed, report.get("receive_mb_s")),
         ", ".join(dict.fromkeys(fault["check"] for fault in report["bad"])) or "good",
     )
 
 
-def _free(count: int | None) -> str | None:
-    return None if count is None else f"{byte_count(count)} free"
+def _optional(form: Callable[[float], str], amount: float | None) -> str | None:
+    return None if amount is None else form(amount)
 
 
-def _speed(megabytes_per_s: float | None) -> str | None:
-    return None if megabytes_per_s is None else speed(megabytes_per_s)
+def _free(count: float) -> str:
+    return f"{byte_count(count)} free"

@@ -26,8 +26,7 @@ from hpc_ddp.node.verdict import decide
 from hpc_ddp.report.explain.explain import explain, explain_run
 from hpc_ddp.report.explain.explanation import Explanation, paragraph
 from hpc_ddp.report.explain.facts import gather
-from hpc_ddp.report.explain.failure_patterns import CAUSES, recognise
-from hpc_ddp.report.explain.pending_reasons import in_words
+from hpc_ddp.report.explain.patterns import FAILURES, explain_pending, recognise
 from hpc_ddp.report.logs.files import LogQuery
 from hpc_ddp.report.logs.view import follow, show
 from hpc_ddp.report.status.run_status import status_of
@@ -174,7 +173,7 @@ def test_reasons_in_plain_words(written: Written, reason: str, words: str) -> No
     found = written.event("queued", job_id="7").explain(_record("PENDING", reason, nodes=""))
     assert found.kind == "waiting"
     assert words in found.text
-    assert found.hint == in_words(reason, "7")[1]
+    assert found.hint == explain_pending(reason, "7")[1]
 
 
 def test_waiting_after_a_requeue_tells_of_the_last_end(written: Written) -> None:
@@ -745,7 +744,7 @@ def test_a_task_of_an_array_is_found_by_its_job_id(tmp_path: Path) -> None:
 # --- the tables ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.pattern[:30])
+@pytest.mark.parametrize("cause", FAILURES, ids=lambda cause: cause.pattern[:30])
 def test_every_row_can_be_filled_in(written: Written, cause: Any) -> None:
     """Words and hints name only what is there to be filled in."""
     groups = dict.fromkeys(re.compile(cause.pattern).groupindex, "x")

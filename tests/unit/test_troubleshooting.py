@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_ddp.report.explain.failure_patterns import CAUSES
-from hpc_ddp.report.explain.pending_reasons import REASONS
+from hpc_ddp.report.explain.patterns import FAILURES, PENDING_REASONS
 from tests.accept import is_accepted
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
@@ -43,8 +42,10 @@ def _reason(pattern: str) -> str:
 
 def test_the_tables_are_true() -> None:
     """To accept a change, run with ``HPC_DDP_ACCEPT=1``."""
-    causes = [(cause.kind, _words(cause.words), _words(cause.hint)) for cause in CAUSES]
-    reasons = [(_reason(row.pattern), _words(row.words), _words(row.hint)) for row in REASONS]
+    causes = [(cause.kind, _words(cause.words), _words(cause.hint)) for cause in FAILURES]
+    reasons = [
+        (_reason(row.pattern), _words(row.words), _words(row.hint)) for row in PENDING_REASONS
+    ]
     text = PAGE.read_text()
     new = _filled(text, "causes", _table(("kind", "what happened", "what to do"), causes))
     new = _filled(new, "reasons", _table(("Slurm's reason", "it is", "what to do"), reasons))

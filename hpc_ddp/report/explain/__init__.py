@@ -1,1 +1,1 @@
-"""What became of a run, why, and what to do about it."""
+"""The explanation of a run: its end, the cause, and what to do about it."""

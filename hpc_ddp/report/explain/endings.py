@@ -7,15 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hpc_ddp.report.explain.explanation import (
-    Explanation,
-    at_step,
-    fill_hint,
-    log_hint,
-    shorten,
-)
+from hpc_ddp.report.explain.explanation import Explanation, at_step, fill_hint, log_hint, shorten
 from hpc_ddp.report.explain.facts import Facts, Failure, place_in, text_of
-from hpc_ddp.report.explain.failure_patterns import SIGNALS, Diagnosis, recognise
+from hpc_ddp.report.explain.patterns import SIGNALS, Diagnosis, recognise
 from hpc_ddp.run.journal import Event, last_event
 
 _MODULE = "hpc_ddp.training in the script (docs/adopt)"

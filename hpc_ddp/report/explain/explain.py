@@ -21,8 +21,7 @@ from hpc_ddp.report.explain.explanation import (
     shorten,
 )
 from hpc_ddp.report.explain.facts import Facts, gather, number, text_of
-from hpc_ddp.report.explain.failure_patterns import recognise
-from hpc_ddp.report.explain.pending_reasons import in_words
+from hpc_ddp.report.explain.patterns import explain_pending, recognise
 from hpc_ddp.report.status.state import RunState
 from hpc_ddp.run import goodput
 from hpc_ddp.run.folder import RunFolder
@@ -131,7 +130,7 @@ def _explain_array(facts: Facts) -> Explanation:
     text = f"is an array, of which {plural(len(tasks), 'task')} have begun: {counts}."
     bad = [name for name, task in tasks.items() if task.kind not in ("finished", *_LIVE_KINDS)]
     if facts.record and facts.record.state == "PENDING":
-        words, _ = in_words(facts.record.reason, facts.job_id or "")
+        words, _ = explain_pending(facts.record.reason, facts.job_id or "")
         text += f" Others wait: {words}."
     if not bad:
         return Explanation("array", text, "", tasks=tasks)
@@ -148,7 +147,7 @@ def _explain_live(facts: Facts) -> Explanation:
     """Explain a job that waits, runs, or is on its way to one of both."""
     record, state = facts.record, facts.job_state
     if record and state is RunState.WAITING:
-        words, hint = in_words(record.reason, facts.job_id or "")
+        words, hint = explain_pending(record.reason, facts.job_id or "")
         text = f"waits in the queue as job {facts.job_id}: {words} ({record.reason or 'None'})."
         if record.start_time and record.start_time > facts.now:
             when = time.strftime("%a %H:%M", time.localtime(record.start_time))

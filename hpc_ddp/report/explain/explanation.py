@@ -16,7 +16,7 @@ PROGRESS = ("first_step", "metrics", "checkpoint", "stopped", "finished", "faile
 
 @dataclass(frozen=True)
 class Explanation:
-    """What became of a run.
+    """The state or the end of a run, in words.
 
     Attributes
     ----------

@@ -154,10 +154,9 @@ class Facts:
         """The command that goes on with the run."""
         if self.standalone:
             return "the same command again"
-        command = {
-            "local": "hpc-ddp dry-run",
-            "salloc": "hpc-ddp submit --backend salloc",
-        }.get(str(self.spec.get("backend")), "hpc-ddp submit")
+        command = {"local": "hpc-ddp dry-run", "salloc": "hpc-ddp submit --backend salloc"}.get(
+            str(self.spec.get("backend")), "hpc-ddp submit"
+        )
         return f"{command} --run {shlex.quote(str(self.path))}"
 
 

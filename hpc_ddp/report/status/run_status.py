@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpc_ddp import slurm
-from hpc_ddp.report.explain.pending_reasons import in_words
+from hpc_ddp.report.explain.patterns import explain_pending
 from hpc_ddp.report.status.state import RunState, find_state
 from hpc_ddp.run import goodput, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
@@ -70,6 +70,13 @@ class Status:
     results: dict[str, float | None]
     rerun_of: str | None = None
 
+    @property
+    def progress(self) -> str | None:
+        """The step, as ``400/1000``."""
+        if self.step is None:
+            return None
+        return f"{self.step}/{self.total_steps}" if self.total_steps else str(self.step)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -86,10 +93,7 @@ def unreadable(run: RunFolder, why: str) -> Status:
 
 
 def summarize(
-    run: RunFolder,
-    events: Sequence[Event],
-    jobs: Sequence[str],
-    queue: Mapping[str, slurm.Queued],
+    run: RunFolder, events: Sequence[Event], jobs: Sequence[str], queue: Mapping[str, slurm.Queued]
 ) -> Status:
     """Return the status of a run from its journal and the ids of all its jobs."""
     events = list(events)
@@ -124,7 +128,7 @@ def summarize(
         eta_s=_eta_s(events, metrics, now) if runs else None,
         goodput=goodput.share(seconds),
         seconds={part: round(spent_s, 3) for part, spent_s in seconds.items()},
-        why=in_words(why, jobs[-1])[0] if waits else why,
+        why=explain_pending(why, jobs[-1])[0] if waits else why,
         reason=why if waits else "",
         slow=str(slow or ""),
         results=(last_event(events, "finished") or {}).get("results", {}),

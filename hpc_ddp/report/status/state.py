@@ -65,13 +65,6 @@ class RunState(str, Enum):
         return self in _LIVE and self is not RunState.WAITING
 
 
-_LIVE = (
-    RunState.WAITING,
-    RunState.STARTING,
-    RunState.RUNNING,
-    RunState.SUSPENDED,
-    RunState.ENDING,
-)
 # Slurm's states of a job that is not over.
 _OF_JOB = {
     "PENDING": RunState.WAITING,
@@ -82,6 +75,7 @@ _OF_JOB = {
     "SUSPENDED": RunState.SUSPENDED,
     "STOPPED": RunState.SUSPENDED,
 }
+_LIVE = frozenset(_OF_JOB.values())
 
 
 def state_of_job(slurm_state: str) -> RunState | None:

@@ -111,15 +111,11 @@ def table(tasks: Sequence[Task]) -> str:
 
 def _cells(task: Task, results: Sequence[str]) -> list[Any]:
     status = task.status
-    attempt = status.attempt if status else None
-    step = status.step if status else None
-    if status and status.total_steps:
-        step_text: Any = f"{step}/{status.total_steps}"
-    else:
-        step_text = step
-    cells = [task.index, *task.point.values(), task.state, attempt, step_text]
-    cells += [_short(status.loss if status else None), _short(task.best)]
-    cells += [_short(task.results.get(name)) for name in results]
+    attempt, progress, loss = None, None, None
+    if status:
+        attempt, progress, loss = status.attempt, status.progress, status.loss
+    cells = [task.index, *task.point.values(), task.state, attempt, progress]
+    cells += [_short(loss), _short(task.best), *(_short(task.results.get(n)) for n in results)]
     return [*cells, status.why if status else ""]
 
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_ddp import slurm
@@ -22,22 +23,14 @@ from hpc_ddp.run.units import duration
 MOST_RUNS = 20  # shown without --all, unless more of them are live
 MIN_WHY_WIDTH = 24  # other columns are dropped before "why" gets narrower than this
 
-# Each column, and its turn to be dropped on a narrow terminal, the highest first (0: never).
-COLUMNS = {
-    "name": 0,
-    "id": 4,
-    "job": 3,
-    "state": 0,
-    "attempt": 8,
-    "nodes": 9,
-    "step": 0,
-    "loss": 5,
-    "samples/s": 10,
-    "saved": 6,
-    "goodput": 7,
-    "left": 2,
-    "why": 0,
-}
+# fmt: off
+COLUMNS = (
+    "name", "id", "job", "state", "attempt", "nodes", "step", "loss", "samples/s", "saved",
+    "goodput", "left", "why",
+)
+# fmt: on
+# On a narrow terminal these are dropped, the first one first.
+_DROP_ORDER = ("samples/s", "nodes", "attempt", "goodput", "saved", "loss", "id", "job", "left")
 _SHOWN_WHEN_EMPTY = ("name", "id", "job", "state", "step", "loss", "saved", "why")
 COLOURS = {
     "running": "32",
@@ -143,8 +136,8 @@ def table(rows: Sequence[Status], width: int | None = None, colours: bool = Fals
         """Return the width that the other columns leave to the last one, `why`."""
         return (width or 10**6) - sum(widths[name] + 2 for name in names[:-1])
 
-    for name in sorted(names, key=lambda name: COLUMNS[name], reverse=True):
-        if why_width() < min(widths["why"], MIN_WHY_WIDTH) and COLUMNS[name]:
+    for name in _DROP_ORDER:
+        if name in names and why_width() < min(widths["why"], MIN_WHY_WIDTH):
             names.remove(name)
     lines = []
     for row in [{name: name for name in names}, *cells]:
@@ -170,7 +163,7 @@ def _cells(row: Status) -> dict[str, str]:
         "state": row.state,
         "attempt": row.attempt,
         "nodes": row.nodes,
-        "step": f"{row.step}/{row.total_steps}" if row.total_steps else row.step,
+        "step": row.progress,
         "loss": None if row.loss is None else f"{row.loss:.4g}",
         "samples/s": None if row.samples_per_s is None else f"{row.samples_per_s:.4g}",
         "saved": age,
@@ -200,18 +193,8 @@ def terminal() -> tuple[int | None, bool]:
 
 def watch(render: Callable[[], str], every_s: float) -> None:
     """Show the text of `render` again and again, in place on a terminal, until Ctrl-C."""
-    try:
-        if not sys.stdout.isatty():
-            while True:
-                print(render(), flush=True)
-                time.sleep(every_s)
-        from rich.console import Console
-        from rich.live import Live
-        from rich.text import Text
-
-        with Live(console=Console(highlight=False), auto_refresh=False, screen=False) as live:
-            while True:
-                live.update(Text.from_ansi(render(), no_wrap=True), refresh=True)
-                time.sleep(every_s)
-    except KeyboardInterrupt:
-        return
+    clear = "\033[H\033[J" if sys.stdout.isatty() else ""
+    with suppress(KeyboardInterrupt):
+        while True:
+            print(f"{clear}{render()}", flush=True)
+            time.sleep(every_s)
