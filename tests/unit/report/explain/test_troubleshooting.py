@@ -9,7 +9,7 @@ from pathlib import Path
 from hpc_ddp.report.explain.patterns import FAILURES, PENDING_REASONS
 from tests.accept import is_accepted
 
-PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+PAGE = Path(__file__).parents[4] / "docs" / "troubleshooting.md"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

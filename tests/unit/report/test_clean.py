@@ -22,7 +22,7 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, all_runs, link_job
 from hpc_ddp.run.spec import JobSpec
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 DAY_S = 86400.0
 
 
