@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import click
 
 from hpc_ddp.cli.main import main as commands
 from hpc_ddp.launch.config import OPTIONS
+from hpc_ddp.run.events import EVENTS
 from hpc_ddp.run.options import GROUPS, TABLE, Option
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
@@ -27,7 +29,8 @@ Options of `submit`, `render`, `sweep` and `dry-run`, and keys of `hpc-ddp.toml`
 
 def page() -> str:
     """Return the text of the page."""
-    return "".join([HEAD, *_settings(), "\n## Commands\n", *_commands(commands, "hpc-ddp")])
+    parts = [HEAD, *_settings(), "\n## Commands\n", *_commands(commands, "hpc-ddp"), *_events()]
+    return "".join(parts)
 
 
 def _settings() -> Iterator[str]:
@@ -37,6 +40,20 @@ def _settings() -> Iterator[str]:
             if declared.group == group:
                 kind = declared.kind.text
                 yield f"| {_flags(key, declared)} | `{key}`: {kind} | {declared.help} |\n"
+
+
+def _events() -> Iterator[str]:
+    yield "\n## Events of the journal\n"
+    yield "Each has `time` (unix seconds), `event` and `attempt` as well; fields in brackets are "
+    yield "optional.\n\n"
+    yield "| event | written by | fields | meaning |\n|---|---|---|---|\n"
+    for kind in EVENTS:
+        names = [
+            f"`{item.name}`" if item.default is MISSING else f"[`{item.name}`]"
+            for item in fields(kind)
+        ]
+        meaning = " ".join((kind.__doc__ or "").split())
+        yield f"| `{kind.event}` | {kind.writer} | {', '.join(names)} | {meaning} |\n"
 
 
 def _flags(key: str, declared: Option) -> str:

@@ -19,6 +19,7 @@ from hpc_ddp.launch.prepare import Prepared
 from hpc_ddp.launch.render import job_env, node_command, step_options
 from hpc_ddp.run.accelerators import hiding_env
 from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.events import Queued, Submitted
 from hpc_ddp.run.folder import link_job, written_by_owner
 from hpc_ddp.run.slurm_values import array_indexes
 
@@ -232,22 +233,21 @@ def start(prepared: Prepared, output: Output = None) -> Started:
     try:
         render(prepared)
         run.cancelled.unlink(missing_ok=True)  # whoever starts it wants it to run
-        asked: dict[str, Any] = {"backend": spec.backend, "script": spec.script}
-        asked["first_attempt"] = len(run.attempts())
+        submitted = Submitted(len(run.attempts()), spec.backend, spec.script)
         started = BACKENDS[spec.backend].start(prepared, output)
     except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
-        journal.write("submitted", **asked)
+        journal.write(submitted)
         raise
     except HpcDdpError:
         prepared.discard()
         raise
     # Only now: a refused one changes nothing about how the run has ended.
-    journal.write("submitted", **asked)
-    asked_for = set(array_indexes(spec.array)) if spec.array else set()
+    journal.write(submitted)
+    indexes = set(array_indexes(spec.array)) if spec.array else set()
     for task in run.tasks():
-        if task.index in asked_for and not task.finished():
-            task.journal("submit").write("submitted", first_attempt=len(task.attempts()))
+        if task.index in indexes and not task.finished():
+            task.journal("submit").write(Submitted(len(task.attempts())))
     if started.job_id:
-        journal.write("queued", job_id=started.job_id)
+        journal.write(Queued(started.job_id))
         link_job(started.job_id, run)
     return started

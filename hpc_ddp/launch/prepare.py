@@ -18,6 +18,7 @@ from hpc_ddp.launch.config import EXCLUSIVE, JOINED, Settings, job_spec, working
 from hpc_ddp.launch.render import Rendering
 from hpc_ddp.run import checkpoints, process
 from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.events import Rerun
 from hpc_ddp.run.folder import (
     RunFolder,
     close_to_others,
@@ -127,7 +128,7 @@ def rerun(
     like = run if same_code else None
     planned = plan(spec, _new_folder(root, spec), settings, is_new=True, like=like)
     prepared = make(planned, settings, cwd, like)
-    prepared.run.journal("submit").write("rerun", of=str(run.path))
+    prepared.run.journal("submit").write(Rerun(str(run.path)))
     return prepared
 
 

@@ -27,10 +27,12 @@ from hpc_ddp.node.verdict import Facts, Verdict, decide, over_budget, silent_nod
 from hpc_ddp.node.worker import die_with_parent
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.run.events import Started, VerdictGiven
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_seconds
 from hpc_ddp.run.journal import Event
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.vocabulary import Action, Cause, NoticeSource
 
 ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again
 ASK_LEAST_S = 5.0
@@ -86,7 +88,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     cluster = environ.get("SLURM_CLUSTER_NAME")
     is_live = partial(_is_live, job_id=job_id, restarts=restarts)
     attempt = patiently(partial(run.claim_attempt, info, is_live))
-    run.journal("batch", attempt.number).write("started", nodes=nodes, cluster=cluster, **info)
+    run.journal("batch", attempt.number).write(Started(nodes=nodes, cluster=cluster, **info))
     if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
         link_job(job_id, run)
     if spec.continue_by == "resubmit":
@@ -120,7 +122,7 @@ def check_budget(run: RunFolder, spec: JobSpec) -> None:
     over = over_budget(spec, _gpu_hours(run, spec))
     if over:
         journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
-        journal.write("verdict", cause="budget", action="give up", why=over, exit_code=1)
+        journal.write(VerdictGiven(Cause.BUDGET, Action.GIVE_UP, over, 1, False, None, ()))
         raise HpcDdpError(over, hint=f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS")
 
 
@@ -206,7 +208,9 @@ def warned(environ: dict[str, str]) -> None:
             break
         job = ask(environ["SLURM_JOB_ID"])
     preempted = job is not None and job.preempted
-    attempt_of(environ).notice.write_text("preemption" if preempted else "warning signal")
+    attempt_of(environ).notice.write_text(
+        NoticeSource.PREEMPTION if preempted else NoticeSource.WARNING_SIGNAL
+    )
 
 
 def watch(environ: dict[str, str]) -> None:
@@ -331,29 +335,29 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict
 
     The output ends with what went wrong, where people look first.
     """
-    failure = facts.failure if decided.cause == "failed" else None
+    failure = facts.failure if decided.cause == Cause.FAILED else None
     where: dict[str, Any] = {}
     if failure:
         where = {"rank": failure.rank, "node": failure.node, "error": failure.error}
-    run.journal("batch", attempt.number).write_surely(
-        "verdict",
-        cause=decided.cause,
-        action=decided.action,
-        why=decided.why,
-        exit_code=decided.exit_code,
-        progress=facts.progress,
-        step=facts.step,
-        bad_nodes=list(facts.bad_nodes),
+    event = VerdictGiven(
+        decided.cause,
+        decided.action,
+        decided.why,
+        decided.exit_code,
+        facts.progress,
+        facts.step,
+        list(facts.bad_nodes),
         **where,
     )
+    run.journal("batch", attempt.number).write_surely(event)
     if failure and failure.rank is not None:
         say(f"its log: {attempt.node(failure.node).rank_log(failure.rank)}")
-    if decided.action == "none":
+    if decided.action == Action.NONE:
         why = f"; {decided.why}" if decided.why else ""
         say(f"attempt {facts.attempt}: {decided.cause}{why}")
     else:
         again = "it starts over" if facts.step is None else "it goes on"  # by what it has told
-        then = again if decided.action == "requeue" else "given up"
+        then = again if decided.action == Action.REQUEUE else "given up"
         say(f"attempt {facts.attempt}: {decided.why}; {then}")
 
 
@@ -374,7 +378,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 values = begin(environ)
                 print("exit 0" if values is None else export_lines(values))
             case ["interrupted"]:
-                attempt_of(environ).notice.write_text("interrupted")
+                attempt_of(environ).notice.write_text(NoticeSource.INTERRUPTED)
             case ["warned" | "watch" as part]:
                 die_with_parent()  # the batch shell's end is theirs, also in an allocation
                 warned(environ) if part == "warned" else watch(environ)

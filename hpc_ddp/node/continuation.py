@@ -17,6 +17,7 @@ from hpc_ddp.node.verdict import Facts, Verdict
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_json, write_json
 from hpc_ddp.run.journal import Event
+from hpc_ddp.run.vocabulary import Action, Cause
 
 REQUEUE_PATIENCE_S = 600.0
 PAUSE_S = 5.0
@@ -90,7 +91,8 @@ def _chain_has_ended(run: RunFolder, job_id: str) -> bool:
     if not attempts:
         return False
     if verdicts and verdicts[-1]["attempt"] == attempts[-1].number:
-        return {"cancelled", "give up"} & {verdicts[-1]["cause"], verdicts[-1]["action"]} != set()
+        last = verdicts[-1]
+        return bool(last["cause"] == Cause.CANCELLED or last["action"] == Action.GIVE_UP)
     last_id = attempts[-1].info.get("job_id")
     job = ask(last_id) if last_id else None
     return job is not None and job.state == "CANCELLED"
@@ -147,12 +149,12 @@ def go_on(
     """Do what was decided, and return the exit code for the batch script."""
     if facts.spec.continue_by == "resubmit":
         return _end_link(run, attempt, environ, facts, decided)
-    if decided.action == "requeue":
+    if decided.action == Action.REQUEUE:
         if "HPC_DDP_INTERACTIVE" in environ:  # an allocation is no batch job: nothing to requeue
             say(f"go on with: hpc-ddp submit --backend salloc --run {_quoted(run)}")
             return CAN_GO_ON
         return _requeue(run, attempt, environ, facts)
-    if decided.cause == "superseded" and facts.bad_nodes and run.is_newest(facts.attempt):
+    if decided.cause == Cause.SUPERSEDED and facts.bad_nodes and run.is_newest(facts.attempt):
         # Slurm itself has requeued it, for the node that it has lost.
         _keep_off(run, own_id(environ))
     return decided.exit_code
@@ -220,12 +222,12 @@ def _end_link(
 ) -> int:
     """End one job of a chain: the next one waits already, unless there is nothing left to do."""
     link = read_json(attempt.path / "next.json").get("job_id")
-    if decided.action == "requeue":
+    if decided.action == Action.REQUEUE:
         if link and facts.bad_nodes:
             _keep_off(run, link)
         link = link or queue_next_link(run, attempt, environ)
         return 0 if link else _left_to_the_user(run)
-    if link and decided.cause != "superseded":
+    if link and decided.cause != Cause.SUPERSEDED:
         try:
             slurm.cancel([link])
         except HpcDdpError as error:  # it will find the verdict, and not start

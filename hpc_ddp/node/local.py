@@ -26,9 +26,11 @@ from hpc_ddp.node.supervisor import expand
 from hpc_ddp.node.verdict import Verdict
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.run.events import Started
 from hpc_ddp.run.folder import AttemptFolder, RunFolder
 from hpc_ddp.run.slurm_values import array_indexes
 from hpc_ddp.run.spec import JobSpec, trial_args
+from hpc_ddp.run.vocabulary import Action
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
 
@@ -57,7 +59,7 @@ class LocalRun:
         """Run attempts until one is the last; return the exit code."""
         while True:
             decided = self.attempt()
-            if decided.action != "requeue":
+            if decided.action != Action.REQUEUE:
                 return decided.exit_code
             if self.notified:
                 return CAN_GO_ON
@@ -67,7 +69,7 @@ class LocalRun:
         check_budget(self.run, self.spec)
         info = process.identity()
         attempt = self.run.claim_attempt(info, _is_live)
-        self.run.journal("batch", attempt.number).write("started", nodes=self.nodes, **info)
+        self.run.journal("batch", attempt.number).write(Started(nodes=self.nodes, **info))
         environ = self._environ(attempt)
         if not self.spec.preflight or self._preflight(attempt.number, environ):
             self._supervise(environ)
@@ -135,7 +137,7 @@ def _is_live(info: dict[str, Any]) -> bool:
 
 def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
     """Play the tasks of a sweep one after the other; return the first code that is not 0."""
-    run.journal("batch").write("started", **process.identity())
+    run.journal("batch").write(Started(**process.identity()))
     codes = [0]
     points = spec.trials
     before: LocalRun | None = None

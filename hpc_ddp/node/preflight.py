@@ -33,6 +33,7 @@ from hpc_ddp import slurm
 from hpc_ddp.node.checks import MARK, holds
 from hpc_ddp.run.checkpoints import published, read_manifest
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.events import PreflightEnded
 from hpc_ddp.run.folder import RunFolder, read_word
 from hpc_ddp.run.spec import JobSpec
 
@@ -571,7 +572,7 @@ def _needed(run: RunFolder) -> int:
 
 def conclude(run: RunFolder, attempt: int, found: dict[str, Any]) -> bool:
     """Journal the outcome, say it, and return whether the training can start."""
-    run.journal("batch", attempt).write("preflight", **found)
+    run.journal("batch", attempt).write(PreflightEnded(**found))
     for node, each in found["report"].items():
         for bad in each["bad"]:
             say(f"{node}: {bad['why']}")
@@ -605,5 +606,6 @@ def main(argv: list[str]) -> int:
     except (HpcDdpError, OSError) as error:  # no answer, no srun, no space for a word
         why = f"the preflight could not be made: {error}"
         found = {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
+        found["seconds"] = 0.0
         say(why)
     return 0 if conclude(run, attempt.number, found) else 1

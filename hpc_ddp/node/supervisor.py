@@ -31,6 +31,7 @@ from hpc_ddp.node import fabric as fabrics
 from hpc_ddp.node import failure, leaderless, oom
 from hpc_ddp.node.growth import Growth
 from hpc_ddp.node.network import LOOPBACK, interface_to, reach
+from hpc_ddp.run.events import FabricChosen, NoticeGiven
 from hpc_ddp.run.folder import (
     AttemptFolder,
     NodeFolder,
@@ -42,6 +43,7 @@ from hpc_ddp.run.folder import (
 )
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.run.process import signal_recorded
+from hpc_ddp.run.vocabulary import NoticeSource
 
 LOOK_EVERY_S = 1.0
 FENCE_EVERY_S = 10.0  # listing a folder costs an NFS server more than opening a file
@@ -314,7 +316,7 @@ class Supervisor:
         told = place.fabric_env(found)
         if not self._speaks_for_its_node:
             return told
-        self.journal.write("fabric", node=place.node, **asdict(found), env=told)
+        self.journal.write(FabricChosen(place.node, **asdict(found), env=told))
         if place.index > 0:
             self._fabric = found
             return told
@@ -380,7 +382,7 @@ class Supervisor:
         elif word:
             self._give_notice(word, agent)
         elif self._time_is_over(now + place.warn_s):
-            self._give_notice("time limit", agent)
+            self._give_notice(NoticeSource.TIME_LIMIT, agent)
 
     def _time_is_over(self, time_s: float) -> bool:
         """Tell whether a time is past the end, as Slurm has it by now: a limit may be extended."""
@@ -414,7 +416,7 @@ class Supervisor:
             self._to_tell = source
             return
         self.notice, self._noticed_at = source, time.time()
-        self.journal.write("notice", source=source)
+        self.journal.write(NoticeGiven(source))
         if not self._signal_workers(self.place.notice_signal):
             agent.kill()
 

@@ -27,13 +27,14 @@ from itertools import takewhile
 from typing import Any
 
 from hpc_ddp.node.failure import Failure, first_cause, from_record
+from hpc_ddp.run.events import Finished, Stopped, TrainingBegun
 from hpc_ddp.run.journal import Event, last_event
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.vocabulary import END_OF_TIME, Action, Cause, StopReason
 from hpc_ddp.slurm import Job
 
 UNFINISHED = "the script ended without run.finish(); what came after its last checkpoint is lost"
 CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
-TIME_LIMIT_SOURCES = ("time limit", "warning signal", "deadline")
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`action` is ``none``, ``requeue`` or ``give up``; `exit_code` is for the batch script."""
+    """How an attempt has ended, what follows, and the exit code of the batch script."""
 
-    cause: str
-    action: str
+    cause: Cause
+    action: Action
     why: str
     exit_code: int = 0
 
@@ -160,87 +161,91 @@ def decide(facts: Facts) -> Verdict:
     """Return what follows from the facts. The order of the questions matters:
     who else has already decided, then what the user wanted, then what went wrong."""
     cause = _cause(facts)
-    if cause in ("finished", "superseded"):
-        return Verdict(cause, "none", _lost(facts))
-    if cause == "unfinished":
-        return Verdict("failed", "give up", UNFINISHED, 1)
-    if cause == "bad node" and facts.unfit and facts.unfit["hopeless"]:
-        return Verdict("failed", "give up", _describe(facts, cause), 1)
-    if cause == "cancelled":
-        return Verdict(cause, "none", "by the user", CANCELLED_CODE)
+    if cause in (Cause.FINISHED, Cause.SUPERSEDED):
+        return Verdict(cause, Action.NONE, _lost(facts))
+    if cause == Cause.UNFINISHED:
+        return Verdict(Cause.FAILED, Action.GIVE_UP, UNFINISHED, 1)
+    if cause == Cause.BAD_NODE and facts.unfit and facts.unfit["hopeless"]:
+        return Verdict(Cause.FAILED, Action.GIVE_UP, _describe(facts, cause), 1)
+    if cause == Cause.CANCELLED:
+        return Verdict(cause, Action.NONE, "by the user", CANCELLED_CODE)
     why_not = _why_not_again(facts, cause)
     if why_not is None:
-        return Verdict(cause, "requeue", _describe(facts, cause))
+        return Verdict(cause, Action.REQUEUE, _describe(facts, cause))
     failure = facts.failure
-    code = failure.exit_code if failure and cause == "failed" else 1
-    return Verdict(cause, "give up", f"{_describe(facts, cause)}; {why_not}", code)
+    code = failure.exit_code if failure and cause == Cause.FAILED else 1
+    return Verdict(cause, Action.GIVE_UP, f"{_describe(facts, cause)}; {why_not}", code)
 
 
-def _cause(facts: Facts) -> str:
+def _cause(facts: Facts) -> Cause:
     job = facts.job
     if facts.superseded or (job and job.restarts > facts.restarts):
-        return "superseded"
-    if facts.cancelled or "cancelled" in facts.notices:
-        return "cancelled"
+        return Cause.SUPERSEDED
+    if facts.cancelled or StopReason.CANCELLED in facts.notices:
+        return Cause.CANCELLED
     codes = [record["code"] for record in facts.ends]
     complete = facts.complete
-    if facts.here("finished") and (facts.notices or (complete and not any(codes))):
-        return "finished"
+    if facts.here(Finished.event) and (facts.notices or (complete and not any(codes))):
+        return Cause.FINISHED
     if job and job.preempted:
-        return "preempted"
+        return Cause.PREEMPTED
     if job and (job.reason == "TimeLimit" or job.state == "TIMEOUT"):
-        return "time limit"
+        return Cause.TIME_LIMIT
     if job and (job.reason == "NodeDown" or job.state in ("NODE_FAIL", "BOOT_FAIL")):
-        return "node lost"
+        return Cause.NODE_LOST
     if job and job.state != "RUNNING":  # the batch shell still runs, so somebody ends the job
-        return "cancelled"
-    if set(facts.notices) & set(TIME_LIMIT_SOURCES):
-        return "time limit"
+        return Cause.CANCELLED
+    if set(facts.notices) & {*END_OF_TIME}:
+        return Cause.TIME_LIMIT
     if facts.notices:
         # With a node silent and no stop: srun ends the rest of a step of which a task has died.
-        asked = complete or facts.here("stopped") or facts.unfit
-        return "notice" if asked else "node lost"
+        asked = complete or facts.here(Stopped.event) or facts.unfit
+        return Cause.NOTICE if asked else Cause.NODE_LOST
     if facts.unfit:
-        return "bad node"
+        return Cause.BAD_NODE
     if facts.failure:
-        return "failed"
+        return Cause.FAILED
     if not complete or any(codes):
-        return "node lost"
-    return "unfinished" if facts.here("training") and not facts.here("finished") else "finished"
+        return Cause.NODE_LOST
+    return (
+        Cause.UNFINISHED
+        if facts.here(TrainingBegun.event) and not facts.here(Finished.event)
+        else Cause.FINISHED
+    )
 
 
-def _why_not_again(facts: Facts, cause: str) -> str | None:
+def _why_not_again(facts: Facts, cause: Cause) -> str | None:
     """Return why another attempt is not to be made, None when it is."""
     spec = facts.spec
     if over := over_budget(spec, facts.gpu_hours):
         return over
-    if cause == "failed":
+    if cause == Cause.FAILED:
         return _why_no_retry(facts)
-    again = [v for v in facts.verdicts if v["cause"] != "failed"]
+    again = [v for v in facts.verdicts if v["cause"] != Cause.FAILED]
     if spec.max_requeues is not None and len(again) >= spec.max_requeues:
         return f"it was requeued {len(again)} times already (--max-requeues)"
     if len(again) >= facts.most_requeues:
         return f"it was requeued {len(again)} times, which this cluster limits (max-requeues)"
-    if cause == "bad node":
+    if cause == Cause.BAD_NODE:
         row = list(takewhile(lambda v: v["cause"] == cause, reversed(facts.verdicts)))
         if len(row) >= spec.max_failures:
             return f"the preflights of {len(row) + 1} attempts in a row have failed"
-    if cause == "node lost" and facts.step is None:
+    if cause == Cause.NODE_LOST and facts.step is None:
         # Maybe no node was lost, and nothing can start here: a wrong --python, a full disk.
         row = list(takewhile(_never_began, reversed(facts.verdicts)))
         if len(row) >= spec.max_failures and not facts.lost_nodes:
             return f"nothing was heard of the workers in {len(row) + 1} attempts"
-    if cause == "node lost" and not facts.progress:
+    if cause == Cause.NODE_LOST and not facts.progress:
         # Nodes that are lost one after the other may be lost by the job: it crashes them, say.
         row = list(takewhile(_lost_without_progress, reversed(facts.verdicts)))
         if len(row) >= 3 * max(1, spec.max_failures):
             return f"{len(row) + 1} attempts in a row have lost a node, without a newer checkpoint"
-    if cause == "node lost" and not (facts.progress or facts.lost_nodes):
+    if cause == Cause.NODE_LOST and not (facts.progress or facts.lost_nodes):
         # Or it was killed for want of memory, at the same place each time.
         row = list(takewhile(_ended_silently, reversed(facts.verdicts)))
         if facts.is_ours and len(row) >= spec.max_failures:
             return f"{len(row) + 1} attempts in a row ended so, without a newer checkpoint"
-    if cause != "time limit":
+    if cause != Cause.TIME_LIMIT:
         return None
     if facts.is_ours:
         return _no_progress(facts)
@@ -253,17 +258,17 @@ def _why_not_again(facts: Facts, cause: str) -> str | None:
 def _never_began(verdict: Event) -> bool:
     """Tell whether an attempt ended without a step, and not for a node that Slurm has lost."""
     blamed = verdict.get("bad_nodes") or verdict.get("step") is not None
-    return verdict["cause"] == "node lost" and not blamed
+    return verdict["cause"] == Cause.NODE_LOST and not blamed
 
 
 def _lost_without_progress(verdict: Event) -> bool:
-    return verdict["cause"] == "node lost" and not verdict.get("progress")
+    return verdict["cause"] == Cause.NODE_LOST and not verdict.get("progress")
 
 
 def _ended_silently(verdict: Event) -> bool:
     """Tell whether an attempt took steps, saved nothing, and lost a node that Slurm has not."""
     excused = verdict.get("progress") or verdict.get("bad_nodes") or verdict.get("step") is None
-    return verdict["cause"] == "node lost" and not excused
+    return verdict["cause"] == Cause.NODE_LOST and not excused
 
 
 def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
@@ -283,7 +288,7 @@ def _why_no_retry(facts: Facts) -> str | None:
     error = failure.error if failure and failure.kind not in ("hang", "disk") else ""
     if last and error and (last.get("error"), last.get("step")) == (error, facts.step):
         return "the same error came at the same step in the attempt before"
-    failed = sum(v["cause"] == "failed" for v in facts.verdicts)
+    failed = sum(v["cause"] == Cause.FAILED for v in facts.verdicts)
     if failed >= facts.spec.max_failures:
         return f"{failed} retries were made already (--max-failures)"
     if failure and failure.kind == "disk":  # it could not even be read where the run stood
@@ -293,7 +298,11 @@ def _why_no_retry(facts: Facts) -> str | None:
 
 def _no_progress(facts: Facts) -> str | None:
     last = facts.verdicts[-1] if facts.verdicts else None
-    if last is None or last["cause"] not in ("failed", "time limit") or last.get("progress"):
+    if (
+        last is None
+        or last["cause"] not in (Cause.FAILED, Cause.TIME_LIMIT)
+        or last.get("progress")
+    ):
         return None
     # Attempts since then that ended without a verdict, on a lost node say, may have come far.
     since = (e for e in facts.events if e["attempt"] > last["attempt"])
@@ -306,12 +315,12 @@ def _lost(facts: Facts) -> str:
     return f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
 
 
-def _describe(facts: Facts, cause: str) -> str:
-    if cause == "failed":
+def _describe(facts: Facts, cause: Cause) -> str:
+    if cause == Cause.FAILED:
         return str(facts.failure)
-    if facts.unfit and cause == "bad node":
+    if facts.unfit and cause == Cause.BAD_NODE:
         return f"preflight: {facts.unfit['why']}"
-    if cause == "node lost":
+    if cause == Cause.NODE_LOST:
         silent = silent_nodes(facts.spec, facts.nodes, facts.records)
         return f"no word from {', '.join(silent) or 'a node'}"
     return cause if facts.step is None else f"{cause}, at step {facts.step}"

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.run.events import Fresh
 from hpc_ddp.run.folder import RunFolder, read_json
 from hpc_ddp.run.progress import Progress
 
@@ -171,7 +172,7 @@ def set_aside(run: RunFolder) -> Path | None:
         aside.mkdir(exist_ok=True)
         folder.rename(aside / folder.name)
     attempts = [attempt.number + 1 for attempt in run.attempts()]
-    run.journal("submit").write_surely("fresh", first_attempt=max(attempts, default=0))
+    run.journal("submit").write_surely(Fresh(max(attempts, default=0)))
     return aside if folders else None
 
 
@@ -180,7 +181,7 @@ def bring_back(run: RunFolder, aside: Path) -> None:
     for folder in all_of(aside):
         folder.rename(run.checkpoints / folder.name)
     aside.rmdir()
-    run.journal("submit").write_surely("fresh", first_attempt=0)
+    run.journal("submit").write_surely(Fresh(0))
 
 
 def lost(run: RunFolder) -> list[str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from hpc_ddp.run.events import JournalEvent
 from hpc_ddp.run.patience import patiently
 
 Event = dict[str, Any]
@@ -49,14 +50,14 @@ class Journal:
         self._later: SimpleQueue[bytes | threading.Event] | None = None
         self._thread_of = 0  # the process that has the thread
 
-    def write(self, event: str, **fields: Any) -> None:
-        """Append one event; `fields` must be JSON values."""
+    def write(self, event: JournalEvent) -> None:
+        """Append one event."""
         try:
-            self._append(self._line(event, fields))
+            self._append(self._line(event))
         except OSError as error:
             self._warn(error)
 
-    def write_later(self, event: str, **fields: Any) -> None:
+    def write_later(self, event: JournalEvent) -> None:
         """Let a thread append an event: no step of a training waits for a disk in trouble.
 
         The process may end without it, unless it calls `drain`.
@@ -65,7 +66,7 @@ class Journal:
             self._later, self._thread_of = SimpleQueue(), os.getpid()
             threading.Thread(target=self._write_queued, args=[self._later], daemon=True).start()
             atexit.register(self.drain)
-        self._later.put(self._line(event, fields))
+        self._later.put(self._line(event))
 
     def drain(self, seconds: float = DRAIN_S) -> None:
         """Wait until the events of `write_later` are written, at most so long."""
@@ -85,16 +86,16 @@ class Journal:
             except OSError as error:
                 self._warn(error)
 
-    def write_surely(self, event: str, **fields: Any) -> None:
+    def write_surely(self, event: JournalEvent) -> None:
         """Append an event that a verdict hangs on, `patiently`."""
         try:
-            patiently(partial(self._append, self._line(event, fields)))
+            patiently(partial(self._append, self._line(event)))
         except OSError as error:
             self._warn(error)
 
-    def _line(self, event: str, fields: dict[str, Any]) -> bytes:
-        line = {"time": round(time.time(), 3), "event": event, "attempt": self.attempt, **fields}
-        return json.dumps(line).encode() + b"\n"
+    def _line(self, event: JournalEvent) -> bytes:
+        head = {"time": round(time.time(), 3), "event": event.event, "attempt": self.attempt}
+        return json.dumps({**head, **event.to_fields()}).encode() + b"\n"
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

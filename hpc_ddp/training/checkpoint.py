@@ -25,6 +25,7 @@ import torch
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.checkpoints import FileFacts
 from hpc_ddp.run.errors import DiskError, HpcDdpError
+from hpc_ddp.run.events import CheckpointRestored, CheckpointSaved, SaveFailed
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.run.patience import patiently
@@ -359,18 +360,14 @@ class Checkpoints:
     def _report(self, content: Content, took: float) -> None:
         kind, detail = self._outcome
         if kind in (_FAILED, _FAILING, _UNFIT):
-            self._journal.write("save_failed", step=content.step, error=detail)
+            self._journal.write(SaveFailed(content.step, detail))
             _say(f"the checkpoint of step {content.step} could not be saved ({detail})")
         elif kind == _SAVED:
             since = self._awaited_since  # the training waits for it: that is a stall, too
             waited = 0.0 if since is None else time.monotonic() - since
             stall = self.stall_s + waited
             self._journal.write(
-                "checkpoint",
-                step=content.step,
-                stall_s=round(stall, 4),
-                write_s=round(took, 4),
-                bytes=int(detail),
+                CheckpointSaved(content.step, round(stall, 4), round(took, 4), int(detail))
             )
 
     def unsound(self, step: int | str) -> HpcDdpError:
@@ -522,9 +519,7 @@ class Checkpoints:
     def _report_restore(self, chosen: Path | None, passed_over: list[str], took: float) -> None:
         step = checkpoints.step_of(chosen) if chosen else 0
         if chosen or passed_over:
-            self._journal.write(
-                "restored", step=step, passed_over=passed_over, restore_s=round(took, 3)
-            )
+            self._journal.write(CheckpointRestored(step, passed_over, round(took, 3)))
         if chosen:
             _say(f"going on from step {step} of {self._run.path}")
 

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
@@ -29,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.events import ANY_RANK, JournalEvent
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training import randomness
 from hpc_ddp.training.loader import Loader
@@ -151,8 +153,7 @@ class DrilledRun(Run):
     def _record(self, at: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one record; the parts stand in the order in which one follows from another."""
         used = self._consumed.take() if at == "step" else {}
-        self._journal.write(
-            "record",
+        record = dict(
             rank=self.rank,
             at=at,
             step=step,
@@ -165,6 +166,19 @@ class DrilledRun(Run):
             untracked=self._state.untracked(),
             variables=_variables(sys._getframe()),
         )
+        self._journal.write(DrillRecord(record))
+
+
+@dataclass(frozen=True)
+class DrillRecord(JournalEvent):
+    """What a rank used and had at one step, as digests, in a journal of the drill's own."""
+
+    event = "record"
+    writer = ANY_RANK
+    values: Mapping[str, Any]
+
+    def to_fields(self) -> dict[str, Any]:
+        return {**self.values}
 
 
 class Consumed:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_ddp.run.events import StepTiming
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training import devices
 from hpc_ddp.training.control import Control
@@ -180,14 +181,15 @@ class Effort:
         most = own_s if known else data_s
         slowest = most.index(max(most))
         self._journal.write_later(
-            "ranks",
-            step=step,
-            steps=int(steps[0]),
-            step_s=_short(step_s[0]),
-            **({"busy_s": [_short(each) for each in own_s]} if known else {}),
-            data_s=[_short(each) for each in data_s],
-            slowest=slowest,
-            node=self._nodes[slowest],
+            StepTiming(
+                step,
+                int(steps[0]),
+                _short(step_s[0]),
+                [_short(seconds) for seconds in data_s],
+                slowest,
+                self._nodes[slowest],
+                [_short(seconds) for seconds in own_s] if known else None,
+            )
         )
 
 

@@ -15,6 +15,7 @@ import traceback
 from types import TracebackType
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.events import RankFailed
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training.checkpoint import SupersededError
 from hpc_ddp.training.facts import DistInfo
@@ -72,9 +73,7 @@ class FailureHook:
         if "in DataLoader worker process" in line:  # the message holds a traceback
             line = line.splitlines()[-1]
         step = self.position.step if self.position else None
-        self.journal.write(
-            "failed", rank=self._info.rank, node=self._node, step=step, error=line, traceback=text
-        )
+        self.journal.write(RankFailed(self._info.rank, self._node, step, line, text))
         self.journal.drain()
 
     def _show(self, error: BaseException, text: str) -> None:

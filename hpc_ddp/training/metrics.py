@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.events import FirstStep, MetricsLine
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training.devices import Transfer, plain
 from hpc_ddp.training.order import Position
@@ -45,7 +46,7 @@ class Metrics:
     def add(self, position: Position, samples: int, values: dict[str, Any]) -> None:
         """Take in a step's values; `samples` is the size of its global batch."""
         if self._first:
-            self._journal.write("first_step", step=position.step, **self._first)
+            self._journal.write(FirstStep(position.step, **self._first))
             self._first = {}
         self._samples += samples
         self._latest = position.step, position.epoch, values
@@ -82,7 +83,7 @@ class Metrics:
         fields |= transfer.numbers()
         fields = {name: value for name, value in fields.items() if value is not None}
         self._line = None
-        self._journal.write_later("metrics", **fields)
+        self._journal.write_later(MetricsLine(fields))
         for listener in self.listeners:
             listener(fields)
 

@@ -19,10 +19,15 @@ from pathlib import Path
 from types import FrameType
 
 from hpc_ddp.run.folder import read_seconds, read_word
+from hpc_ddp.run.vocabulary import StopReason
 from hpc_ddp.training.streams import say
 
 NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
-REASONS = {CANCELLED: "cancelled", DEADLINE: "deadline", NOTICE: "notice"}
+REASONS = {
+    CANCELLED: StopReason.CANCELLED,
+    DEADLINE: StopReason.DEADLINE,
+    NOTICE: StopReason.NOTICE,
+}
 
 # USR1 and USR2 are the warning signals of many job scripts. On clusters that signal every process
 # of a step they arrive here too, where their default action would be to kill.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hpc_ddp.run import process
+from hpc_ddp.run.events import WorkerStarted
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training import control as groups
@@ -85,7 +86,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
     folder, attempt = place.find(said, info, control)
     hook.journal = journal = folder.journal(f"rank-{info.rank}", attempt)
     if info.rank == 0:
-        journal.write("worker", began=process.began_at(), called=called)
+        journal.write(WorkerStarted(process.began_at(), called))
         notices.watch_for_cancel(folder.cancelled)
         # One clock: hosts' clocks differ, and rank 0 alone knows how long a whole save takes.
         notices.watch_end_time(said.end_time, folder.attempt(attempt).end_time)

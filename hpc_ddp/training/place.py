@@ -12,6 +12,7 @@ from typing import Any
 from hpc_ddp.run import process
 from hpc_ddp.run.checkpoints import published
 from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.events import Started
 from hpc_ddp.run.folder import RunFolder, write_json
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.training.control import Control
@@ -55,7 +56,7 @@ def _claim_local(said: Surroundings, info: DistInfo) -> tuple[Path, int]:
         _compare(run, JobSpec.from_json(run.job_json.read_text()), job)
     moved = f" (the finished one is now {kept})" if kept else ""
     print(f"hpc-ddp: run: {run.path}{moved}", file=sys.stderr, flush=True)
-    run.journal("rank-0", attempt.number).write("started", backend="local", **process.identity())
+    run.journal("rank-0", attempt.number).write(Started(backend="local", **process.identity()))
     return run.path, attempt.number
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from hpc_ddp.run import goodput
 from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.events import Finished, JournalEvent, Stopped, TrainingBegun
 from hpc_ddp.training import control as groups
 from hpc_ddp.training.averaging import averaged
 from hpc_ddp.training.devices import is_accelerator
@@ -505,7 +506,7 @@ class Run:
         self._epochs = total
         self._parts.keeper.start_random()
         if self.rank == 0:
-            self._parts.journal.write("training", step=self.position.step)
+            self._parts.journal.write(TrainingBegun(self.position.step))
         _ = self.tensorboard  # opened here, where the position is the checkpoint's
         while self.position.epoch < total:
             self._parts.pace.restart_step()
@@ -669,7 +670,7 @@ class Run:
             found = {name: number("run.finish", name, each) for name, each in results.items()}
             # JSON has neither NaN nor infinity.
             numbers = {name: each if math.isfinite(each) else None for name, each in found.items()}
-            self._end("finished", **({"results": numbers} if numbers else {}))
+            self._end(Finished(self.position.step, numbers or None))
 
     def __enter__(self) -> Run:
         return self
@@ -925,32 +926,33 @@ class Run:
 
     def _stop(self, reason: int) -> NoReturn:
         source = self._parts.notices.source
-        self._end("stopped", reason=REASONS[reason], **({"source": source} if source else {}))
+        self._end(Stopped(self.position.step, REASONS[reason], source or None))
         leave_quickly()
         raise SystemExit(0)
 
-    def _end(self, event: str, **fields: Any) -> None:
+    def _end(self, event: JournalEvent) -> None:
         """Save, journal the event, and leave; all ranks come here together."""
         if self._over:
             return
+        is_stop = isinstance(event, Stopped)
         parts = self._parts
         parts.precision.look()
         self._refuse_poison()
         parts.keeper.save_surely()
-        if event == "finished":  # a stop has no time for it, and the next start does it
+        if not is_stop:  # a stop has no time for it, and the next start does it
             parts.checkpoints.tidy()
         parts.watchdog.end()
         if self.rank == 0:
             parts.metrics.flush()
             parts.journal.drain()
-            parts.journal.write_surely(event, step=self.position.step, **fields)
+            parts.journal.write_surely(event)
         for end in [each.end for each in (parts.board, parts.progress, parts.profiler) if each]:
             end()
         self._over = True
-        parts.notices.end(then_exit=event == "stopped")
-        groups.leave(parts.control, self.device, then_exit=event == "stopped")
+        parts.notices.end(then_exit=is_stop)
+        groups.leave(parts.control, self.device, then_exit=is_stop)
         if self.rank == 0:
-            if event == "stopped":
+            if is_stop:
                 self._say(
                     f"stopped and saved at step {self.position.step}; it can go on from there"
                 )

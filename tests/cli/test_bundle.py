@@ -16,6 +16,7 @@ from hpc_ddp.report import bundle
 from hpc_ddp.report.bundle import REDACTED, Redaction
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec
+from tests.raw_events import raw
 
 REPO = Path(__file__).parents[2]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -56,8 +57,8 @@ def run(call: Cli) -> RunFolder:
     node.joinpath("flight-rank-0").write_bytes(b"\x80pickle")
     node.joinpath("linked").symlink_to("/etc/hostname")
     run.attempt(0).secret.write_bytes(b"attempt-secret")
-    run.journal("submit").write("queued", job_id="7")
-    run.journal("n1").write("fabric", name="x", env={"NCCL_NET": "journal-value"})
+    run.journal("submit").write(raw("queued", job_id="7"))
+    run.journal("n1").write(raw("fabric", name="x", env={"NCCL_NET": "journal-value"}))
     (run.checkpoints / "step-1").mkdir()
     (run.checkpoints / "step-1" / "weights").write_text("weights")
     return run
@@ -186,7 +187,7 @@ def test_a_bundle_of_an_array_and_of_a_task(run: RunFolder, tmp_path: Path) -> N
     for index in (0, 1):
         task = run.task(index).make()
         task.job_json.write_text(run.job_json.read_text())
-        task.journal("batch").write("started", nodes=["n1"])
+        task.journal("batch").write(raw("started", nodes=["n1"]))
     packed, _ = bundle.write(run, tmp_path / "a.tar.gz")
     assert {"task-0/job.json", "task-1/journal/batch.jsonl"} <= {*packed}
     packed, _ = bundle.write(run.task(1), tmp_path / "b.tar.gz")

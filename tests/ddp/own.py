@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_ddp.run.events import Stopped
+from hpc_ddp.run.vocabulary import StopReason
 from hpc_ddp.training import start
 
 parser = argparse.ArgumentParser()
@@ -58,4 +60,4 @@ for _ in run.epochs(1):
     break  # before the epoch counts as done
 weights = [round(each.sum().item(), 4) for each in model.parameters()]
 print(f"RANK {run.rank}: place {loader.place} buffer {len(loader.buffer)} weights {weights}")
-run._end("stopped", reason="test")  # it can go on
+run._end(Stopped(run.position.step, StopReason.NOTICE))  # it can go on

@@ -22,6 +22,7 @@ from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json, write_json
 from hpc_ddp.run.journal import last_event
 from hpc_ddp.run.spec import JobSpec
+from tests.raw_events import raw
 
 SHOWN = """\
 JobId=7 JobName=x
@@ -140,7 +141,7 @@ def test_a_finished_run_is_not_begun_again(
     controller: Slurm, run: RunFolder, restarts: str, link: bool, begins: bool
 ) -> None:
     attempt = run.claim_attempt({}, lambda info: False)
-    run.journal("batch").write("verdict", cause="finished", action="none", why="")
+    run.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
     if link:
         write_json(attempt.path / "next.json", {"job_id": "7"})
     environ = _environ(run, SLURM_RESTART_COUNT=restarts)
@@ -246,7 +247,7 @@ def test_a_run_that_is_not_to_go_on_queues_no_link(controller: Slurm, run: RunFo
     run.cancelled.touch()
     with pytest.raises(HpcDdpError, match="was cancelled"):
         batch.queue_next(_environ(run))
-    run.journal("batch").write("verdict", cause="finished", action="none", why="")
+    run.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
     batch.queue_next(_environ(run))
     assert controller.calls("sbatch") == []
 
@@ -491,7 +492,7 @@ def test_a_lost_node_is_kept_off_the_requeued_job(
     controller.answer("sinfo", "n2|down*\n")
     controller.answer("sbatch")
     if step:
-        run.journal("rank-0").write("first_step", step=step)
+        run.journal("rank-0").write(raw("first_step", step=step))
     _record(attempt, "n1")
     assert verdict(_in_step(run)) == 0
     (event,) = [event for event in run.events() if event["event"] == "verdict"]
@@ -544,10 +545,10 @@ def test_of_a_silent_node_slurm_is_asked_where_there_is_one(
 
 def test_fixed_code_has_its_budgets_anew(run: RunFolder) -> None:
     journal = run.journal
-    journal("submit").write("submitted")
-    journal("batch", 0).write("verdict", cause="failed", action="requeue", why="")
-    journal("submit").write("submitted", first_attempt=1)
-    journal("batch", 1).write("started")
+    journal("submit").write(raw("submitted"))
+    journal("batch", 0).write(raw("verdict", cause="failed", action="requeue", why=""))
+    journal("submit").write(raw("submitted", first_attempt=1))
+    journal("batch", 1).write(raw("started"))
     assert [event["event"] for event in batch._since_submit(run.events())] == ["started"]
     assert batch._since_submit([]) == []
 
@@ -606,7 +607,7 @@ def test_each_call_of_the_batch_script(
     assert call("verdict") == 3
     assert call("no such") == 2
     assert printed[-1] == "unknown call ['no such']"
-    run.journal("batch", 1).write("verdict", cause="finished", action="none", why="")
+    run.journal("batch", 1).write(raw("verdict", cause="finished", action="none", why=""))
     assert call("begin", SLURM_RESTART_COUNT="1") == 0
     assert capsys.readouterr().out == "exit 0\n"
 
@@ -628,7 +629,7 @@ def test_an_expedited_job_that_is_given_up_fails(
     controller.answer("scontrol", f"{shown()}   ExpeditedRequeue={expedited}\n")
     assert call("begin") == 0
     if not code:
-        run.journal("rank-0", 0).write("finished", step=1)
+        run.journal("rank-0", 0).write(raw("finished", step=1))
     failures = [{"rank": 0, "code": 3, "time": 1, "error": ""}] if code else []
     for node in ("n1", "n2"):
         _record(run.attempt(0), node, code=code, failures=failures)
@@ -639,7 +640,7 @@ def test_an_expedited_job_that_is_given_up_fails(
 def test_what_can_not_be_done_is_said(
     controller: Slurm, run: RunFolder, call: Callable[..., int], printed: list[str]
 ) -> None:
-    run.journal("batch").write("verdict", cause="finished", action="none", why="")
+    run.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
     assert call("begin") == 1
     assert printed == [
         f"run {run.path} is finished",
@@ -652,7 +653,7 @@ def test_what_can_not_be_done_is_said(
 def test_the_last_event_of_an_attempt_is_its_verdict(
     controller: Slurm, run: RunFolder, attempt: AttemptFolder, printed: list[str]
 ) -> None:
-    run.journal("rank-0").write("finished", step=3)
+    run.journal("rank-0").write(raw("finished", step=3))
     for node in ("n1", "n2"):
         _record(attempt, node)
     verdict(_in_step(run))

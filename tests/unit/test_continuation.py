@@ -26,6 +26,8 @@ from hpc_ddp.run import journal
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder, read_json, write_json
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.vocabulary import Action, Cause
+from tests.raw_events import raw
 
 
 def test_a_blamed_node_is_kept_off_for_a_day() -> None:
@@ -109,7 +111,7 @@ def test_a_chain_that_has_ended_is_not_gone_on_with(
 ) -> None:
     slurm_commands.answer("scontrol", f"   JobState={state} Reason=None\n")
     if attempt is not None:
-        run.journal("batch", attempt).write("verdict", cause=cause, action=action, why="")
+        run.journal("batch", attempt).write(raw("verdict", cause=cause, action=action, why=""))
     check_wanted(run, restarts=1, is_link=False, job_id="8")
     if ended:
         with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
@@ -159,7 +161,7 @@ def test_a_chain_without_an_attempt_or_an_answer_goes_on(
 # --- going on ------------------------------------------------------------------------------
 
 SHOWN = "   JobState={} Reason=None\n   Requeue=1 Restarts={} BatchFlag=1\n"
-GO_ON = Verdict("preempted", "requeue", "")
+GO_ON = Verdict(Cause.PREEMPTED, Action.REQUEUE, "")
 
 
 def _environ(**values: str) -> dict[str, str]:
@@ -202,7 +204,10 @@ def test_a_job_is_requeued_by_its_own_id(
 
 @pytest.mark.parametrize(
     ("decided", "code"),
-    [(Verdict("finished", "none", ""), 0), (Verdict("failed", "give up", "", 3), 3)],
+    [
+        (Verdict(Cause.FINISHED, Action.NONE, ""), 0),
+        (Verdict(Cause.FAILED, Action.GIVE_UP, "", 3), 3),
+    ],
 )
 def test_what_is_not_requeued_ends_with_its_code(
     slurm_commands: Slurm, end: Callable[..., int], decided: Verdict, code: int
@@ -290,7 +295,7 @@ def test_a_job_that_slurm_has_requeued_itself_is_kept_off_the_lost_node(
         run.claim_attempt({}, lambda info: False)
     slurm_commands.answer("scontrol")
     slurm_commands.answer("sbatch")
-    assert end(Verdict("superseded", "none", ""), lost=lost) == 0
+    assert end(Verdict(Cause.SUPERSEDED, Action.NONE, ""), lost=lost) == 0
     assert bool(slurm_commands.calls("scontrol")) is (lost != () and newest)
 
 
@@ -353,10 +358,10 @@ def test_where_a_requeue_is_not_permitted_a_new_job_goes_on(
     ("link", "decided", "code", "cancelled"),
     [
         ("8", GO_ON, 0, []),
-        ("8", Verdict("failed", "give up", "", 3), 3, [["8"]]),
-        ("8", Verdict("finished", "none", ""), 0, [["8"]]),
-        ("8", Verdict("superseded", "none", ""), 0, []),
-        (None, Verdict("finished", "none", ""), 0, []),
+        ("8", Verdict(Cause.FAILED, Action.GIVE_UP, "", 3), 3, [["8"]]),
+        ("8", Verdict(Cause.FINISHED, Action.NONE, ""), 0, [["8"]]),
+        ("8", Verdict(Cause.SUPERSEDED, Action.NONE, ""), 0, []),
+        (None, Verdict(Cause.FINISHED, Action.NONE, ""), 0, []),
     ],
 )
 def test_the_end_of_a_link(
@@ -399,7 +404,7 @@ def test_a_link_that_can_not_be_cancelled_will_find_the_verdict(
 ) -> None:
     write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
     slurm_commands.answer("scancel", err="Access denied", code=1)
-    assert end(Verdict("failed", "give up", "", 3), continue_by="resubmit") == 3
+    assert end(Verdict(Cause.FAILED, Action.GIVE_UP, "", 3), continue_by="resubmit") == 3
     assert printed == ["scancel refused: Access denied"]
 
 
@@ -445,7 +450,7 @@ def test_the_next_link_is_kept_off_bad_nodes(
 def test_a_link_without_an_answer_is_none_of_the_known_jobs(
     run: RunFolder, slurm_commands: Slurm, clock: Clock
 ) -> None:
-    run.journal("submit").write("queued", job_id="7")
+    run.journal("submit").write(raw("queued", job_id="7"))
     slurm_commands.answer("sbatch", err="Socket timed out", code=1)
     slurm_commands.answer("squeue", f"7|N/A|{run.script}\n6|N/A|{run.script}\n")
     assert queue_next_link(run, run.attempt(0), _environ()) == "6"
@@ -456,7 +461,7 @@ def test_a_link_without_an_answer_is_none_of_the_known_jobs(
 
 def _blame(run: RunFolder, *nodes: str) -> None:
     values: dict[str, Any] = {"cause": "node lost", "action": "requeue", "why": ""}
-    run.journal("batch").write("verdict", **values, bad_nodes=nodes)
+    run.journal("batch").write(raw("verdict", **values, bad_nodes=nodes))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hpc_ddp.node.failure import (
     last_exception,
 )
 from hpc_ddp.run.journal import Journal
+from tests.raw_events import raw
 
 
 def _failure(rank: int, code: int = 1, error: str = "", time: float = 0.0) -> Failure:
@@ -124,10 +125,10 @@ def test_last_exception_of_a_log(tmp_path: Path) -> None:
 def test_an_error_that_was_explained_to_people_is_in_the_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "rank-0")
     assert journaled_error(journal.path, 0.0) == ""
-    journal.write("failed", error="hpc_ddp.run.errors.HpcDdpError: 3 saves failed: why")
+    journal.write(raw("failed", error="hpc_ddp.run.errors.HpcDdpError: 3 saves failed: why"))
     assert journaled_error(journal.path, 0.0) == "3 saves failed: why"
     assert journaled_error(journal.path, time.time() + 60) == ""  # of an earlier start
-    journal.write("failed", error="ValueError: boom")
+    journal.write(raw("failed", error="ValueError: boom"))
     with open(journal.path, "a") as file:
         file.write('{"event": "failed", "tim')
     assert journaled_error(journal.path, 0.0) == "ValueError: boom"

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.run.journal import Journal, last_event, read_events
+from tests.raw_events import raw
 from tests.waiting import LIMIT_S
 
 
 def test_merges_writers_by_attempt_then_time(tmp_path: Path) -> None:
-    Journal(tmp_path, "b", attempt=1).write("late")
-    Journal(tmp_path, "a", attempt=0).write("early", step=3)
+    Journal(tmp_path, "b", attempt=1).write(raw("late"))
+    Journal(tmp_path, "a", attempt=0).write(raw("early", step=3))
     events = read_events(tmp_path)
     assert [event["event"] for event in events] == ["early", "late"]
     assert last_event(events, "early", "never") == events[0]
@@ -21,10 +22,10 @@ def test_merges_writers_by_attempt_then_time(tmp_path: Path) -> None:
 
 def test_a_torn_line_is_skipped_and_closed_off(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "a")
-    journal.write("one")
+    journal.write(raw("one"))
     with open(journal.path, "ab") as file:
         file.write(b'{"time": 1, "event": "torn", "att')
-    journal.write("two")
+    journal.write(raw("two"))
     assert [event["event"] for event in read_events(tmp_path)] == ["one", "two"]
 
 
@@ -44,9 +45,9 @@ def test_a_disk_in_trouble_holds_up_only_the_thread_that_writes(tmp_path: Path) 
 
     journal = Held(tmp_path, "a")
     for step in range(3):
-        journal.write_later("metrics", step=step)
+        journal.write_later(raw("metrics", step=step))
     journal.drain(0.0)
-    journal.write("stopped")  # by this thread
+    journal.write(raw("stopped"))  # by this thread
     assert [event["event"] for event in read_events(tmp_path)] == ["stopped"]
     gate.set()
     journal.drain(LIMIT_S)
@@ -56,22 +57,22 @@ def test_a_disk_in_trouble_holds_up_only_the_thread_that_writes(tmp_path: Path) 
 def test_what_is_written_later_is_there_after_a_drain(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "a")
     for step in range(3):
-        journal.write_later("metrics", step=step)
+        journal.write_later(raw("metrics", step=step))
     journal.drain(LIMIT_S)
     assert [event["step"] for event in read_events(tmp_path)] == [0, 1, 2]
     journal = Journal(tmp_path / "a.jsonl" / "below", "b")
-    journal.write_later("metrics")
+    journal.write_later(raw("metrics"))
     journal.drain(LIMIT_S)  # a line that can't be written is left out
 
 
 def test_a_forked_process_has_a_thread_of_its_own(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "a")
-    journal.write_later("one")
+    journal.write_later(raw("one"))
     journal.drain(LIMIT_S)
     pid = os.fork()
     if pid == 0:
         journal.drain(LIMIT_S)  # waits for nothing
-        journal.write_later("two")
+        journal.write_later(raw("two"))
         journal.drain(LIMIT_S)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
@@ -83,6 +84,6 @@ def test_a_failing_disk_is_said_once_and_ends_nothing(
 ) -> None:
     (tmp_path / "file").write_text("")
     journal = Journal(tmp_path / "file" / "below", "a")
-    journal.write("one")
-    journal.write("two")
+    journal.write(raw("one"))
+    journal.write(raw("two"))
     assert capsys.readouterr().err.count("can't write the journal") == 1

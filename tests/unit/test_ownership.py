@@ -16,6 +16,7 @@ from hpc_ddp.launch.config import Settings
 from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.run import ownership
 from hpc_ddp.run.errors import UsageError
+from tests.raw_events import raw
 from tests.skips import skip_or_fail
 
 USER, STRANGER, GROUP = 54321, 54322, 54323
@@ -198,7 +199,7 @@ def test_nothing_of_a_run_can_be_written_by_its_group(
         settings = Settings({"script": "train.py"})
         run = prepare.new_run(settings, project, tmp_path / "runs")
         backends.render(run)
-        run.run.journal("worker").write("first_step", step=1)  # a worker has its user's umask
+        run.run.journal("worker").write(raw("first_step", step=1))  # a worker has its user's umask
         assert os.umask(0o002) == 0o002
     finally:
         os.umask(umask)

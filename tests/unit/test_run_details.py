@@ -46,6 +46,7 @@ from hpc_ddp.run.journal import (
     read_events,
 )
 from hpc_ddp.run.ranks import slow_rank
+from tests.raw_events import raw
 
 
 def _event(event: str, time: float = 1.0, attempt: int = 0, **fields: Any) -> dict[str, Any]:
@@ -202,9 +203,9 @@ def test_an_event_has_what_it_must_have(tmp_path: Path, event: dict[str, Any], s
 def test_of_many_metrics_the_last_is_read_in_full(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "rank-0", attempt=2)
     for step in (1, 2, 3):
-        journal.write("metrics", step=step, loss=0.5)
-    journal.write("stopped", step=3, reason="notice")
-    Journal(tmp_path, "batch").write("started")
+        journal.write(raw("metrics", step=step, loss=0.5))
+    journal.write(raw("stopped", step=3, reason="notice"))
+    Journal(tmp_path, "batch").write(raw("started"))
     events = read_briefly(tmp_path)
     assert [event["event"] for event in events] == ["started", *["metrics"] * 3, "stopped"]
     assert [event.get("loss") for event in events] == [None, None, None, 0.5, None]
@@ -216,8 +217,8 @@ def test_of_many_metrics_the_last_is_read_in_full(tmp_path: Path) -> None:
 
 def test_a_line_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "deep" / "er", "a", attempt=4)
-    journal.write_surely("x", b=1)
-    journal.write("y")
+    journal.write_surely(raw("x", b=1))
+    journal.write(raw("y"))
     event, _ = read_events(journal.path.parent)
     assert (event["event"], event["attempt"], event["b"]) == ("x", 4, 1)
     assert abs(event["time"] - time.time()) < 60
@@ -229,7 +230,7 @@ def test_an_event_that_matters_is_written_patiently(
 ) -> None:
     clock = stop_clock(monkeypatch, patience)
     (tmp_path / "file").touch()
-    Journal(tmp_path / "file", "a").write_surely("x")
+    Journal(tmp_path / "file", "a").write_surely(raw("x"))
     assert sum(clock.slept) == 61  # a minute, and one more try
     assert capsys.readouterr().err.count("can't write the journal") == 1
 
@@ -438,13 +439,13 @@ def test_checkpoints_are_set_aside_and_kept(tmp_path: Path) -> None:
     assert checkpoints.lost(run) == []
     _checkpoint(run.checkpoints, "step-4")
     (run.checkpoints / "step-5.tmp-0").mkdir()
-    run.journal("rank-0", 3).write("checkpoint", step=4)
+    run.journal("rank-0", 3).write(raw("checkpoint", step=4))
     (run.logs / "attempt-3").mkdir()
     assert checkpoints.set_aside(run) == run.checkpoints / "aside-0"
     assert find_damage(run.checkpoints / "aside-0" / "step-4") is None
     assert [path.name for path in run.checkpoints.iterdir()] == ["aside-0"]
     assert checkpoints.lost(run) == []
-    run.journal("rank-0", 4).write("checkpoint", step=2)
+    run.journal("rank-0", 4).write(raw("checkpoint", step=2))
     assert checkpoints.lost(run) == ["step-2: it was saved, and is gone"]
     _checkpoint(run.checkpoints, "step-2")
     assert checkpoints.set_aside(run) == run.checkpoints / "aside-1"

@@ -319,7 +319,7 @@ class Gathering:
 
 def test_what_ranks_measured_is_read_when_it_is_there() -> None:
     written: list[dict[str, Any]] = []
-    journal: Any = SimpleNamespace(write_later=lambda event, **fields: written.append(fields))
+    journal: Any = SimpleNamespace(write_later=lambda event: written.append(event.to_fields()))
     group: Any = Gathering()
     effort = effort_module.Effort(group, journal, Position(step=4), torch.device("cpu"), ["a", "b"])
     effort.step_begins()

@@ -176,8 +176,8 @@ def test_a_line_of_metrics_is_left_to_the_journals_thread(
     monkeypatch.setattr(metrics_module, "EVERY_S", 0.0)
     calls: list[tuple[str, str, int]] = []
     journal: Any = SimpleNamespace(
-        write=lambda event, **fields: calls.append(("now", event, fields["step"])),
-        write_later=lambda event, **fields: calls.append(("later", event, fields["step"])),
+        write=lambda event: calls.append(("now", event.event, event.to_fields()["step"])),
+        write_later=lambda event: calls.append(("later", event.event, event.to_fields()["step"])),
     )
     metrics = Metrics(journal, 1, ["a"])
     for step in (1, 2):

@@ -9,6 +9,7 @@ import pytest
 
 from hpc_ddp.node.verdict import Facts, Verdict, decide
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.vocabulary import Action, Cause
 from hpc_ddp.slurm import Job
 
 RUNNING = Job("RUNNING", "None", 0, None, 1000.0)
@@ -46,7 +47,7 @@ def _failed(**failure: Any) -> tuple[dict[str, Any], ...]:
 
 
 def test_finished() -> None:
-    assert _decide() == Verdict("finished", "none", "")
+    assert _decide() == Verdict(Cause.FINISHED, Action.NONE, "")
 
 
 def test_each_task_of_a_node_is_heard() -> None:

@@ -25,6 +25,8 @@ from hpc_ddp.run import process
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import NodeFolder, RunFolder
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.vocabulary import Action, Cause
+from tests.raw_events import raw
 from tests.waiting import pid_in, wait_until
 
 # --- its start -----------------------------------------------------------------------------
@@ -389,17 +391,17 @@ def test_each_task_knows_its_place() -> None:
 @pytest.mark.parametrize(
     ("decided", "notified", "code"),
     [
-        ([("requeue", 0), ("none", 0)], False, 0),
-        ([("give up", 3)], False, 3),
-        ([("requeue", 0)], True, 75),
-        ([("none", 0)], True, 0),
+        ([(Action.REQUEUE, 0), (Action.NONE, 0)], False, 0),
+        ([(Action.GIVE_UP, 3)], False, 3),
+        ([(Action.REQUEUE, 0)], True, 75),
+        ([(Action.NONE, 0)], True, 0),
     ],
 )
 def test_attempts_are_played_until_one_is_the_last(
-    decided: list[tuple[str, int]], notified: bool, code: int
+    decided: list[tuple[Action, int]], notified: bool, code: int
 ) -> None:
     local_run = _local(notified=notified)
-    verdicts = iter([Verdict("", action, "", number) for action, number in decided])
+    verdicts = iter([Verdict(Cause.FAILED, action, "", number) for action, number in decided])
     local_run.attempt = lambda: next(verdicts)  # type: ignore[method-assign]
     assert local_run.play() == code
     assert next(verdicts, None) is None
@@ -453,13 +455,13 @@ def test_an_attempt_is_judged_after_it_was_looked_at_and_played(
 
     def judge(run: RunFolder, attempt: Any, environ: dict[str, str], job: None) -> Any:
         calls.append(environ["HPC_DDP_ATTEMPT"])
-        return "facts", Verdict("done", "none", "", 0)
+        return "facts", Verdict(Cause.FINISHED, Action.NONE, "", 0)
 
     monkeypatch.setattr(preflight, "examine", examine)
     monkeypatch.setattr(preflight, "conclude", lambda run, attempt, result: result["ok"])
     monkeypatch.setattr(local, "judge", judge)
     monkeypatch.setattr(local_run, "_supervise", lambda environ: calls.append("supervise"))
-    assert local_run.attempt() == Verdict("done", "none", "", 0)
+    assert local_run.attempt() == Verdict(Cause.FINISHED, Action.NONE, "", 0)
     assert calls == [*expected, "0"]
     (event,) = run.events()
     assert (event["event"], event["nodes"]) == ("started", ["local-0", "local-1"])
@@ -549,7 +551,7 @@ def test_the_tasks_of_a_sweep_are_played_one_after_the_other(
 
 def test_a_task_that_is_finished_is_not_played_again(sweep: RunFolder) -> None:
     journal = task_of(sweep, 2).journal("batch")
-    journal.write("verdict", cause="finished", action="none", why="", exit_code=0)
+    journal.write(raw("verdict", cause="finished", action="none", why="", exit_code=0))
     assert task_of(sweep, 2).finished()
     assert local.main(["python", "t.py"]) == 0
     assert _indexes() == [1, 3]
@@ -579,7 +581,9 @@ def test_a_sweep_ends_once_it_is_cancelled(
 def test_a_run_that_is_finished_is_not_played(
     sweep: RunFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sweep.journal("batch").write("verdict", cause="finished", action="none", why="", exit_code=0)
+    sweep.journal("batch").write(
+        raw("verdict", cause="finished", action="none", why="", exit_code=0)
+    )
     assert local.main(["python", "t.py"]) == 0
     assert _indexes() == []
     assert f"run {sweep.path} is finished" in "".join(capfd.readouterr())

@@ -11,24 +11,25 @@ from hpc_ddp.report.explain.explanation import Explanation, at_step, fill_hint, 
 from hpc_ddp.report.explain.facts import Facts, Failure, place_in, text_of
 from hpc_ddp.report.explain.patterns import SIGNALS, Diagnosis, recognise
 from hpc_ddp.run.journal import Event, last_event
+from hpc_ddp.run.vocabulary import Action, Cause
 
 _MODULE = "hpc_ddp.training in the script (docs/adopt)"
 # Errors that hpc-ddp or argparse explain, without a traceback.
 _ERROR_LINE = re.compile(r"^(?:error|\S+\.py: error): (?P<text>.+)(\nhint: (?P<hint>.+))?", re.M)
 # The cause of a job without a verdict, by Slurm's last state of it.
 _CAUSE_OF_STATE = {
-    "TIMEOUT": "time limit",
-    "DEADLINE": "time limit",
-    "NODE_FAIL": "node lost",
-    "BOOT_FAIL": "node lost",
-    "PREEMPTED": "preempted",
-    "CANCELLED": "cancelled",
+    "TIMEOUT": Cause.TIME_LIMIT,
+    "DEADLINE": Cause.TIME_LIMIT,
+    "NODE_FAIL": Cause.NODE_LOST,
+    "BOOT_FAIL": Cause.NODE_LOST,
+    "PREEMPTED": Cause.PREEMPTED,
+    "CANCELLED": Cause.CANCELLED,
     "OUT_OF_MEMORY": "host out of memory",
 }
-_BY_CAUSE = {
-    "preempted": ("preempted", "was preempted{at}: a job of higher priority took its nodes."),
-    "notice": ("stopped", "was asked to stop{at}, and did."),
-    "cancelled": ("cancelled", "was cancelled{at}."),
+_BY_CAUSE: dict[str, tuple[str, str]] = {
+    Cause.PREEMPTED: ("preempted", "was preempted{at}: a job of higher priority took its nodes."),
+    Cause.NOTICE: ("stopped", "was asked to stop{at}, and did."),
+    Cause.CANCELLED: ("cancelled", "was cancelled{at}."),
 }
 # Failures that come again in the next attempt: without a step, their logs are searched for them.
 REPEATING_KINDS = (
@@ -49,7 +50,7 @@ def explain_end(facts: Facts) -> Explanation:
         place = " before it began" if facts.newest is None else at_step(facts)
         return Explanation("cancelled", f"was cancelled{place}.", facts.again)
     end = explain_attempt(facts)
-    can_go_on = verdict is not None and text_of(verdict, "action") == "requeue"
+    can_go_on = verdict is not None and text_of(verdict, "action") == Action.REQUEUE
     in_queue = can_go_on and facts.record is not None and facts.record.state == "CANCELLED"
     if end.kind != "cancelled" and (facts.cancelled or in_queue) and not _was_given_up(facts):
         text = f"was cancelled. Its last attempt {end.text}"
@@ -58,7 +59,7 @@ def explain_end(facts: Facts) -> Explanation:
         text = f"{end.text} It can go on, but was not requeued."
         return replace(end, text=text, hint=facts.again)
     is_said = end.kind in _GIVEN_UP or _is_hopeless(verdict or {})
-    if verdict and text_of(verdict, "action") == "give up" and not is_said:
+    if verdict and text_of(verdict, "action") == Action.GIVE_UP and not is_said:
         why = text_of(verdict, "why").rpartition("; ")[2]
         end = replace(end, text=f"{end.text} It was given up: {why}.")
     return end
@@ -67,13 +68,13 @@ def explain_end(facts: Facts) -> Explanation:
 def _was_given_up(facts: Facts) -> bool:
     """Whether it had been given up before it was cancelled, and was not submitted again."""
     last = last_event(list(facts.events), "submitted", "verdict")
-    return last is not None and text_of(last, "action") == "give up"
+    return last is not None and text_of(last, "action") == Action.GIVE_UP
 
 
 def _is_hopeless(verdict: Event) -> bool:
     """Whether a preflight has found a fault that other nodes would have, too."""
     why = text_of(verdict, "why")
-    return text_of(verdict, "cause") == "failed" and why.startswith("preflight: ")
+    return text_of(verdict, "cause") == Cause.FAILED and why.startswith("preflight: ")
 
 
 def explain_attempt(facts: Facts) -> Explanation:
@@ -83,12 +84,12 @@ def explain_attempt(facts: Facts) -> Explanation:
     cause = text_of(verdict, "cause") or _CAUSE_OF_STATE.get(state, "")
     if "without a newer checkpoint" in text_of(verdict, "why"):
         return _no_progress(facts, cause)
-    if cause == "bad node" or _is_hopeless(verdict):
+    if cause == Cause.BAD_NODE or _is_hopeless(verdict):
         return _unfit(facts, verdict)
-    if cause == "budget":
+    if cause == Cause.BUDGET:
         text = f"was not started again: {text_of(verdict, 'why')}."
         return Explanation("budget spent", text, f"{facts.again} --budget-gpu-hours HOURS")
-    if cause == "failed" and "node" not in verdict:
+    if cause == Cause.FAILED and "node" not in verdict:
         text = "left its training loop, but the script ended without run.finish()."
         return Explanation("unfinished", text, f"call run.finish() at its end; then {facts.again}")
     stopped = facts.select("stopped", attempt=facts.newest)
@@ -96,9 +97,9 @@ def explain_attempt(facts: Facts) -> Explanation:
         source = text_of(stopped[-1], "source")
         text = f"was asked to stop{at_step(facts)}{source and f' ({source})'}, and did."
         return Explanation("stopped", text, facts.again)
-    if facts.failure and cause in ("failed", "", "host out of memory"):
+    if facts.failure and cause in (Cause.FAILED, "", "host out of memory"):
         return _failed(facts, facts.failure)
-    if cause == "time limit":
+    if cause == Cause.TIME_LIMIT:
         return _time_limit(facts)
     if cause in _BY_CAUSE:
         kind, words = _BY_CAUSE[cause]
@@ -113,7 +114,7 @@ def _unfit(facts: Facts, verdict: Event) -> Explanation:
         diagnosis = recognise(why.removesuffix(" (the same on all nodes)"))
         if diagnosis:
             kind, hint = diagnosis.kind, fill_hint(facts, diagnosis.hint, diagnosis.groups)
-    elif text_of(verdict, "action") == "give up":  # `explain_end` adds the part behind it
+    elif text_of(verdict, "action") == Action.GIVE_UP:  # `explain_end` adds the part behind it
         why = why.rpartition("; ")[0]
     return Explanation(kind, f"began no training, since its preflight failed: {why}.", hint)
 
@@ -130,7 +131,7 @@ def _time_limit(facts: Facts) -> Explanation:
 
 def _no_progress(facts: Facts, cause: str) -> Explanation:
     text = "was given up: two attempts in a row have ended without a newer checkpoint."
-    if cause == "failed" and facts.failure:
+    if cause == Cause.FAILED and facts.failure:
         last = _failed(facts, facts.failure)
         return replace(last, kind="no progress", text=f"{text} The last one {last.text}")
     hint = f"save more often, start(save_every=…), or more --time; then {facts.again}"
@@ -227,10 +228,10 @@ def _without_failure(facts: Facts, cause: str) -> Explanation:
         text = f"ended{at}: Slurm says that it used more memory than it may."
         return Explanation(cause, text, "more --mem, or fewer DataLoader workers")
     logs = f"{log_hint(facts)}; then {facts.again}"
-    if cause in ("node lost", "superseded"):
+    if cause in (Cause.NODE_LOST, Cause.SUPERSEDED):
         verdict = facts.verdict or {}
         text = f"lost a node{at} ({text_of(verdict, 'why') or 'so Slurm says'})."
-        is_given_up = text_of(verdict, "action") == "give up"
+        is_given_up = text_of(verdict, "action") == Action.GIVE_UP
         return Explanation("node lost", text, logs if is_given_up else facts.again)
     if record and record.exit_code.endswith(":53"):
         text = "never began: on the node Slurm could not open its output file or enter its folder."

@@ -28,6 +28,7 @@ from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import is_finished, last_event
 from hpc_ddp.run.ranks import slow_rank
 from hpc_ddp.run.units import duration, plural
+from hpc_ddp.run.vocabulary import Action, Cause
 
 QUIET_S = 600.0  # a running job without an event for so long may hang
 _USUAL_REASONS = ("Priority", "Resources")  # the job only has to wait its turn
@@ -84,11 +85,11 @@ def _is_over(facts: Facts) -> bool:
     verdict = facts.verdict
     if verdict is None:
         return facts.cancelled and not facts.live
-    if text_of(verdict, "cause") == "superseded":
+    if text_of(verdict, "cause") == Cause.SUPERSEDED:
         return False
     # These two back-ends requeue nothing: another attempt begins at once, or by the user.
     no_requeue = facts.spec.get("backend") in ("local", "salloc") and not facts.live
-    return facts.cancelled or no_requeue or text_of(verdict, "action") != "requeue"
+    return facts.cancelled or no_requeue or text_of(verdict, "action") != Action.REQUEUE
 
 
 def _add_last_attempt(facts: Facts, explanation: Explanation) -> Explanation:
@@ -200,16 +201,17 @@ def _explain_running(facts: Facts, nodes: str) -> Explanation:
 
 # --- earlier attempts and lost steps -------------------------------------------------------
 
-_ENDS = {  # verdict's cause: the end in a sum of attempts
-    "preempted": "was preempted",
-    "time limit": "ran into its time limit",
-    "notice": "was asked to stop",
-    "failed": "failed",
-    "cancelled": "was cancelled",
-    "finished": "finished",
-    "superseded": "was requeued by Slurm itself",
-    "node lost": "lost a node",
-    "bad node": "met a bad node",
+# The end of an attempt, by the verdict's cause.
+_ENDS: dict[str, str] = {
+    Cause.PREEMPTED: "was preempted",
+    Cause.TIME_LIMIT: "ran into its time limit",
+    Cause.NOTICE: "was asked to stop",
+    Cause.FAILED: "failed",
+    Cause.CANCELLED: "was cancelled",
+    Cause.FINISHED: "finished",
+    Cause.SUPERSEDED: "was requeued by Slurm itself",
+    Cause.NODE_LOST: "lost a node",
+    Cause.BAD_NODE: "met a bad node",
 }
 _NO_VERDICT = "ended without a word"
 # Ends of a script without hpc_ddp.training that may have a snapshot of its own.
@@ -223,12 +225,13 @@ def _ends(facts: Facts) -> dict[int, str]:
     standalone = {e["attempt"] for e in started if e.get("backend") == "local"}
     for event in facts.select("stopped", "failed"):
         if event["attempt"] in standalone:
-            ends[event["attempt"]] = _ENDS["notice" if event["event"] == "stopped" else "failed"]
+            cause = Cause.NOTICE if event["event"] == "stopped" else Cause.FAILED
+            ends[event["attempt"]] = _ENDS[cause]
     for event in facts.select("verdict"):
-        cause = text_of(event, "cause")
+        word = text_of(event, "cause")
         # If no worker came to life at all, the node may be well.
-        is_unsure = cause == "node lost" and event.get("step") is None
-        ends[event["attempt"]] = _NO_VERDICT if is_unsure else _ENDS.get(cause, _NO_VERDICT)
+        is_unsure = word == Cause.NODE_LOST and event.get("step") is None
+        ends[event["attempt"]] = _NO_VERDICT if is_unsure else _ENDS.get(word, _NO_VERDICT)
     numbers = {*facts.attempts, *ends, *(e["attempt"] for e in started)}
     return {attempt: ends.get(attempt, _NO_VERDICT) for attempt in sorted(numbers)}
 

@@ -17,6 +17,7 @@ from hpc_ddp.report.logs.merge import FOLD_S, AttemptLogs, Line, LineFolder, spa
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, last_event
+from hpc_ddp.run.vocabulary import Action
 
 POLL_S = 0.5
 ASK_EVERY = 20  # polls between two questions to Slurm whether the run has ended
@@ -229,8 +230,8 @@ def _end(verdict: Event) -> str:
     end = time.strftime("%H:%M:%S", time.localtime(verdict["time"]))
     why = verdict.get("why") or verdict.get("cause")
     action = verdict.get("action")
-    if action == "requeue":
+    if action == Action.REQUEUE:
         why = f"{why}; it starts over" if verdict.get("step") is None else f"{why}; it goes on"
-    elif action == "give up":
+    elif action == Action.GIVE_UP:
         why = f"{why}; given up"
     return f" ended {end}: {why}"

@@ -14,6 +14,7 @@ from hpc_ddp.report.explain.patterns import explain_pending
 from hpc_ddp.report.status.state import RunState, find_state
 from hpc_ddp.run import goodput, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.events import Cancelled
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, last_event, read_briefly
 from hpc_ddp.run.ownership import check_executable
@@ -192,7 +193,7 @@ def cancel(run: RunFolder) -> None:
             continue
         folder.cancelled.touch()
         events = folder.events()
-        folder.journal("submit").write("cancelled")
+        folder.journal("submit").write(Cancelled())
         started = last_event(events, "started")
         if started and process.is_live(started):
             os.kill(started["pid"], signal.SIGTERM)

@@ -22,7 +22,6 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 
 from hpc_ddp import slurm
 from hpc_ddp.run import process
@@ -30,9 +29,10 @@ from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, is_finished, last_event
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.vocabulary import Action, Word
 
 
-class RunState(str, Enum):
+class RunState(Word):
     """The state of a run in one word; ``not begun`` is for tasks of an array."""
 
     WAITING = "waiting"
@@ -50,9 +50,6 @@ class RunState(str, Enum):
     ARRAY = "array"
     NOT_BEGUN = "not begun"
     UNREADABLE = "unreadable"
-
-    def __str__(self) -> str:
-        return self.value
 
     @property
     def is_live(self) -> bool:
@@ -122,7 +119,7 @@ def _is_final(last: Event | None) -> bool:
 
     The last task of an array has the array's own job id, which is live while other tasks run.
     """
-    return last is not None and last.get("action", "requeue") != "requeue"
+    return last is not None and last.get("action", Action.REQUEUE) != Action.REQUEUE
 
 
 def _has_live_process(last: Event | None) -> bool:
@@ -139,9 +136,9 @@ def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunStat
 
 
 def _state_of_verdict(verdict: Event) -> tuple[RunState, str]:
-    if verdict["action"] == "requeue":
+    if verdict["action"] == Action.REQUEUE:
         return RunState.STOPPED, f"{verdict['why']}; can go on with --run"
-    if verdict["action"] == "give up":
+    if verdict["action"] == Action.GIVE_UP:
         return RunState.FAILED, verdict["why"]
     try:
         return RunState(verdict["cause"]), verdict["why"]

@@ -21,6 +21,7 @@ from hpc_ddp.run import checkpoints, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, all_runs, link_job
 from hpc_ddp.run.spec import JobSpec
+from tests.raw_events import raw
 
 REPO = Path(__file__).parents[3]
 DAY_S = 86400.0
@@ -52,13 +53,13 @@ def make(root: Path) -> Callable[..., RunFolder]:
         run = RunFolder(root / "digits" / name).make()
         run.job_json.write_text(JobSpec("train.py").to_json())
         journal = run.journal("batch")
-        journal.write("submitted")
-        journal.write("queued", job_id=name)
-        journal.write("started", nodes=["n1"], job_id=name)
+        journal.write(raw("submitted"))
+        journal.write(raw("queued", job_id=name))
+        journal.write(raw("started", nodes=["n1"], job_id=name))
         link_job(name, run)
         if end:
             action = {"finished": "none", "preempted": "requeue"}.get(end, "give up")
-            journal.write("verdict", cause=end, action=action, why="")
+            journal.write(raw("verdict", cause=end, action=action, why=""))
         for step in steps:
             checkpoint(run, f"step-{step}")
         return run
@@ -138,12 +139,12 @@ def test_an_array_goes_when_all_of_it_is_finished(root: Path, make: Any) -> None
         checkpoint(task, "step-1")
         checkpoint(task, "step-2")
         if index == 0:
-            task.journal("batch").write("verdict", cause="finished", action="none", why="")
+            task.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
     gone = {f"1/task-{index}/checkpoints/step-1" for index in range(2)}
     assert taken(root) == gone
     with pytest.raises(UsageError, match="is a task of an array"):
         clean.plan(root, [run.task(0)], 0, (), checkpoints_only=False)
-    run.task(1).journal("batch").write("verdict", cause="finished", action="none", why="")
+    run.task(1).journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
     assert taken(root) == {"1"}
 
 
@@ -151,9 +152,9 @@ def test_what_is_at_work_is_left_alone(
     root: Path, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, elsewhere = make("1", end=None), make("2", end=None)
-    here.journal("rank-0").write("started", backend="local", **process.identity())
+    here.journal("rank-0").write(raw("started", backend="local", **process.identity()))
     told = {**process.identity(), "host": "another"}
-    elsewhere.journal("rank-0").write("started", backend="local", **told)
+    elsewhere.journal("rank-0").write(raw("started", backend="local", **told))
     queued, by_hand, requeued = make("3"), make("4"), make("5")
     jobs = {
         "3": slurm.Queued("PENDING", "Priority", "", ""),
@@ -178,7 +179,7 @@ def test_what_is_at_work_is_left_alone(
 def test_a_run_that_is_taken_up_meanwhile(root: Path, make: Any) -> None:
     run = make("1")
     items = clean.plan(root, [], 0, (), checkpoints_only=False)
-    run.journal("submit").write("submitted")
+    run.journal("submit").write(raw("submitted"))
     ((_, problem),) = clean.delete(items, root)
     assert "was resumed meanwhile" in problem
     assert len(all_runs(root)) == 1
@@ -267,7 +268,7 @@ def test_what_may_be_at_work_elsewhere_stays(
     lost = make("1", end=None, steps=[])
     with pytest.raises(UsageError, match="it may be at work on another cluster"):
         clean.plan(root, [lost], 0.0, (), False)
-    lost.journal("batch").write("started", nodes=["n1"], job_id="1", cluster="other")
+    lost.journal("batch").write(raw("started", nodes=["n1"], job_id="1", cluster="other"))
     monkeypatch.setattr(clean, "read_queue", lambda: Queue({}, set(), "this"))
     with pytest.raises(UsageError, match="of cluster other, which can't be asked"):
         clean.plan(root, [lost], 0.0, (), False)
@@ -279,7 +280,7 @@ def test_an_array_is_not_finished_before_all_its_tasks_are(root: Path, make: Any
     array.job_json.write_text(JobSpec("train.py", array="0-3").to_json())
     task = array.task(0).make()
     task.job_json.write_text(JobSpec("train.py", array="0").to_json())
-    task.journal("batch").write("verdict", cause="finished", action="none", why="")
+    task.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
     assert status_of(array, {}).state == "array"
     assert status_of(array, {}).why == "1 of 4 tasks finished"
     assert taken(root) == set()

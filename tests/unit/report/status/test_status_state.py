@@ -10,12 +10,13 @@ from fakes import Slurm
 from hpc_ddp.report.status.state import Queue, describe_work, read_queue
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.slurm import Queued
+from tests.raw_events import raw
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     run = RunFolder(tmp_path / "name" / "run").make()
-    run.journal("batch").write("started", job_id="5", cluster="here")
+    run.journal("batch").write(raw("started", job_id="5", cluster="here"))
     return run
 
 

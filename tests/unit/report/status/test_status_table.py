@@ -13,6 +13,7 @@ from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.slurm import Queued
+from tests.raw_events import raw
 
 
 def test_the_newest_and_the_live_ones_are_shown(tmp_path: Path, monkeypatch: Any) -> None:
@@ -65,7 +66,7 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
     for name in ("1", "2"):
         run = RunFolder(tmp_path / "digits" / name).make()
         run.job_json.write_text(JobSpec("train.py").to_json())
-        run.journal("batch").write("finished", step=3)
+        run.journal("batch").write(raw("finished", step=3))
         runs.append(run)
     with open(runs[0].journal_folder / "batch.jsonl", "a") as file:
         file.write("[" * 100_000 + "\n")

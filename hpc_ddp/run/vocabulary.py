@@ -1,0 +1,60 @@
+"""The words that the processes of a run pass to each other, as enumerations.
+
+Each member is a string, equal to its text in the journal and in files.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Word(str, Enum):
+    """A string enumeration whose text is its value (`enum.StrEnum` needs Python 3.11)."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Cause(Word):
+    """Why an attempt has ended."""
+
+    FINISHED = "finished"
+    SUPERSEDED = "superseded"  # a newer attempt of the run has begun
+    CANCELLED = "cancelled"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time limit"
+    NOTICE = "notice"  # a signal of unknown origin asked the job to stop
+    BAD_NODE = "bad node"  # by the preflight
+    NODE_LOST = "node lost"  # a node has left no record
+    FAILED = "failed"
+    UNFINISHED = "unfinished"  # the script ended without run.finish()
+    BUDGET = "budget"
+
+
+class Action(Word):
+    """What follows an attempt."""
+
+    NONE = "none"
+    REQUEUE = "requeue"
+    GIVE_UP = "give up"
+
+
+class NoticeSource(Word):
+    """The origin of a notice, besides names of signals."""
+
+    TIME_LIMIT = "time limit"  # the supervisor's clock
+    WARNING_SIGNAL = "warning signal"  # Slurm's --signal
+    PREEMPTION = "preemption"
+    INTERRUPTED = "interrupted"  # Ctrl-C or SIGTERM to an interactive run
+
+
+class StopReason(Word):
+    """Why the ranks have stopped at a step, in rising order of urgency."""
+
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    NOTICE = "notice"
+
+
+# Notices and stops that mean the end of the job's time.
+END_OF_TIME = (NoticeSource.TIME_LIMIT, NoticeSource.WARNING_SIGNAL, StopReason.DEADLINE)
