@@ -6,10 +6,8 @@ import re
 import shlex
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jinja2
@@ -19,30 +17,27 @@ from hpc_ddp.report.explain.facts import text_of
 from hpc_ddp.report.html.charts import charts
 from hpc_ddp.report.html.curves import Curve, curves_of, starts_of, to_number
 from hpc_ddp.report.html.history import RunHistory, attempt_rows, nodes_of, read_run, strip
-from hpc_ddp.report.logs.files import log_files
 from hpc_ddp.report.status.state import RunState
-from hpc_ddp.run import checkpoints, goodput
+from hpc_ddp.run import goodput
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder, read_tail
+from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import node_seconds
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.run.units import duration, measured
 
 MOST_CHARTS = 24
 MOST_ATTEMPTS = 200
-_TEXT_BYTES = 48 * 1024  # of a script or log
+_LOG_CHARACTERS = 12_000
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
-_LOOKS = {  # state: a sign beside its word, and a colour
+# The sign and the colour beside a state.
+_LOOKS = {
     RunState.FINISHED: ("✓", "good"),
-    RunState.RUNNING: ("▶", "busy"),
-    RunState.STARTING: ("▶", "busy"),
-    RunState.ENDING: ("▶", "busy"),
     RunState.WAITING: ("…", "calm"),
     RunState.RENDERED: ("○", "calm"),
-    RunState.SUSPENDED: ("⏸", "warn"),
     RunState.STOPPED: ("⏸", "warn"),
     RunState.CANCELLED: ("⏹", "warn"),
 }
+_WORKING, _BAD = ("▶", "busy"), ("✕", "bad")
 
 
 def render(run: RunFolder, templates: Path) -> str:
@@ -83,7 +78,8 @@ def _sections(history: RunHistory, spec: JobSpec | None) -> dict[str, Any]:
     curves = curves_of(history.facts.events)
     ends = {row["number"]: row["end"] for row in rows}
     starts = starts_of(history.facts.events)
-    sign, look = _LOOKS.get(history.status.state, ("✕", "bad"))
+    state = history.status.state
+    sign, look = _LOOKS.get(state, _WORKING if state.is_working else _BAD)
     return {
         "run": history.run,
         "status": history.status,
@@ -98,7 +94,6 @@ def _sections(history: RunHistory, spec: JobSpec | None) -> dict[str, Any]:
         "parts": _parts(history.seconds),
         "attempts": rows[-MOST_ATTEMPTS:],
         "settings": _settings(history),
-        "texts": _texts(history),
     }
 
 
@@ -123,18 +118,10 @@ def _tiles(
         tiles.append(("attempts", str(len(history.attempts)), ""))
         queued = f"{duration(history.seconds['queued'])} queued"
         tiles.append(("wall time", duration(wall_s), queued))
-    if speeds := curves["samples_per_s"].finite if "samples_per_s" in curves else []:
-        tiles.append(("samples/s", measured(float(f"{median(speeds):.4g}")), "median"))
-    if spec:
+    if spec and history.attempts:
         node_s = node_seconds(list(history.facts.events), history.end)
         unit = "GPU hours" if spec.gpu_count else "worker hours"
         tiles.append((unit, f"{spec.gpus_in_use * node_s / 3600:.3g}", ""))
-    saves = history.facts.select("checkpoint")
-    if saves:
-        waited_s = sum(to_number(event.get("stall_s")) or 0.0 for event in saves)
-        on_disk = len(checkpoints.published(history.run.checkpoints))
-        addition = f"{on_disk} on disk; training waited {duration(waited_s)}"
-        tiles.append(("checkpoints", f"{len(saves):,}", addition))
     return tiles
 
 
@@ -151,7 +138,7 @@ def _failure(history: RunHistory) -> dict[str, Any]:
         "node": failure.node if failure else text_of(first, "node"),
         "error": (failure.error if failure else "") or text_of(event, "error"),
         "traceback": _clean(text_of(event, "traceback")),
-        "log": _clean(facts.rank_log[-_TEXT_BYTES // 4 :]),
+        "log": _clean(facts.rank_log[-_LOG_CHARACTERS:]),
         "attempt": facts.newest,
     }
 
@@ -184,9 +171,9 @@ def _settings(history: RunHistory) -> list[tuple[str, str]]:
         is_default = defaults.get(name, MISSING) == setting and name != "nodes"
         if name not in ("name", "args", "script") and setting and not is_default:
             settings.append((name.replace("_", "-"), _as_text(setting)))
-    hosts = {node for events in history.attempts.values() for node in nodes_of(events)}
+    hosts = dict.fromkeys(n for events in history.attempts.values() for n in nodes_of(events))
     if hosts:
-        settings.append(("hosts", ", ".join(sorted(hosts, key=_natural_order))))
+        settings.append(("hosts", ", ".join(hosts)))
     return [*settings, ("run folder", str(history.run.path))]
 
 
@@ -196,23 +183,6 @@ def _as_text(setting: Any) -> str:
     if isinstance(setting, list):
         return "\n".join(map(str, setting))
     return "yes" if setting is True else str(setting)
-
-
-def _natural_order(name: str) -> list[tuple[int, str]]:
-    """Sort ``n2`` before ``n10``."""
-    return [(int(p) if p.isdecimal() else -1, p) for p in re.split(r"(\d+)", name)]
-
-
-def _texts(history: RunHistory) -> list[tuple[str, str]]:
-    """Return the texts that can be unfolded: the end of the output, and the batch script."""
-    output = script = ""
-    with suppress(HpcDdpError, OSError):
-        paths = log_files(history.run, None, None)
-        output = "\n".join(read_tail(paths[-1], _TEXT_BYTES).splitlines()[-80:])
-    with suppress(OSError):
-        script = history.run.script.read_text(errors="replace")[:_TEXT_BYTES]
-    texts = [("The end of its output", _clean(output)), ("job.sbatch", _clean(script))]
-    return [(name, text) for name, text in texts if text.strip()]
 
 
 def _clean(text: str) -> str:
