@@ -33,8 +33,8 @@ COLUMNS = ("name", "id", "state", "age", "to delete", "size")
 # The entries of a run's folder that hpc-ddp makes. Any other one may be a result of the script.
 # fmt: off
 RUN_ENTRIES = {
-    "job.json", "job.sbatch", "code", "lib", "journal", "logs", "checkpoints",
-    "submitit", "tensorboard", "cancelled", "report.html",
+    "job.json", "job.sbatch", "limits.json", "early-links.json", "code", "lib", "journal", "logs",
+    "checkpoints", "submitit", "tensorboard", "cancelled", "report.html",
 }
 # fmt: on
 # A lost run may still work, unknown to this Slurm, so long after its last event.

@@ -284,3 +284,10 @@ def test_an_array_is_not_finished_before_all_its_tasks_are(root: Path, make: Any
     assert status_of(array, {}).state == "array"
     assert status_of(array, {}).why == "1 of 4 tasks finished"
     assert taken(root) == set()
+
+
+def test_an_unfinished_run_without_results_is_deleted(root: Path, make: Any) -> None:
+    run = make("1", end="failed", steps=[])
+    for path in (run.script, run.limits_json, run.early_links, run.cancelled):
+        path.write_text("{}")
+    assert taken(root) == {"1"}
