@@ -22,8 +22,10 @@ def script(shell: str) -> str:
     """Return the shell's own lines."""
     kinds = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
     kind = kinds[shell]
-    found = kind(click.Command("hpc-ddp"), {}, "hpc-ddp", VARIABLE)
-    return kind.source_template % found.source_vars()  # source() would look for a new bash first
+    completion = kind(click.Command("hpc-ddp"), {}, "hpc-ddp", VARIABLE)
+    return (
+        kind.source_template % completion.source_vars()
+    )  # source() would look for a new bash first
 
 
 def teach(command: click.Command) -> click.Command:
@@ -54,8 +56,8 @@ def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
 
 def _stems(*folders: Path) -> Callable[[click.Context, str], list[CompletionItem]]:
     def offer(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = sorted({path.stem for each in folders for path in each.glob("*.toml")})
-        return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+        names = sorted({path.stem for folder in folders for path in folder.glob("*.toml")})
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
     return offer
 

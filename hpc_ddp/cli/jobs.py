@@ -75,9 +75,9 @@ def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
 def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Settings]:
     _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")
-    said = settings_of(options) | forced
+    layer = settings_of(options) | forced
     cwd = Path.cwd()
-    settings = config.load(said, cwd, Path.home())
+    settings = config.load(layer, cwd, Path.home())
     project = config.find_project_file(cwd)
     if project and project.parent != cwd:
         say(f"settings: {project}")
@@ -87,7 +87,7 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Sett
         prepared = prepare.planned_run(settings, cwd, root_of(settings))
     else:
         run = find_run(root_of(settings), run_text)
-        prepared = prepare.planned_continuation(run, said, settings, cwd)
+        prepared = prepare.planned_continuation(run, layer, settings, cwd)
     spec = prepared.spec
     for text in (*prepared.rendering.left_out(), *prepare.doubts(spec)):
         say(f"warning: {text}")
@@ -107,8 +107,8 @@ def _start(prepared: Prepared, as_json: bool, fresh: bool = False) -> None:
     if started.process:
         sys.exit(_foreground(started))
     say(f"run: {prepared.run.path}")
-    told = {"job_id": started.job_id, "run": str(prepared.run.path)}
-    click.echo(json.dumps(told) if as_json else started.job_id)
+    answer = {"job_id": started.job_id, "run": str(prepared.run.path)}
+    click.echo(json.dumps(answer) if as_json else started.job_id)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
@@ -152,8 +152,8 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
     say(f"run: {prepared.run.path}")
     if prepared.spec.backend in ("slurm", "submitit"):
         say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")
-    told = {"script": text, "run": str(prepared.run.path)}
-    click.echo(json.dumps(told) if as_json else text, nl=as_json)
+    answer = {"script": text, "run": str(prepared.run.path)}
+    click.echo(json.dumps(answer) if as_json else text, nl=as_json)
 
 
 @click.command("dry-run", cls=Grouped, context_settings=PASS_ON)
@@ -256,11 +256,11 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
                 hint=f"hpc-ddp rerun {run} --set lr=0.1",
             )
         changes[name] = value
-    said, cwd = settings_of(options), Path.cwd()
-    settings = config.load(said, cwd, Path.home())
+    layer, cwd = settings_of(options), Path.cwd()
+    settings = config.load(layer, cwd, Path.home())
     root = root_of(settings)
-    found = find_run(root, run)
-    _start(prepare.rerun(found, changes, said, settings, cwd, root, same_code), as_json)
+    old = find_run(root, run)
+    _start(prepare.rerun(old, changes, layer, settings, cwd, root, same_code), as_json)
 
 
 def _foreground(started: backends.Started) -> int:

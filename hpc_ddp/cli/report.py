@@ -9,6 +9,9 @@ import click
 from hpc_ddp.cli.common import folder_option, run_of
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.report.html import page
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.folder import write_whole
+from hpc_ddp.run.ownership import is_executable
 
 
 @click.command()
@@ -27,6 +30,13 @@ def report(run: str, output: Path | None, runs_dir: str | None) -> None:
     """
     run_folder = run_of(run, runs_dir)
     html = page.render(run_folder, folder("templates"))
-    path = output or run_folder.path / "report.html"
-    path.write_text(html, encoding="utf-8")
+    # Another user's run is data: a link in it must not lead the page over a file of the viewer's.
+    default_folder = run_folder.path if is_executable(run_folder) else Path.cwd()
+    path = output or default_folder / "report.html"
+    try:
+        write_whole(path, html)
+    except OSError as error:
+        raise HpcDdpError(
+            f"can't write {path}: {error.strerror}", hint="-o FILE writes it elsewhere"
+        ) from None
     click.echo(path)

@@ -77,8 +77,8 @@ class SlurmBackend:
 
     def start(self, prepared: Prepared, output: Output = None) -> Started:
         run = prepared.run
-        known = run.job_ids(run.events())
-        return Started(job_id=slurm.sbatch(run.script, os.environ, known=known))
+        earlier = run.job_ids(run.events())
+        return Started(job_id=slurm.sbatch(run.script, os.environ, earlier=earlier))
 
 
 class AllocationBackend(SlurmBackend):

@@ -41,13 +41,14 @@ def fabric_env(name: str) -> dict[str, str]:
     UsageError
         there is no such fabric; names those that there are
     """
-    known = {path.stem: path for path in _files()}
-    if name not in known:
+    files_by_name = {path.stem: path for path in _files()}
+    if name not in files_by_name:
         raise UsageError(
-            f"fabric {name!r} is unknown; accepted: {', '.join(known)}{closest(name, known)}",
+            f"fabric {name!r} is unknown; accepted: {', '.join(files_by_name)}"
+            + closest(name, files_by_name),
             hint="--fabric auto looks on the nodes what is there",
         )
-    return _env(read_toml(known[name]))
+    return _env(read_toml(files_by_name[name]))
 
 
 def for_auto() -> dict[str, dict[str, str]]:

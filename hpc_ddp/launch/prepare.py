@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shlex
 import shutil
@@ -25,7 +26,7 @@ from hpc_ddp.run.folder import (
     write_json,
     written_by_owner,
 )
-from hpc_ddp.run.ownership import check_executable
+from hpc_ddp.run.ownership import check_executable, check_folder
 from hpc_ddp.run.slurm_values import array_indexes
 from hpc_ddp.run.spec import JobSpec
 
@@ -70,7 +71,10 @@ def planned_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
 
 def _new_folder(root: Path, spec: JobSpec) -> RunFolder:
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    return RunFolder(root / spec.job_name / run_id)
+    folder = root / spec.job_name
+    if folder.exists() and folder.stat().st_uid != os.geteuid():  # of a colleague, in a shared root
+        folder = root / f"{spec.job_name}-{getpass.getuser()}"
+    return RunFolder(folder / run_id)
 
 
 def rerun(
@@ -125,9 +129,9 @@ def rerun(
     spec = _changed(old, changed)
     if not same_code:
         _check_script(spec, hint="hpc-ddp rerun --same-code takes the run's own copy")
-    like = run if same_code else None
-    planned = plan(spec, _new_folder(root, spec), settings, is_new=True, like=like)
-    prepared = make(planned, settings, cwd, like)
+    source = run if same_code else None
+    planned = plan(spec, _new_folder(root, spec), settings, is_new=True, source=source)
+    prepared = make(planned, settings, cwd, source)
     prepared.run.journal("submit").write(Rerun(str(run.path)))
     return prepared
 
@@ -141,20 +145,20 @@ def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
     >>> with_values(["data", "--lr", "0.1", "--seed=1"], {"lr": "0.2", "seed": "2", "steps": "9"})
     ['data', '--lr=0.2', '--seed=2', '--steps=9']
     """
-    words, left = list(args), dict(changes)
-    found: list[str] = []
+    words, pending = list(args), dict(changes)
+    changed: list[str] = []
     while words:
         word = words.pop(0)
         name, equals, _ = word.partition("=")
         name = name[2:] if name.startswith("--") else ""
         if name not in changes:
-            found.append(word)
+            changed.append(word)
             continue
         if not equals and words and not words[0].startswith("--"):
             words.pop(0)  # its value
-        if name in left:  # said twice, the last one counts: there is one from now on
-            found.append(f"--{name}={left.pop(name)}")
-    return [*found, *(f"--{name}={value}" for name, value in left.items())]
+        if name in pending:  # said twice, the last one counts: there is one from now on
+            changed.append(f"--{name}={pending.pop(name)}")
+    return [*changed, *(f"--{name}={value}" for name, value in pending.items())]
 
 
 def continued_run(
@@ -226,8 +230,8 @@ def _check_script(spec: JobSpec, hint: str) -> None:
 
 def _unfinished(run: RunFolder, spec: JobSpec) -> str:
     """Return the indexes of the array's tasks that are not finished, with its bound (``%2``)."""
-    known = spec.indexes(task.index for task in run.tasks())
-    left = [str(index) for index in known if not run.task(index).finished()]
+    indexes = spec.indexes(task.index for task in run.tasks())
+    left = [str(index) for index in indexes if not run.task(index).finished()]
     if not left:
         raise UsageError(f"all tasks of {run.path} are finished", hint=f"hpc-ddp status {run.id}")
     return ",".join(left) + _bound(spec)
@@ -240,9 +244,9 @@ def _bound(spec: JobSpec) -> str:
 
 
 def plan(
-    spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool, like: RunFolder | None = None
+    spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool, source: RunFolder | None = None
 ) -> Prepared:
-    """Return the job as it would run there, with the code of the run `like` where one is named;
+    """Return the job as it would run there, with the code of the run `source` where one is named;
     nothing is written.
 
     Raises
@@ -256,9 +260,9 @@ def plan(
         settings.limits.check(spec)
     script = Path(spec.script)
     code = script.parent
-    if like:
+    if source:
         code = run.code / "0"
-        script = code / snapshot.newest(like, script)[1]
+        script = code / snapshot.newest(source, script)[1]
     elif settings.get("snapshot", True):
         code, script = snapshot.place(script, run)
     prepared = Prepared(spec, run, code, script, is_new)
@@ -267,16 +271,17 @@ def plan(
 
 
 def make(
-    prepared: Prepared, settings: Settings, cwd: Path, like: RunFolder | None = None
+    prepared: Prepared, settings: Settings, cwd: Path, source: RunFolder | None = None
 ) -> Prepared:
-    """Make the folder of a planned run, with all that it needs; `like` as `plan` has it."""
+    """Make the folder of a planned run, with all that it needs; `source` as `plan` has it."""
     run, spec = prepared.run, prepared.spec
     try:
-        run.make()  # and the folders above, which a group may share
         with written_by_owner():
+            run.make(prepared.is_new)  # and the folders above
+            check_folder(run)
             snapshot.carry_library(run)
-            if like:
-                newest, _ = snapshot.newest(like, Path(spec.script))
+            if source:
+                newest, _ = snapshot.newest(source, Path(spec.script))
                 shutil.copytree(newest, prepared.code, symlinks=True)
             elif settings.get("snapshot", True):
                 snapshot.take(Path(spec.script), run, settings.get("snapshot-exclude", ()))
@@ -285,6 +290,11 @@ def make(
             run.job_json.write_text(spec.to_json())
             limits = settings.limits.bounds if settings.limits and spec.backend != "local" else {}
             write_json(run.limits_json, {**limits})
+    except FileExistsError:
+        raise UsageError(
+            f"the run folder {run.path} was made by another submit just now",
+            hint="the same command again",
+        ) from None
     except OSError as error:
         prepared.discard()
         raise UsageError(
@@ -325,11 +335,19 @@ def bring_back(folders: Sequence[Path]) -> None:
 
 
 def _check_idle(run: RunFolder) -> None:
-    """Refuse a run that is queued or under way: its next job would find it taken."""
-    starts = [e for e in run.events() if e["event"] in ("queued", "started")]
+    """Refuse a run that is queued or under way: its next job would find it taken.
+
+    The last job of a chain is queued by the one before it.
+    """
+    events = run.events()
+    starts = [e for e in events if e["event"] in ("queued", "started")]
     info = max(starts, key=lambda event: float(event["time"]), default={})
-    job_id = info.get("job_id")
-    if job_id and job_id != os.environ.get("SLURM_JOB_ID") and slurm.is_pending_or_running(job_id):
+    jobs = dict.fromkeys([info.get("job_id"), *run.job_ids(events)[-1:]])
+    for job_id in jobs:
+        if not job_id or job_id == os.environ.get("SLURM_JOB_ID"):
+            continue
+        if not slurm.is_pending_or_running(job_id):
+            continue
         raise UsageError(f"run {run.path} is job {job_id} by now", hint=f"hpc-ddp cancel {job_id}")
     if process.is_live(info):
         raise UsageError(f"run {run.path} runs here", hint=f"hpc-ddp cancel {run.id}")
@@ -337,19 +355,19 @@ def _check_idle(run: RunFolder) -> None:
 
 def doubts(spec: JobSpec) -> list[str]:
     """Return what would most likely end a job on its nodes, and can be seen here already."""
-    found = []
-    here = not (spec.container or spec.image or os.path.exists(spec.python))
-    if here and os.path.isabs(spec.python):
-        found.append(f"python {spec.python} is not on this machine; is it on the nodes?")
+    warnings_ = []
+    is_missing = not (spec.container or spec.image or os.path.exists(spec.python))
+    if is_missing and os.path.isabs(spec.python):
+        warnings_.append(f"python {spec.python} is not on this machine; is it on the nodes?")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             compile(Path(spec.script).read_bytes(), spec.script, "exec", dont_inherit=True)
     except SyntaxError as error:  # the job's Python may be a newer one
-        found.append(f"{spec.script}, line {error.lineno}: {error.msg}")
+        warnings_.append(f"{spec.script}, line {error.lineno}: {error.msg}")
     except (OSError, ValueError):
         pass
-    return found
+    return warnings_
 
 
 def _check_environment(spec: JobSpec) -> None:

@@ -23,7 +23,14 @@ from hpc_ddp import slurm
 from hpc_ddp.node import continuation
 from hpc_ddp.node.continuation import ask, say
 from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port, reach
-from hpc_ddp.node.verdict import Facts, Verdict, decide, over_budget, silent_nodes
+from hpc_ddp.node.verdict import (
+    Facts,
+    Verdict,
+    decide,
+    over_budget,
+    silent_nodes,
+    too_many_silent,
+)
 from hpc_ddp.node.worker import die_with_parent
 from hpc_ddp.run import process
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
@@ -61,6 +68,15 @@ def queue_next(environ: dict[str, str]) -> None:
 
 
 def begin(environ: dict[str, str]) -> dict[str, str] | None:
+    """Do what `_begin` does; a job that is not to start takes its early link with it."""
+    try:
+        return _begin(environ)
+    except HpcDdpError:
+        continuation.take_back_early(_run_of(environ), environ)
+        raise
+
+
+def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     """Take the next attempt's number and return what the step needs, as variables.
 
     None means that the run is finished already and there is nothing left to do.
@@ -80,6 +96,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
     continuation.check_wanted(run, restarts, is_link, job_id)
     check_budget(run, spec)
+    check_silent_ends(run, spec)
     job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info: dict[str, Any] = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
@@ -124,6 +141,16 @@ def check_budget(run: RunFolder, spec: JobSpec) -> None:
         journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
         journal.write(VerdictGiven(Cause.BUDGET, Action.GIVE_UP, over, 1, False, None, ()))
         raise HpcDdpError(over, hint=f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS")
+
+
+def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
+    """Refuse another attempt where too many have ended without a verdict: a job may take its own
+    first node down each time, and with it the shell that would count."""
+    why = too_many_silent(spec, run.most_requeues, _since_submit(run.events()), run.attempts())
+    if why:
+        journal = run.journal("batch", run.attempts()[-1].number)
+        journal.write(VerdictGiven(Cause.NODE_LOST, Action.GIVE_UP, why, 1, False, None, ()))
+        raise HpcDdpError(why, hint=f"hpc-ddp submit --run {run.whole} goes on all the same")
 
 
 def variables(

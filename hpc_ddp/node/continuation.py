@@ -82,10 +82,11 @@ def _chain_has_ended(run: RunFolder, job_id: str) -> bool:
     A scancel may end that job before its verdict comes to it. One that ended in its set-up lines
     was taken away there, by a preemption or with its node, or has failed.
     """
-    early = [other for other in read_json(run.early_links) if other != job_id]
-    if early:
-        job = ask(early[-1])
-        return len(early) >= EARLY_MOST if job is None else job.state not in TAKEN_AWAY
+    early = read_json(run.early_links)
+    before = next((other for other, link in early.items() if link == job_id), None)
+    if before:
+        job = ask(before)
+        return len(early) > EARLY_MOST if job is None else job.state not in TAKEN_AWAY
     verdicts = [event for event in run.events() if event["event"] == "verdict"]
     attempts = run.attempts()
     if not attempts:
@@ -104,6 +105,16 @@ def queue_early(run: RunFolder, environ: dict[str, str]) -> None:
     if link:
         early = {**read_json(run.early_links), environ["SLURM_JOB_ID"]: link}
         write_json(run.early_links, early)
+
+
+def take_back_early(run: RunFolder, environ: dict[str, str]) -> None:
+    """Cancel the job that this one queued before its set-up lines: this one is not to start."""
+    early = read_json(run.early_links)
+    link = early.pop(environ["SLURM_JOB_ID"], None)
+    if link:
+        write_json(run.early_links, early)
+        with contextlib.suppress(HpcDdpError):
+            slurm.cancel([link])
 
 
 def queue_next_link(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> str | None:
@@ -131,7 +142,7 @@ def _queue_link(run: RunFolder, environ: dict[str, str]) -> str | None:
         options.append(f"--array={task}")
     try:
         link = slurm.sbatch(
-            whole.script, environ, *options, known=[*_jobs_of(whole), *_jobs_of(run)]
+            whole.script, environ, *options, earlier=[*_jobs_of(whole), *_jobs_of(run)]
         )
     except HpcDdpError as error:
         say(f"the next job of the chain could not be queued: {error.message}")
@@ -164,8 +175,9 @@ def _requeue(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], fa
     """Requeue the job, if it still is ours to requeue; Slurm then ends the batch shell, too."""
     job_id = own_id(environ)
     give_up = time.monotonic() + REQUEUE_PATIENCE_S
+    job = facts.job  # of a moment ago: where Slurm is slow, another answer may come too late
     while time.monotonic() < give_up:
-        job = ask(job_id)
+        job = job or ask(job_id)
         if job is None:
             time.sleep(PAUSE_S)
             continue
@@ -180,6 +192,7 @@ def _requeue(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], fa
             slurm.requeue(job_id)
         except slurm.NoAnswerError as error:
             say(f"{error.message}; trying again")
+            job = None
             time.sleep(PAUSE_S)
         except HpcDdpError as error:
             say(error.message)

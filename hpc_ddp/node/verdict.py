@@ -28,6 +28,7 @@ from typing import Any
 
 from hpc_ddp.node.failure import Failure, first_cause, from_record
 from hpc_ddp.run.events import Finished, Stopped, TrainingBegun
+from hpc_ddp.run.folder import AttemptFolder
 from hpc_ddp.run.journal import Event, last_event
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.run.vocabulary import END_OF_TIME, Action, Cause, StopReason
@@ -252,6 +253,29 @@ def _why_not_again(facts: Facts, cause: Cause) -> str | None:
     limit = spec.max_failures if spec.max_requeues is None else spec.max_requeues
     if sum(v["cause"] == cause for v in again) >= limit:
         return f"the script starts from its beginning each time, and did so {limit + 1} times"
+    return None
+
+
+def too_many_silent(
+    spec: JobSpec, most_requeues: float, events: Sequence[Event], attempts: Sequence[AttemptFolder]
+) -> str | None:
+    """Return why no attempt may follow those that ended without a verdict, None when one may.
+
+    `events` and `attempts` are of the run; events since its last submit.
+    """
+    first = max((e["first_attempt"] for e in events if e["event"] == "submitted"), default=0)
+    numbers = [attempt.number for attempt in attempts if attempt.number >= first]
+    verdicts = [e for e in events if e["event"] == "verdict"]
+    judged = {e["attempt"] for e in verdicts}
+    saved = {e["attempt"] for e in events if e["event"] == "checkpoint"}
+    silent = [number for number in numbers if number not in judged]
+    most = most_requeues if spec.max_requeues is None else min(spec.max_requeues, most_requeues)
+    starts = len(numbers) - sum(e["cause"] == Cause.FAILED for e in verdicts)
+    if silent and numbers[-1] in silent and starts > most:
+        return f"it was started {starts} times (max-requeues is {most}), the last without a verdict"
+    row = list(takewhile(lambda n: n in silent and n not in saved, reversed(numbers)))
+    if len(row) > 3 * max(1, spec.max_failures):
+        return f"{len(row)} attempts in a row ended without a verdict, and without a checkpoint"
     return None
 
 

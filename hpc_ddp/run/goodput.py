@@ -110,10 +110,10 @@ def share(seconds: dict[str, float]) -> float | None:
 
 def line(seconds: dict[str, float]) -> str:
     """Return the goodput and all parts that are not zero, for people, on one line."""
-    found = share(seconds)
-    told = [f"{text} {part}" for part in PARTS if (text := duration(seconds[part])) != "0.0 s"]
-    percent = "-" if found is None else f"{100 * found:.0f} %"
-    return f"goodput {percent}: {', '.join(told) or 'nothing yet'}"
+    goodput = share(seconds)
+    parts = [f"{text} {part}" for part in PARTS if (text := duration(seconds[part])) != "0.0 s"]
+    percent = "-" if goodput is None else f"{100 * goodput:.0f} %"
+    return f"goodput {percent}: {', '.join(parts) or 'nothing yet'}"
 
 
 class _Clock:
@@ -167,8 +167,8 @@ def _train(clock: _Clock, events: list[Event], highest: float, live: bool) -> No
     marks = [event for event in events if event["event"] in _MARKS]
     entered = [event for event in events if event["event"] == "training"]
     passed = _passed(begin, list(_steps([*entered, *marks])), highest)
-    over = not live or (marks and marks[-1]["event"] in ("stopped", "finished"))
-    end = max((e["time"] for e in (*marks, *saves)), default=begin) if over else math.inf
+    has_ended = not live or (marks and marks[-1]["event"] in ("stopped", "finished"))
+    end = max((e["time"] for e in (*marks, *saves)), default=begin) if has_ended else math.inf
 
     def work(until: float) -> None:
         clock.until(min(until, passed), "redone")

@@ -200,9 +200,9 @@ def node_seconds(events: list[Event], now: float | None = None) -> float:
     total = 0.0
     begun = [event for event in events if event["event"] == "started" and event.get("nodes")]
     for start in begun:
-        here = [event for event in events if event["attempt"] == start["attempt"]]
-        verdict = last_event(here, "verdict")
-        end = verdict["time"] if verdict else max(event["time"] for event in here)
+        of_attempt = [event for event in events if event["attempt"] == start["attempt"]]
+        verdict = last_event(of_attempt, "verdict")
+        end = verdict["time"] if verdict else max(event["time"] for event in of_attempt)
         if now is not None and start is begun[-1] and not verdict:
             end = max(end, now)
         total += max(0.0, end - start["time"]) * len(start["nodes"])

@@ -31,8 +31,8 @@ class Progress:
     ...         progress.add(1)
     """
 
-    def __init__(self, what: str, total: float) -> None:
-        self._what, self._total = what, total
+    def __init__(self, title: str, total: float) -> None:
+        self._what, self._total = title, total
         self._done = 0.0
         self._drawn = False
         self._terminal = sys.stderr.isatty()

@@ -16,6 +16,8 @@ from hpc_ddp.launch.config import Settings
 from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.run import ownership
 from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.ownership import check_folder
 from tests.raw_events import raw
 from tests.skips import skip_or_fail
 
@@ -206,4 +208,36 @@ def test_nothing_of_a_run_can_be_written_by_its_group(
     made = [run.run.path, *run.run.path.rglob("*")]
     assert {run.run.script, run.run.lib / "node.py", run.code / "part" / "more.py"} <= {*made}
     assert [path for path in made if path.stat().st_mode & 0o022] == []
-    assert run.run.path.parent.stat().st_mode & 0o020  # a group may share the folder of runs
+    for folder in (run.run.path.parent, run.run.root):
+        assert not folder.stat().st_mode & 0o022
+
+
+@pytest.mark.parametrize(
+    ("folder", "mode", "fault"),
+    [
+        ("root", 0o755, ""),
+        ("root", 0o1777, ""),
+        ("root", 0o777, "can be written by other users"),
+        ("name", 0o777, "can be written by other users"),
+    ],
+)
+def test_runs_are_made_where_others_can_not_replace_them(
+    tmp_path: Path, folder: str, mode: int, fault: str
+) -> None:
+    run = RunFolder(tmp_path / "runs" / "train" / "1").make()
+    {"root": run.root, "name": run.path.parent}[folder].chmod(mode)
+    if fault:
+        with pytest.raises(UsageError, match=fault) as caught:
+            check_folder(run)
+        assert "chmod" in str(caught.value.hint)
+    else:
+        check_folder(run)
+
+
+def test_runs_are_not_made_in_a_strangers_folder(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "runs" / "train" / "1").make()
+    if os.geteuid():
+        pytest.skip("to give a folder away takes root")
+    os.chown(run.path.parent, 2002, -1)
+    with pytest.raises(UsageError, match="belongs to uid 2002"):
+        check_folder(run)

@@ -28,10 +28,13 @@ from hpc_ddp.run.checkpoints import (
     verify,
 )
 from hpc_ddp.run.errors import HpcDdpError, UsageError, closest
+from hpc_ddp.run.events import Queued
 from hpc_ddp.run.folder import (
     AttemptFolder,
     NodeFolder,
     RunFolder,
+    find_run,
+    link_job,
     read_json,
     read_tail,
     read_word,
@@ -539,3 +542,30 @@ def test_a_rank_is_slow_by_its_own_start() -> None:
     for own, step_s, named in ((0.125, 0.2, True), (0.12, 0.1, False), (0.125, 0.3, False)):
         values = {**slow, "busy_s": [0.1, own, 0.1], "step_s": step_s}
         assert (slow_rank([_event("ranks", **values)] * 3) is not None) is named, own
+
+
+def test_a_file_is_written_beside_what_others_have_put_there(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("kept")
+    (tmp_path / "status.json").symlink_to(mine)
+    write_json(tmp_path / "status.json", {"a": 1})
+    assert mine.read_text() == "kept"
+    assert read_json(tmp_path / "status.json") == {"a": 1}
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "status.json"}
+
+
+def test_a_new_run_takes_no_folder_of_another_one(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "train" / "1").make(is_new=True)
+    run.make()
+    with pytest.raises(FileExistsError):
+        run.make(is_new=True)
+
+
+def test_a_link_of_a_job_to_another_run_does_not_count(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "train" / "1").make()
+    run.job_json.write_text("{}")
+    link_job("7", run)
+    with pytest.raises(UsageError, match="no run '7'"):
+        find_run(tmp_path, "7")
+    run.journal("submit").write(Queued("7"))
+    assert find_run(tmp_path, "7") == run

@@ -147,7 +147,7 @@ def _script(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def _submit(*options: str, known: tuple[str, ...] = ()) -> str:
-    return slurm.sbatch(SCRIPT, os.environ, *options, known=known)
+    return slurm.sbatch(SCRIPT, os.environ, *options, earlier=known)
 
 
 def test_a_submit_is_answered_with_the_id(slurm_commands: Slurm) -> None:

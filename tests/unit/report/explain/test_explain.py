@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from written_runs import Written, record
 
+from hpc_ddp.run.events import Queued
 from hpc_ddp.run.folder import RunFolder, find_run
 from hpc_ddp.run.process import identity
 
@@ -120,4 +121,5 @@ def test_a_task_of_an_array_is_found_by_its_job_id(tmp_path: Path) -> None:
     task.job_json.write_text(array.run.job_json.read_text())
     (tmp_path / ".jobs").mkdir()
     (tmp_path / ".jobs" / "7").symlink_to(array.run.path)
+    array.run.journal("submit").write(Queued("7"))
     assert find_run(tmp_path, "7_1") == task
