@@ -331,7 +331,7 @@ def _state(shown: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What ``scontrol show job`` says of a job; times in unix seconds.
+    """A job as ``scontrol show job`` prints it; times in unix seconds.
 
     `left_s` is how long the job may still run, inf without a limit, None where Slurm does not say.
     Unlike `end_time`, which the controller prints by its own clock and in local time, it holds on
@@ -492,7 +492,7 @@ def queued_scripts() -> set[str]:
 
 @dataclass(frozen=True)
 class Record:
-    """What is left of a job in Slurm's memory, in Slurm's words.
+    """A job as Slurm still remembers it, in Slurm's words.
 
     `exit_code` is ``code:signal``; `start_time` is in unix seconds, of a waiting job a guess.
     """

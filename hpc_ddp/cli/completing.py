@@ -1,4 +1,4 @@
-"""What the Tab key offers, by click's own mechanism."""
+"""Completion by the Tab key, by click's own mechanism."""
 
 from __future__ import annotations
 

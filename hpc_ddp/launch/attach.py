@@ -1,4 +1,4 @@
-"""What to run on the login node to be beside a worker of a run."""
+"""Commands on the login node that open a shell beside a worker of a run."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ SRUN = """srun() {{
 
 @dataclass(frozen=True)
 class Started:
-    """What a back-end has started: a queued job, or a process in the foreground."""
+    """The result of a start: a queued job, or a process in the foreground."""
 
     job_id: str | None = None
     process: subprocess.Popen[bytes] | None = None

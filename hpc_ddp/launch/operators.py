@@ -1,4 +1,4 @@
-"""What the operators of a cluster have from hpc-ddp: a site file for all users, limits, a mark."""
+"""For the operators of a cluster: a site file for all users, limits, and a mark on jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the batch shell asks for: the attempt's facts before the step, the verdict after it.
+"""Commands of the batch script: the attempt's variables before the step, the verdict after it.
 
 ``python <run>/lib/node.py batch queue-next | begin | watch | warned | interrupted | next-port
 | teardown-time | verdict``
@@ -116,8 +116,8 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
             f"the job has {cpus} CPU(s) on a node, and {spec.workers_per_node} workers there, which"
             f" will be slow; hint: --cpus-per-node {4 * spec.workers_per_node}"
         )
-    known = _end_of(job)
-    end = math.inf if known is None else known
+    end_time = _end_of(job)
+    end = math.inf if end_time is None else end_time
     return {
         "HPC_DDP_RUN": str(run.path),
         "HPC_DDP_RESTARTS": str(restarts),
@@ -136,11 +136,13 @@ def least_cpus(counts: str) -> int:
 
 def check_budget(run: RunFolder, spec: JobSpec) -> None:
     """Refuse to start what its array's other tasks have left no GPU hours for."""
-    over = over_budget(spec, _gpu_hours(run, spec))
-    if over:
+    over_text = over_budget(spec, _gpu_hours(run, spec))
+    if over_text:
         journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
-        journal.write(VerdictGiven(Cause.BUDGET, Action.GIVE_UP, over, 1, False, None, ()))
-        raise HpcDdpError(over, hint=f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS")
+        journal.write(VerdictGiven(Cause.BUDGET, Action.GIVE_UP, over_text, 1, False, None, ()))
+        raise HpcDdpError(
+            over_text, hint=f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS"
+        )
 
 
 def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
@@ -186,29 +188,29 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
 
 def task_of(run: RunFolder, index: int) -> RunFolder:
     """Make the folder of one task of an array, with what it shares with the others."""
-    own = run.task(index).make()
-    whole = JobSpec.from_json(patiently(run.job_json.read_text))
-    own.job_json.write_text(whole.task(index).to_json())
-    link = own.path / "lib"
+    task = run.task(index).make()
+    array_spec = JobSpec.from_json(patiently(run.job_json.read_text))
+    task.job_json.write_text(array_spec.task(index).to_json())
+    link = task.path / "lib"
     if not link.is_symlink():
         link.symlink_to(Path("..") / "lib")
-    return own
+    return task
 
 
-def _is_live(other: dict[str, Any], job_id: str, restarts: int) -> bool:
-    """Tell whether the attempt that `other` describes still runs; the caller is job `job_id`."""
-    theirs = other.get("job_id")
-    if not theirs:
-        return process.is_live(other)
-    if theirs == job_id:  # an earlier start of this very job, or another shell in an allocation
-        return process.is_live(other.get("shell", {}))
+def _is_live(info: dict[str, Any], job_id: str, restarts: int) -> bool:
+    """Tell whether the attempt that `info` describes still runs; the caller is job `job_id`."""
+    other_id = info.get("job_id")
+    if not other_id:
+        return process.is_live(info)
+    if other_id == job_id:  # an earlier start of this very job, or another shell in an allocation
+        return process.is_live(info.get("shell", {}))
     try:
-        job = slurm.show_job(theirs)
+        job = slurm.show_job(other_id)
     except HpcDdpError as error:
         if "Invalid job id" in error.message:
             return False
         raise
-    return job.state in ("RUNNING", "SUSPENDED") and job.restarts == other.get("restarts")
+    return job.state in ("RUNNING", "SUSPENDED") and job.restarts == info.get("restarts")
 
 
 def _first_port(job_id: str) -> int:
@@ -251,8 +253,8 @@ def watch(environ: dict[str, str]) -> None:
         job = ask(environ["SLURM_JOB_ID"], is_quiet=True)  # `begin` has said it, where it can't
         if job and job.preempted:
             return  # the time that is left is that of the grace time, which the supervisors know of
-        if (known := _end_of(job)) is not None:
-            end_time = known
+        if (answer := _end_of(job)) is not None:
+            end_time = answer
             _note_end_time(environ, end_time)
 
 
@@ -265,8 +267,8 @@ def _end_of(job: slurm.Job | None) -> float | None:
 def _note_end_time(environ: dict[str, str], end_time: float) -> None:
     """Write the end time into the file that the nodes read, where it is another one by now."""
     path = attempt_of(environ).end_time
-    known = read_seconds(path) or float(environ["HPC_DDP_END_TIME"] or "inf")
-    if abs(end_time - known) > SAME_S:
+    noted = read_seconds(path) or float(environ["HPC_DDP_END_TIME"] or "inf")
+    if abs(end_time - noted) > SAME_S:
         with contextlib.suppress(OSError):  # the nodes go on with what they know
             path.write_text(f"{end_time:.0f}")
 
@@ -336,8 +338,8 @@ def teardown_time(environ: dict[str, str]) -> int:
     over soon, and Slurm would end the batch shell, and with it the verdict."""
     job = ask(environ["SLURM_JOB_ID"])
     end_time = job.end_time if job and job.preempted else _end_of(job)
-    known = float(environ["HPC_DDP_END_TIME"] or "inf") if end_time is None else end_time
-    left_s = known - VERDICT_S - time.time()
+    end = float(environ["HPC_DDP_END_TIME"] or "inf") if end_time is None else end_time
+    left_s = end - VERDICT_S - time.time()
     if left_s < TEARDOWN_S:
         say(f"the teardown has {max(1, int(left_s))} s: the job's time is nearly over")
     return max(1, int(min(left_s, TEARDOWN_S)))

@@ -70,8 +70,8 @@ def check_wanted(run: RunFolder, restarts: int, is_link: bool, job_id: str) -> N
         nobody wants this attempt
     """
     if not restarts and not is_link:
-        for each in (run, RunFolder(run.whole)):
-            each.cancelled.unlink(missing_ok=True)
+        for folder in (run, RunFolder(run.whole)):
+            folder.cancelled.unlink(missing_ok=True)
     elif run.cancelled.exists() or (is_link and _chain_has_ended(run, job_id)):
         raise HpcDdpError(f"run {run.path} was cancelled, or given up")
 
@@ -83,7 +83,7 @@ def _chain_has_ended(run: RunFolder, job_id: str) -> bool:
     was taken away there, by a preemption or with its node, or has failed.
     """
     early = read_json(run.early_links)
-    before = next((other for other, link in early.items() if link == job_id), None)
+    before = next((queuer for queuer, link in early.items() if link == job_id), None)
     if before:
         job = ask(before)
         return len(early) > EARLY_MOST if job is None else job.state not in TAKEN_AWAY
@@ -137,17 +137,17 @@ def _queue_link(run: RunFolder, environ: dict[str, str]) -> str | None:
     if kept_off:
         options.append(f"--exclude={','.join(kept_off)}")
     task = environ.get("SLURM_ARRAY_TASK_ID")
-    whole = RunFolder(run.whole)  # an array's script is that of all its tasks
+    array = RunFolder(run.whole)  # an array's script is that of all its tasks
     if task:
         options.append(f"--array={task}")
     try:
         link = slurm.sbatch(
-            whole.script, environ, *options, earlier=[*_jobs_of(whole), *_jobs_of(run)]
+            array.script, environ, *options, earlier=[*_jobs_of(array), *_jobs_of(run)]
         )
     except HpcDdpError as error:
         say(f"the next job of the chain could not be queued: {error.message}")
         return None
-    link_job(link, whole)
+    link_job(link, array)
     return link
 
 
@@ -268,9 +268,9 @@ def _keep_off(run: RunFolder, job_id: str) -> None:
 
 def _kept_off(run: RunFolder, events: list[Event]) -> list[str]:
     """Return the nodes to exclude: the user's, and bad ones; [] where that is nothing new."""
-    theirs = _spec_exclude(run)
+    excluded = _spec_exclude(run)
     bad = _bad_nodes(events, time.time())
-    nodes = [*theirs, *bad]
+    nodes = [*excluded, *bad]
     if not bad:
         return []
     # Perhaps too few other nodes are left; perhaps compute nodes may not call sbatch here.
@@ -292,8 +292,8 @@ def _bad_nodes(events: list[Event], now: float) -> list[str]:
 
 
 def _spec_exclude(run: RunFolder) -> list[str]:
-    said = read_json(run.job_json).get("exclude")
-    return [said] if said else []
+    excluded = read_json(run.job_json).get("exclude")
+    return [excluded] if excluded else []
 
 
 def _quoted(run: RunFolder) -> str:

@@ -69,10 +69,12 @@ def _signal_name(number: int) -> str:
 
 def from_record(record: dict[str, Any]) -> list[Failure]:
     """Read the failures in what a node recorded of its end."""
-    found = [Failure(node=record["node"], **failure) for failure in record.get("failures", [])]
+    failures = [Failure(node=record["node"], **failure) for failure in record.get("failures", [])]
     if record.get("torn_down"):  # what we killed ourselves says nothing about the cause
-        return [replace(f, code=_TORN_DOWN[0]) if f.code == -signal.SIGKILL else f for f in found]
-    return found
+        return [
+            replace(f, code=_TORN_DOWN[0]) if f.code == -signal.SIGKILL else f for f in failures
+        ]
+    return failures
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure | None:
@@ -94,8 +96,8 @@ def last_exception(log: Path) -> str:
     A script that can't be parsed has no traceback, only that line.
     """
     text = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
-    _, found, after = text.rpartition("Traceback (most recent call last):\n")
-    if not found:
+    _, marker, after = text.rpartition("Traceback (most recent call last):\n")
+    if not marker:
         return next(iter(_UNREADABLE.findall(text)), "")
     lines = (line for line in after.splitlines() if line and not line[0].isspace())
     return next(lines, "")[:500]

@@ -82,10 +82,10 @@ class LocalRun:
             preflight.Command(argv, dict(environ, HPC_DDP_NODE_INDEX=str(index)), node)
             for index, node in enumerate(self.nodes)
         ]
-        found = preflight.examine(
+        result = preflight.examine(
             self.run, self.nodes, commands, lambda: "SIGTERM" if self.notified else ""
         )
-        return preflight.conclude(self.run, attempt, found)
+        return preflight.conclude(self.run, attempt, result)
 
     def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
         end = time.time() + self.spec.time_s if self.spec.time_s else None

@@ -76,17 +76,17 @@ class TaskSupervisor(Supervisor):
         if self.rank == 0:
             super()._show_rank_0()
 
-    def _failed_workers(self, code: int, told: dict[str, Any]) -> list[dict[str, Any]]:
+    def _failed_workers(self, code: int, noted: dict[str, Any]) -> list[dict[str, Any]]:
         # Without a process there was an error, and no worker.
-        return [] if told else [{"rank": self.rank, "code": code, "time": time.time()}]
+        return [] if noted else [{"rank": self.rank, "code": code, "time": time.time()}]
 
     def _failures(self, code: int) -> list[dict[str, Any]]:
         """Also note where the first rank's store found its port taken."""
-        found = super()._failures(code)
-        error = found[0]["error"]
+        failures = super()._failures(code)
+        error = failures[0]["error"]
         if self.rank == 0 and "EADDRINUSE" in error and os.environ["HPC_DDP_PORT"] in error:
             self.place.attempt.port_taken.touch()
-        return found
+        return failures
 
 
 def main(command: list[str]) -> int:

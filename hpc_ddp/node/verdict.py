@@ -1,4 +1,4 @@
-"""What is decided after the step of an attempt has ended, and why. Pure: no Slurm, no disk.
+"""The decision after the step of an attempt has ended, and its reason. Pure: no Slurm, no disk.
 
 =============  ==========================================================================
 cause          action
@@ -40,7 +40,7 @@ CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
 
 @dataclass(frozen=True)
 class Facts:
-    """All that a verdict rests on.
+    """The facts on which a verdict is based.
 
     Attributes
     ----------
@@ -81,8 +81,8 @@ class Facts:
     @property
     def bad_nodes(self) -> Sequence[str]:
         """Nodes to keep off for a while, since they are to blame for the end of this attempt."""
-        found = self.unfit["bad_nodes"] if self.unfit else []
-        return [*self.lost_nodes, *(node for node in found if node not in self.lost_nodes)]
+        unfit_nodes = self.unfit["bad_nodes"] if self.unfit else []
+        return [*self.lost_nodes, *(node for node in unfit_nodes if node not in self.lost_nodes)]
 
     def here(self, *names: str) -> Event | None:
         """Return this attempt's last event with one of the names."""
@@ -105,7 +105,7 @@ class Facts:
 
     @property
     def complete(self) -> bool:
-        """Nobody is missing: of an elastic job, where anybody but the first may be lost."""
+        """Whether all nodes have reported their end; an elastic job needs only its first node."""
         if self.spec.elastic:
             return any(record["node"] == self.nodes[0] for record in self.ends)
         return not silent_nodes(self.spec, self.nodes, self.records)
@@ -118,8 +118,8 @@ class Facts:
     @property
     def step(self) -> int | None:
         """The last completed step that the journal knows of in this attempt."""
-        here = (e for e in reversed(self.events) if e["attempt"] == self.attempt)
-        return next((e["step"] for e in here if e.get("step") is not None), None)
+        of_attempt = (e for e in reversed(self.events) if e["attempt"] == self.attempt)
+        return next((e["step"] for e in of_attempt if e.get("step") is not None), None)
 
     @property
     def failure(self) -> Failure | None:
@@ -133,11 +133,11 @@ class Facts:
 
     @property
     def notices(self) -> list[str]:
-        """What the nodes, or the ranks at their agreed stop, gave as the reason to end."""
+        """The reasons to end that the nodes, or the ranks at their agreed stop, have recorded."""
         stopped = self.here("stopped")
-        told = [record["notice"] for record in self.ends if record.get("notice")]
+        sources = [record["notice"] for record in self.ends if record.get("notice")]
         early = [self.unfit["notice"]] if self.unfit and "notice" in self.unfit else []
-        return ([stopped["reason"]] if stopped else []) + told + early
+        return ([stopped["reason"]] if stopped else []) + sources + early
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ def _cause(facts: Facts) -> Cause:
         return Cause.TIME_LIMIT
     if facts.notices:
         # With a node silent and no stop: srun ends the rest of a step of which a task has died.
-        asked = complete or facts.here(Stopped.event) or facts.unfit
-        return Cause.NOTICE if asked else Cause.NODE_LOST
+        is_asked = complete or facts.here(Stopped.event) or facts.unfit
+        return Cause.NOTICE if is_asked else Cause.NODE_LOST
     if facts.unfit:
         return Cause.BAD_NODE
     if facts.failure:
@@ -218,8 +218,8 @@ def _cause(facts: Facts) -> Cause:
 def _why_not_again(facts: Facts, cause: Cause) -> str | None:
     """Return why another attempt is not to be made, None when it is."""
     spec = facts.spec
-    if over := over_budget(spec, facts.gpu_hours):
-        return over
+    if over_text := over_budget(spec, facts.gpu_hours):
+        return over_text
     if cause == Cause.FAILED:
         return _why_no_retry(facts)
     again = [v for v in facts.verdicts if v["cause"] != Cause.FAILED]

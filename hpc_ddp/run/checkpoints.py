@@ -46,7 +46,7 @@ _SHOWN = re.compile(r"step-(\d+)(\.(old|bad)-[\d-]+)?")
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a manifest says of a file: `size` in bytes, and its CRC32."""
+    """A file in a manifest: `size` in bytes, and its CRC32."""
 
     size: int
     crc32: int

@@ -108,7 +108,7 @@ class AttemptFolder:
 
     @property
     def info(self) -> dict[str, Any]:
-        """Who runs it: ``job_id``, ``restarts``, or ``host`` and ``pid`` of a local one."""
+        """The job of the attempt (``job_id``, ``restarts``), or its process (``host``, ``pid``)."""
         return read_json(self.path / "attempt.json")
 
     @property
@@ -175,7 +175,7 @@ class RunFolder:
 
     @property
     def index(self) -> int:
-        """Of a task, its index in the array."""
+        """A task's index in its array."""
         return int(self.path.name.removeprefix("task-"))
 
     def task(self, index: int) -> RunFolder:
@@ -256,8 +256,7 @@ class RunFolder:
 
     @property
     def early_links(self) -> Path:
-        """Of a chain, the job that each job has queued before its set-up lines, by job id; without
-        those that came past them."""
+        """The jobs of a chain that ended in their set-up lines, each with the job it had queued."""
         return self.path / "early-links.json"
 
     def make(self, is_new: bool = False) -> RunFolder:

@@ -30,7 +30,7 @@ class Slow:
     data: bool
 
     def __str__(self) -> str:
-        """What a sentence on the run goes on with."""
+        """The slow rank as a part of a sentence: ``rank 3 on n2 is slow: 0.9 s per step …``."""
         where = f" on {self.node}" if self.node else ""
         what = "waits for data" if self.data else "is slow"
         own, others = brief_duration(self.own_s), brief_duration(self.others_s)
