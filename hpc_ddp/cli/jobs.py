@@ -28,10 +28,9 @@ from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch import sweep as launch_sweep
 from hpc_ddp.launch.prepare import Prepared
-from hpc_ddp.report import preflight as report_preflight
-from hpc_ddp.report.progress import watch
+from hpc_ddp.report import tables
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder, find_run
+from hpc_ddp.run.folder import find_run
 
 PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
 
@@ -106,7 +105,7 @@ def submit(as_json: bool, fresh: bool, **options: Any) -> None:
 def _start(prepared: Prepared, as_json: bool, fresh: bool = False) -> None:
     started = _begin(prepared, fresh)
     if started.process:
-        sys.exit(_foreground(prepared.run, started))
+        sys.exit(_foreground(started))
     say(f"run: {prepared.run.path}")
     answer = {"job_id": started.job_id, "run": str(prepared.run.path)}
     click.echo(json.dumps(answer) if as_json else started.job_id)
@@ -167,7 +166,7 @@ def dry_run(as_json: bool, fresh: bool, **options: Any) -> None:
     """
     prepared = _prepare(options, fresh, backend="local")
     say(f"run: {prepared.run.path}")
-    code = _foreground(prepared.run, _begin(prepared, fresh))
+    code = _foreground(_begin(prepared, fresh))
     if code == CAN_GO_ON:
         say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(str(prepared.run.path))}")
     if as_json:
@@ -221,7 +220,7 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
     if as_json:
         click.echo(json.dumps(event))
     elif event["report"]:
-        click.echo(report_preflight.table(event))
+        click.echo(tables.preflight_table(event))
     sys.exit(not event["ok"])
 
 
@@ -229,7 +228,7 @@ def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
     os.environ[backends.SHOW_DEVICES] = "1"  # unlike a dry run, this one is about them
     prepared = launch_preflight.first_contact(settings, Path.cwd(), root_of(settings))
     say(f"run: {prepared.run.path}; this takes a minute or two")
-    code = _foreground(prepared.run, backends.start(prepared, subprocess.DEVNULL))
+    code = _foreground(backends.start(prepared, subprocess.DEVNULL))
     table = launch_preflight.table_of(prepared)
     click.echo(json.dumps({"table": table, "run": str(prepared.run.path)}) if as_json else table)
     sys.exit(bool(code) or "| no |" in table or "| not tried |" in table)
@@ -264,10 +263,10 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
     _start(prepare.rerun(old, changes, layer, settings, cwd, root, same_code), as_json)
 
 
-def _foreground(run: RunFolder, started: backends.Started) -> int:
+def _foreground(started: backends.Started) -> int:
     """Wait for a run in the foreground; Ctrl-C and SIGTERM are passed on to it as a notice."""
     process = started.process
     assert process is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: process.terminate())
-    return watch(run, process)
+    return process.wait()

@@ -112,8 +112,7 @@ class LocalBackend(SlurmBackend):
     """
 
     def start(self, prepared: Prepared, output: Output = None) -> Started:
-        bar = output is None and sys.stdout.isatty() and sys.stderr.isatty()
-        return Started(process=self.launch(prepared, subprocess.PIPE if bar else output))
+        return Started(process=self.launch(prepared, output))
 
     def launch(self, prepared: Prepared, output: Output) -> subprocess.Popen[bytes]:
         """Start the run with all that it prints going to `output`, as Popen takes it."""
@@ -131,7 +130,7 @@ class LocalBackend(SlurmBackend):
             env=env,
             cwd=spec.chdir,
             start_new_session=True,  # Ctrl-C is for this process, which passes on a notice
-            stdout=output,  # a pipe's content is shown above a progress bar
+            stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
         )
 

@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.node.worker import AGAIN
-from hpc_ddp.run.errors import CAN_GO_ON
+from hpc_ddp.run.errors import CAN_GO_ON, COMMUNICATION_ERROR
 from hpc_ddp.run.folder import read_tail
 from hpc_ddp.run.journal import parse_event
 
 TAIL_BYTES = 64 * 1024
 
-# What the others say when one of them has gone.
-_COMMUNICATION = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|NCCL|[Gg]loo|ProcessGroup|c10d"
-    r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat",
-)
 _UNREADABLE = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .{1,400}", re.M)
 _ABORTED = re.compile(
     r"^.*(?:ProcessGroupNCCL|Watchdog caught|watchdog thread terminated|c10::Dist).*$", re.M
@@ -44,13 +39,13 @@ class Failure:
         ``exit``."""
         if self.code in _TORN_DOWN:
             return "torn down"
-        if self.code < 0 and not _COMMUNICATION.search(self.error):
+        if self.code < 0 and not COMMUNICATION_ERROR.search(self.error):
             return "signal"
         if self.error.startswith("HangError: "):
             return "hang"
         if self.code == CAN_GO_ON:
             return "disk"
-        if _COMMUNICATION.search(self.error):
+        if COMMUNICATION_ERROR.search(self.error):
             return "communication"
         return "exception" if self.error else "exit"
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hpc_ddp.run.journal import FROM_LOGIN_NODE, Event
+from hpc_ddp.run.units import duration
 
 PARTS = {
     "training": "steps, and what the script does between them, less the following two",
@@ -110,7 +111,7 @@ def share(seconds: dict[str, float]) -> float | None:
 def line(seconds: dict[str, float]) -> str:
     """Return the goodput and all parts that are not zero, for people, on one line."""
     goodput = share(seconds)
-    parts = [f"{text} {part}" for part in PARTS if (text := _amount(seconds[part])) != "0.0 s"]
+    parts = [f"{text} {part}" for part in PARTS if (text := duration(seconds[part])) != "0.0 s"]
     percent = "-" if goodput is None else f"{100 * goodput:.0f} %"
     return f"goodput {percent}: {', '.join(parts) or 'nothing yet'}"
 
@@ -210,10 +211,3 @@ def _end(events: list[Event], live: bool) -> float:
     """Return when an attempt ended: with its last event; infinity while it goes on."""
     on = live and all(event["event"] != "verdict" for event in events)
     return math.inf if on else max((event["time"] for event in events), default=-math.inf)
-
-
-def _amount(seconds: float) -> str:
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 10 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_ddp.run.journal import Event
+from hpc_ddp.run.units import brief_duration
 
 IN_A_ROW = 3  # events; a minute and a half at the least
 FACTOR = 1.25  # of what the others need
@@ -32,7 +33,7 @@ class Slow:
         """The slow rank as a part of a sentence: ``rank 3 on n2 is slow: 0.9 s per step …``."""
         where = f" on {self.node}" if self.node else ""
         what = "waits for data" if self.data else "is slow"
-        own, others = _amount(self.own_s), _amount(self.others_s)
+        own, others = brief_duration(self.own_s), brief_duration(self.others_s)
         return f"rank {self.rank}{where} {what}: {own} a step of its own, others {others}"
 
 
@@ -78,7 +79,3 @@ def _median(values: list[float]) -> float:
 def _numbers(value: Any) -> list[float]:
     good = isinstance(value, list) and all(isinstance(each, (int, float)) for each in value)
     return value if good else []
-
-
-def _amount(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"

@@ -16,8 +16,8 @@ import pytest
 from hpc_ddp.launch import config, prepare
 from hpc_ddp.launch.prepare import Prepared, with_values
 from hpc_ddp.node.batch import task_of
-from hpc_ddp.report.explain import explain_run
-from hpc_ddp.report.status import status_of
+from hpc_ddp.report.explain.explain import explain_run
+from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder, all_runs
 from tests.waiting import LIMIT_S

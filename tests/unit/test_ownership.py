@@ -14,12 +14,10 @@ import pytest
 from hpc_ddp.launch import backends, prepare, sites, snapshot, trust
 from hpc_ddp.launch.config import Settings
 from hpc_ddp.launch.resources import PACKAGE
-from hpc_ddp.report import board
 from hpc_ddp.run import ownership
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.ownership import check_folder
-from hpc_ddp.run.spec import JobSpec
 from tests.raw_events import raw
 from tests.skips import skip_or_fail
 
@@ -148,25 +146,6 @@ def test_a_file_put_in_place_after_the_opening_is_not_read(
     assert trust.read(path) == b"good"
     with pytest.raises(UsageError, match="belongs to uid 54322"):
         trust.read(path)
-
-
-def test_a_strangers_run_gives_no_python_to_tensorboard(
-    as_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    proof = tmp_path / "proof"
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n: > {proof}\n")
-    python.chmod(0o755)
-    run = RunFolder(tmp_path / "runs" / "train" / "1").make()
-    run.job_json.write_text(JobSpec("train.py", python=str(python)).to_json())
-    monkeypatch.setattr(board, "find_spec", lambda name: None)
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert board.command(run)[0] == str(python)
-    proof.unlink()
-    os.chown(run.path, STRANGER, -1)
-    with pytest.raises(UsageError, match=r"run .* can only be read: "):
-        board.command(run)
-    assert not proof.exists()
 
 
 def test_a_file_is_accepted_by_any_way_to_it(

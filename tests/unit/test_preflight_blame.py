@@ -21,7 +21,7 @@ from hpc_ddp.node.preflight import (
     note_odd,
     outcome,
 )
-from hpc_ddp.report.preflight import table
+from hpc_ddp.report.tables import preflight_table
 
 NODES = ("a", "b", "c", "d")
 
@@ -242,8 +242,8 @@ def test_the_table() -> None:
     told = _told(2)
     told["a"].values |= {"interface": "eth0", "address": "10.0.0.1", "clock_s": 0.0}
     told["b"].bad.append(("tmpdir", "full"))
-    lines = table(outcome(told)).splitlines()
-    assert " ".join(lines[1].split()).endswith("+0.000 s - 1000 MB/s 1000 MB/s good")
+    lines = preflight_table(outcome(told)).splitlines()
+    assert " ".join(lines[1].split()).endswith("+0.000 s - 1.0 GB/s 1.0 GB/s good")
     assert lines[2].endswith("tmpdir")
 
 

@@ -40,7 +40,7 @@ from hpc_ddp.run.folder import (
     read_word,
     write_json,
 )
-from hpc_ddp.run.goodput import _amount, account, line, pieces, share
+from hpc_ddp.run.goodput import account, line, pieces, share
 from hpc_ddp.run.journal import (
     Journal,
     is_finished,
@@ -518,22 +518,6 @@ def test_the_share_is_of_what_was_not_queued() -> None:
     assert share({**nothing, "queued": 5.0, "training": 3.0, "lost": 1.0}) == 0.75
     assert share({**nothing, "running": 5.0}) is None
     assert line(nothing) == "goodput -: nothing yet"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "0.0 s"),
-        (9.94, "9.9 s"),
-        (9.95, "10 s"),
-        (599.0, "599 s"),
-        (600.0, "10 min"),
-        (35999.0, "600 min"),
-        (36000.0, "10 h"),
-    ],
-)
-def test_amounts_of_time(seconds: float, text: str) -> None:
-    assert _amount(seconds) == text
 
 
 def test_a_rank_is_slow_by_its_own_start() -> None:
