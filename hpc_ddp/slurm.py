@@ -10,7 +10,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.terminal import say
 
 TIMEOUT_S = 60.0
 PATIENCE_S = 120.0  # how long a controller that is being restarted is waited for
@@ -94,7 +94,7 @@ def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[s
                     if options_of_job
                     else "a job of hpc-ddp has its own way"
                 )
-                print(f"hpc-ddp: {name}={value} is not used: {reason}", file=sys.stderr)
+                say(f"{name}={value} is not used: {reason}")
     return env
 
 
@@ -185,7 +185,7 @@ def _patiently(argv: Sequence[str]) -> str:
 
 
 def _say_again(error: HpcDdpError) -> None:
-    print(f"hpc-ddp: {error.message}; trying again", file=sys.stderr, flush=True)
+    say(f"{error.message}; trying again")
 
 
 def sbatch(

@@ -123,8 +123,8 @@ class LocalBackend(SlurmBackend):
             env |= hiding_env()
         env.setdefault("OMP_NUM_THREADS", "1")
         node = str(run.lib / "node.py")
-        _, told = node_command(spec, node, str(prepared.script))
-        command = [sys.executable, node, "local", *told, *spec.args]
+        _, prefix = node_command(spec, node, str(prepared.script))
+        command = [sys.executable, node, "local", *prefix, *spec.args]
         return subprocess.Popen(
             command,
             env=env,

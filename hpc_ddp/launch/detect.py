@@ -259,10 +259,10 @@ def _of_partition(partition: Partition, partitions: Sequence[Partition]) -> Pree
 # --- the site file -------------------------------------------------------------------------
 
 
-def describe(facts: Facts, known: Collection[str] = ()) -> Site:
+def describe(facts: Facts, shipped_keys: Collection[str] = ()) -> Site:
     """Return the site file of a cluster.
 
-    `known` are the keys that the shipped file of this site has already: they are left out.
+    `shipped_keys` are the keys that the shipped file of this site has already: they are left out.
     """
     partitions = partitions_of(facts)
     threats = preemptions(facts, partitions)
@@ -274,8 +274,8 @@ def describe(facts: Facts, known: Collection[str] = ()) -> Site:
         *_scratch(facts),
         *_tool(facts),
     ]
-    settings = [setting for setting in settings if setting.key not in known]
-    if "partition" not in known:
+    settings = [setting for setting in settings if setting.key not in shipped_keys]
+    if "partition" not in shipped_keys:
         settings = [*_default_partition(partitions, settings), *settings]
     scopes = {setting.scope for setting in settings} | {threat.scope for threat in threats}
     summaries = {("partition", p.name): p.summary for p in partitions}
@@ -289,7 +289,7 @@ def describe(facts: Facts, known: Collection[str] = ()) -> Site:
         remarks=[
             *_remarks(facts, partitions),
             *(f"{threat}." for threat in threats if threat.scope is None),
-            *([] if {"scratch", "runs-dir"} & {*known} else _runs_folder(facts)),
+            *([] if {"scratch", "runs-dir"} & {*shipped_keys} else _runs_folder(facts)),
         ],
         tables={scope: text for scope, text in summaries.items() if scope in scopes},
     )

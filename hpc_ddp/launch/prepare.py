@@ -231,10 +231,10 @@ def _check_script(spec: JobSpec, hint: str) -> None:
 def _unfinished(run: RunFolder, spec: JobSpec) -> str:
     """Return the indexes of the array's tasks that are not finished, with its bound (``%2``)."""
     indexes = spec.indexes(task.index for task in run.tasks())
-    left = [str(index) for index in indexes if not run.task(index).finished()]
-    if not left:
+    unfinished = [str(index) for index in indexes if not run.task(index).finished()]
+    if not unfinished:
         raise UsageError(f"all tasks of {run.path} are finished", hint=f"hpc-ddp status {run.id}")
-    return ",".join(left) + _bound(spec)
+    return ",".join(unfinished) + _bound(spec)
 
 
 def _bound(spec: JobSpec) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.node import continuation
-from hpc_ddp.node.continuation import ask, say
+from hpc_ddp.node.continuation import ask
 from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.verdict import (
     Facts,
@@ -42,6 +42,7 @@ from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_seconds
 from hpc_ddp.run.journal import Event
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.terminal import say
 from hpc_ddp.run.vocabulary import Action, Cause, NoticeSource
 
 ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again

@@ -8,7 +8,6 @@ whether the job still is in this very attempt.
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import time
 
@@ -18,6 +17,7 @@ from hpc_ddp.run.attempt_env import INTERACTIVE
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_json, write_json
 from hpc_ddp.run.journal import Event
+from hpc_ddp.run.terminal import say
 from hpc_ddp.run.vocabulary import Action, Cause
 
 REQUEUE_PATIENCE_S = 600.0
@@ -25,11 +25,6 @@ PAUSE_S = 5.0
 EARLY_MOST = 5  # jobs of a chain in a row that ended in their set-up lines, of unknown cause
 TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
-
-
-def say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the job's output may lie on a disk that is full
-        os.write(2, f"hpc-ddp: {text}\n".encode())
 
 
 def ask(job_id: str, is_quiet: bool = False) -> slurm.Job | None:

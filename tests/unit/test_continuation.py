@@ -529,12 +529,3 @@ def test_a_job_that_can_not_be_kept_off_goes_on(
     slurm_commands.answer("sbatch")
     assert end() == 0
     assert printed == ["scontrol refused: Access denied"]
-
-
-def test_words_that_can_not_be_written_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(number: int, text: bytes) -> int:
-        assert (number, text) == (2, b"hpc-ddp: word\n")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    continuation.say("word")

@@ -218,8 +218,9 @@ def test_where_runs_are_kept_is_said_once() -> None:
     site = describe(facts)
     _says(site, "Runs are kept in /r (HPC_DDP_RUNS).")
     assert not any(each.key == "scratch" for each in site.settings)
-    known = describe(_made("PartitionName=a Default=YES", ""), known=["scratch", "continue-by"])
-    assert not any("kept" in remark for remark in known.remarks)
+    keys = ["scratch", "continue-by"]
+    site = describe(_made("PartitionName=a Default=YES", ""), shipped_keys=keys)
+    assert not any("kept" in remark for remark in site.remarks)
 
 
 def test_what_is_known_is_left_out() -> None:
@@ -229,7 +230,7 @@ def test_what_is_known_is_left_out() -> None:
     assert [each.key for each in describe(facts).settings] == [
         *("partition", "gpus-per-node", "cpus-per-node", "scratch")
     ]
-    left = describe(facts, known=["gpus-per-node", "cpus-per-node", "scratch", "title"])
+    left = describe(facts, shipped_keys=["gpus-per-node", "cpus-per-node", "scratch", "title"])
     assert tomllib.loads(left.to_toml("x")) == {}
     assert not left.settings
 

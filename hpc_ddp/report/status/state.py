@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, is_finished, last_event
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.terminal import say
 from hpc_ddp.run.vocabulary import Action, Word
 
 
@@ -195,7 +195,7 @@ def read_queue() -> Queue | None:
         cluster = slurm.show_config().get("ClusterName", "")
         return Queue(slurm.queue(), slurm.queued_scripts(), cluster)
     except HpcDdpError as error:
-        print(f"hpc-ddp: {error.message}; runs that have a job are left alone", file=sys.stderr)
+        say(f"{error.message}; runs that have a job are left alone")
         return None
 
 
