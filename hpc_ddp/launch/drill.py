@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.launch import compare, prepare
+from hpc_ddp.launch import compare
 from hpc_ddp.launch.backends import LocalBackend
 from hpc_ddp.launch.compare import Curve, Difference, Record
 from hpc_ddp.launch.config import Settings
-from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.launch.plan import PreparedRun, plan_new
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
@@ -184,13 +184,13 @@ class _Drill:
         self._base = self._make("undisturbed")
         self._report = Report(str(self._base.spec.script), folder)
 
-    def _make(self, name: str) -> Prepared:
+    def _make(self, name: str) -> PreparedRun:
         """Make another run of the same code."""
         first = getattr(self, "_base", None)
         values = {**self._settings.values, "job-name": name, "max-failures": 0}
         if first is not None:
             values["snapshot"] = False
-        made = prepare.new_run(Settings(values), self._cwd, self._folder)
+        made = plan_new(Settings(values), self._cwd, self._folder).write()
         return made if first is None else replace(made, code=first.code, script=first.script)
 
     def play(self) -> Report:
@@ -381,7 +381,7 @@ class _Drill:
 
     def _launch(
         self,
-        prepared: Prepared,
+        prepared: PreparedRun,
         plan: dict[str, Any],
         disturbance: Callable[[subprocess.Popen[bytes], RunFolder], None] | None = None,
         after_s: float | None = None,

@@ -1,4 +1,8 @@
-"""From merged settings to a run folder that is ready to start."""
+"""A job's plan: from merged settings to a run folder that is ready to start.
+
+`plan_new`, `plan_continuation` and `plan_rerun` return a `Plan` and write nothing; `Plan.write`
+makes the folder and returns a `PreparedRun`, which a back-end starts.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import shutil
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,41 +37,106 @@ from hpc_ddp.run.spec import JobSpec
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A run whose folder has all that a back-end needs. `script` is the one that runs, in the
-    snapshot at `code` (or live); `is_new` tells that the folder was made just now."""
+class Plan:
+    """A job as it will run, before anything is written.
+
+    Attributes
+    ----------
+    code, script
+        the snapshot of the code (or the live folder), and the script in it
+    is_new
+        the run's folder does not exist yet
+    copies_code, exclude
+        whether a snapshot is taken, and the patterns of files that it leaves out
+    limits
+        the operators' limits for the run, by key
+    source
+        for a rerun with the same code: the run whose newest snapshot is copied
+    rerun_of
+        for a rerun: the run that it repeats
+    """
 
     spec: JobSpec
     run: RunFolder
     code: Path
     script: Path
     is_new: bool
+    copies_code: bool = True
+    exclude: Sequence[str] = ()
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    source: RunFolder | None = None
+    rerun_of: RunFolder | None = None
 
-    @property
+    @cached_property
     def rendering(self) -> Rendering:
         return Rendering(self.spec, self.run, self.code, self.script)
 
+    def write(self) -> PreparedRun:
+        """Make the run's folder, with all that the job needs.
+
+        Raises
+        ------
+        UsageError
+            the folder can't be written, other users could replace it, or the code is too large;
+            of a new run nothing is left behind
+        """
+        prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
+        try:
+            with written_by_owner():
+                self._write_files()
+        except FileExistsError:
+            raise UsageError(
+                f"the run folder {self.run.path} was made by another submit just now",
+                hint="the same command again",
+            ) from None
+        except OSError as error:
+            prepared.discard()
+            raise UsageError(
+                f"the run folder {self.run.path} can't be written: {error.strerror}",
+                hint="--runs-dir, or export HPC_DDP_RUNS=/path/on/scratch",
+            ) from None
+        except UsageError:
+            prepared.discard()
+            raise
+        if self.rerun_of:
+            self.run.journal("submit").write(Rerun(str(self.rerun_of.path)))
+        return prepared
+
+    def _write_files(self) -> None:
+        run = self.run.make(self.is_new)  # and the folders above
+        check_folder(run)
+        snapshot.carry_library(run)
+        if self.source:
+            newest, _ = snapshot.newest(self.source, Path(self.spec.script))
+            shutil.copytree(newest, self.code, symlinks=True)
+        elif self.copies_code:
+            snapshot.take(Path(self.spec.script), run, self.exclude)
+        if self.code.is_relative_to(run.path):
+            close_to_others(self.code)
+        run.job_json.write_text(self.spec.to_json())
+        write_json(run.limits_json, {**self.limits})
+
+
+@dataclass(frozen=True)
+class PreparedRun(Plan):
+    """A run whose folder has all that a back-end needs to start it."""
+
     def discard(self) -> None:
-        """Take a new run's folder away again, since nothing came of it."""
+        """Remove the folder of a new run that could not be started."""
         if self.is_new:
             shutil.rmtree(self.run.path, ignore_errors=True)
 
 
-def new_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
-    """Make the folder of a new run below `root`.
+def plan_new(settings: Settings, cwd: Path, root: Path) -> Plan:
+    """Return the plan of a new run below `root`.
 
     Raises
     ------
     UsageError
-        a setting is refused; nothing is left behind
+        a setting is refused
     """
-    return make(planned_run(settings, cwd, root), settings, cwd)
-
-
-def planned_run(settings: Settings, cwd: Path, root: Path) -> Prepared:
-    """Return what `new_run` would make, and make nothing."""
     spec = job_spec(settings, cwd)
-    return plan(spec, _new_folder(root, spec), settings, is_new=True)
+    return _plan(spec, _new_folder(root, spec), settings, is_new=True)
 
 
 def _new_folder(root: Path, spec: JobSpec) -> RunFolder:
@@ -77,7 +147,7 @@ def _new_folder(root: Path, spec: JobSpec) -> RunFolder:
     return RunFolder(folder / run_id)
 
 
-def rerun(
+def plan_rerun(
     run: RunFolder,
     changes: Mapping[str, str],
     options: Mapping[str, Any],
@@ -85,19 +155,19 @@ def rerun(
     cwd: Path,
     root: Path,
     same_code: bool,
-) -> Prepared:
-    """Make a new run of the job that `run` was, from its beginning, below `root`.
+) -> Plan:
+    """Return the plan of a new run below `root` that repeats the job of `run` from its beginning.
 
     Parameters
     ----------
     run
-        any run; of a sweep all of it begins anew, of a sweep's task its point as a job of its own
+        any run; a sweep is repeated as a whole, a task of a sweep as a job of its own
     changes
-        arguments of the script that are to have another value, by name
+        new values of the script's arguments, by name
     options
-        what else was said of the job, by key, over what it was
+        other new settings, by key
     same_code
-        take the snapshot that the run had last, not the code as it is now
+        take the run's last snapshot, not the code as it is now
 
     Raises
     ------
@@ -130,10 +200,8 @@ def rerun(
     if not same_code:
         _check_script(spec, hint="hpc-ddp rerun --same-code takes the run's own copy")
     source = run if same_code else None
-    planned = plan(spec, _new_folder(root, spec), settings, is_new=True, source=source)
-    prepared = make(planned, settings, cwd, source)
-    prepared.run.journal("submit").write(Rerun(str(run.path)))
-    return prepared
+    plan = _plan(spec, _new_folder(root, spec), settings, is_new=True, source=source)
+    return replace(plan, rerun_of=run)
 
 
 def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
@@ -161,23 +229,16 @@ def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
     return [*changed, *(f"--{name}={value}" for name, value in pending.items())]
 
 
-def continued_run(
+def plan_continuation(
     run: RunFolder, options: Mapping[str, Any], settings: Settings, cwd: Path
-) -> Prepared:
-    """Make a run ready to go on: the job that it was, with `options` over it, and fresh code.
+) -> Plan:
+    """Return the plan of a run that continues: its job with `options` over it, and fresh code.
 
     Raises
     ------
     UsageError
         the run is finished, or another user's, or an option is refused
     """
-    return make(planned_continuation(run, options, settings, cwd), settings, cwd)
-
-
-def planned_continuation(
-    run: RunFolder, options: Mapping[str, Any], settings: Settings, cwd: Path
-) -> Prepared:
-    """Return what `continued_run` would make, and make nothing."""
     check_executable(run)
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
@@ -192,7 +253,7 @@ def planned_continuation(
         changed.setdefault("array", _unfinished(run, spec))
     spec = _changed(spec, changed)
     _check_script(spec, hint="name SCRIPT")
-    return plan(spec, run, settings, is_new=False)
+    return _plan(spec, run, settings, is_new=False)
 
 
 def _changes(
@@ -243,71 +304,37 @@ def _bound(spec: JobSpec) -> str:
     return percent + bound
 
 
-def plan(
+def _plan(
     spec: JobSpec, run: RunFolder, settings: Settings, is_new: bool, source: RunFolder | None = None
-) -> Prepared:
-    """Return the job as it would run there, with the code of the run `source` where one is named;
-    nothing is written.
+) -> Plan:
+    """Return the plan of a job, with the code of the run `source` where one is given.
 
     Raises
     ------
     UsageError
-        a variable is not set here, the user's template is broken, or the job asks for more than
-        the operators' limits allow
+        a variable is not set here, the user's template is broken, or the job exceeds the
+        operators' limits
     """
     _check_environment(spec)
+    limits: Mapping[str, Any] = {}
     if settings.limits:
         settings.limits.check(spec)
+        limits = {} if spec.backend == "local" else settings.limits.bounds
     script = Path(spec.script)
     code = script.parent
+    copies_code = bool(settings.get("snapshot", True))
     if source:
         code = run.code / "0"
         script = code / snapshot.newest(source, script)[1]
-    elif settings.get("snapshot", True):
+    elif copies_code:
         code, script = snapshot.place(script, run)
-    prepared = Prepared(spec, run, code, script, is_new)
-    prepared.rendering.whole()  # a broken template ends it before anything is written
-    return prepared
+    exclude = tuple(settings.get("snapshot-exclude", ()))
+    plan = Plan(spec, run, code, script, is_new, copies_code, exclude, limits, source)
+    plan.rendering.whole()  # a broken template ends it before anything is written
+    return plan
 
 
-def make(
-    prepared: Prepared, settings: Settings, cwd: Path, source: RunFolder | None = None
-) -> Prepared:
-    """Make the folder of a planned run, with all that it needs; `source` as `plan` has it."""
-    run, spec = prepared.run, prepared.spec
-    try:
-        with written_by_owner():
-            run.make(prepared.is_new)  # and the folders above
-            check_folder(run)
-            snapshot.carry_library(run)
-            if source:
-                newest, _ = snapshot.newest(source, Path(spec.script))
-                shutil.copytree(newest, prepared.code, symlinks=True)
-            elif settings.get("snapshot", True):
-                snapshot.take(Path(spec.script), run, settings.get("snapshot-exclude", ()))
-            if prepared.code.is_relative_to(run.path):
-                close_to_others(prepared.code)
-            run.job_json.write_text(spec.to_json())
-            limits = settings.limits.bounds if settings.limits and spec.backend != "local" else {}
-            write_json(run.limits_json, {**limits})
-    except FileExistsError:
-        raise UsageError(
-            f"the run folder {run.path} was made by another submit just now",
-            hint="the same command again",
-        ) from None
-    except OSError as error:
-        prepared.discard()
-        raise UsageError(
-            f"the run folder {run.path} can't be written: {error.strerror}",
-            hint="--runs-dir, or export HPC_DDP_RUNS=/path/on/scratch",
-        ) from None
-    except UsageError:
-        prepared.discard()
-        raise
-    return prepared
-
-
-def set_aside(prepared: Prepared) -> list[Path]:
+def set_aside(prepared: PreparedRun) -> list[Path]:
     """Let a continued run, or those tasks of an array that go on, begin at step 0.
 
     Returns the folders where the checkpoints are now; nothing is deleted.
@@ -353,21 +380,21 @@ def _check_idle(run: RunFolder) -> None:
         raise UsageError(f"run {run.path} runs here", hint=f"hpc-ddp cancel {run.id}")
 
 
-def doubts(spec: JobSpec) -> list[str]:
-    """Return what would most likely end a job on its nodes, and can be seen here already."""
-    warnings_ = []
+def find_mistakes(spec: JobSpec) -> list[str]:
+    """Return warnings about mistakes that will probably end the job on its nodes."""
+    mistakes = []
     is_missing = not (spec.container or spec.image or os.path.exists(spec.python))
     if is_missing and os.path.isabs(spec.python):
-        warnings_.append(f"python {spec.python} is not on this machine; is it on the nodes?")
+        mistakes.append(f"python {spec.python} is not on this machine; is it on the nodes?")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             compile(Path(spec.script).read_bytes(), spec.script, "exec", dont_inherit=True)
     except SyntaxError as error:  # the job's Python may be a newer one
-        warnings_.append(f"{spec.script}, line {error.lineno}: {error.msg}")
+        mistakes.append(f"{spec.script}, line {error.lineno}: {error.msg}")
     except (OSError, ValueError):
         pass
-    return warnings_
+    return mistakes
 
 
 def _check_environment(spec: JobSpec) -> None:
