@@ -59,7 +59,7 @@ def _prepare(options: dict[str, Any], fresh: bool = False, **forced: Any) -> Pre
     return plan.write()
 
 
-def _begin(prepared: PreparedRun, fresh: bool) -> backends.Started:
+def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
     """Start a run, from step 0 where it is to be `fresh`; a failure leaves it as it was."""
     folders = set_aside(prepared) if fresh else []  # before, since a job may start at once
     try:
@@ -272,7 +272,7 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
     _start(plan.write(), as_json)
 
 
-def _foreground(started: backends.Started) -> int:
+def _foreground(started: backends.StartedRun) -> int:
     """Wait for a run in the foreground; Ctrl-C and SIGTERM are passed on to it as a notice."""
     process = started.process
     assert process is not None

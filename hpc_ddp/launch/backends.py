@@ -38,7 +38,7 @@ SRUN = """srun() {{
 
 
 @dataclass(frozen=True)
-class Started:
+class StartedRun:
     """The result of a start: a queued job, or a process in the foreground."""
 
     job_id: str | None = None
@@ -56,7 +56,7 @@ class Backend(Protocol):
         """Write what the script needs beside itself."""
         ...
 
-    def start(self, prepared: PreparedRun, output: Output = None) -> Started:
+    def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
         """Start the run. What a process in the foreground prints goes to `output`.
 
         Raises
@@ -76,16 +76,16 @@ class SlurmBackend:
     def write_rest(self, prepared: PreparedRun) -> None:
         pass
 
-    def start(self, prepared: PreparedRun, output: Output = None) -> Started:
+    def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
         run = prepared.run
         earlier = run.job_ids(run.events())
-        return Started(job_id=slurm.sbatch(run.script, os.environ, earlier=earlier))
+        return StartedRun(job_id=slurm.sbatch(run.script, os.environ, earlier=earlier))
 
 
 class AllocationBackend(SlurmBackend):
     """The same script, run by a shell inside an allocation that is there already."""
 
-    def start(self, prepared: PreparedRun, output: Output = None) -> Started:
+    def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
         if "SLURM_JOB_ID" not in os.environ:
             raise UsageError(
                 "the allocation back-end runs inside an allocation, and this shell is in none",
@@ -94,7 +94,7 @@ class AllocationBackend(SlurmBackend):
         env = {**os.environ, INTERACTIVE: "1"}
         argv = ["bash", str(prepared.run.script)]
         # A session of its own: Ctrl-C is for this process, which passes on a notice.
-        return Started(
+        return StartedRun(
             process=subprocess.Popen(
                 argv,
                 env=env,
@@ -111,8 +111,8 @@ class LocalBackend(SlurmBackend):
     It has no accelerators unless `SHOW_DEVICES` is set, a developer's switch: docs/testing.md.
     """
 
-    def start(self, prepared: PreparedRun, output: Output = None) -> Started:
-        return Started(process=self.launch(prepared, output))
+    def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
+        return StartedRun(process=self.launch(prepared, output))
 
     def launch(self, prepared: PreparedRun, output: Output) -> subprocess.Popen[bytes]:
         """Start the run with all that it prints going to `output`, as Popen takes it."""
@@ -221,7 +221,7 @@ def render(prepared: PreparedRun) -> str:
     return text
 
 
-def start(prepared: PreparedRun, output: Output = None) -> Started:
+def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     """Start a prepared run with its back-end, and journal it; `output` as `Backend.start` has it.
 
     Raises

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.launch.config import Layer, Settings
-from hpc_ddp.launch.fabric import fabric_env
+from hpc_ddp.launch.fabrics import fabric_env
 from hpc_ddp.launch.plan import Plan
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.options import key_of

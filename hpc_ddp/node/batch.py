@@ -26,7 +26,7 @@ from hpc_ddp.node import continuation
 from hpc_ddp.node.continuation import ask
 from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.verdict import (
-    Facts,
+    AttemptFacts,
     Verdict,
     decide,
     over_budget,
@@ -326,13 +326,13 @@ def verdict(environ: dict[str, str]) -> int:
 
 def judge(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: slurm.Job | None
-) -> tuple[Facts, Verdict]:
+) -> tuple[AttemptFacts, Verdict]:
     """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
     env, records = AttemptEnv.from_env(environ), attempt.records()
     nodes = list(env.nodes)
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
     silent = silent_nodes(spec, nodes, records)
-    facts = Facts(
+    facts = AttemptFacts(
         spec=spec,
         attempt=attempt.number,
         cancelled=run.cancelled.exists(),
@@ -377,7 +377,7 @@ def _since_submit(events: list[Event]) -> list[Event]:
     return [event for event in events if event["attempt"] >= first]
 
 
-def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict) -> None:
+def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict) -> None:
     """Write the verdict to the journal, and for people to the job's output.
 
     The output ends with what went wrong, where people look first.

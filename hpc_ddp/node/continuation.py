@@ -12,7 +12,7 @@ import shlex
 import time
 
 from hpc_ddp import slurm
-from hpc_ddp.node.verdict import Facts, Verdict
+from hpc_ddp.node.verdict import AttemptFacts, Verdict
 from hpc_ddp.run.attempt_env import INTERACTIVE
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_json, write_json
@@ -151,7 +151,11 @@ def _queue_link(run: RunFolder, environ: dict[str, str]) -> str | None:
 
 
 def go_on(
-    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts, decided: Verdict
+    run: RunFolder,
+    attempt: AttemptFolder,
+    environ: dict[str, str],
+    facts: AttemptFacts,
+    decided: Verdict,
 ) -> int:
     """Do what was decided, and return the exit code for the batch script."""
     if facts.spec.continue_by == "resubmit":
@@ -167,7 +171,9 @@ def go_on(
     return decided.exit_code
 
 
-def _requeue(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts) -> int:
+def _requeue(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: AttemptFacts
+) -> int:
     """Requeue the job, if it still is ours to requeue; Slurm then ends the batch shell, too."""
     job_id = own_id(environ)
     give_up = time.monotonic() + REQUEUE_PATIENCE_S
@@ -227,7 +233,11 @@ def _left_to_the_user(run: RunFolder) -> int:
 
 
 def _end_link(
-    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts, decided: Verdict
+    run: RunFolder,
+    attempt: AttemptFolder,
+    environ: dict[str, str],
+    facts: AttemptFacts,
+    decided: Verdict,
 ) -> int:
     """End one job of a chain: the next one waits already, unless there is nothing left to do."""
     link = read_json(attempt.path / "next.json").get("job_id")

@@ -81,7 +81,7 @@ def state_of_job(slurm_state: str) -> RunState | None:
 
 
 def find_state(
-    run: RunFolder, events: Sequence[Event], queued: Sequence[slurm.Queued]
+    run: RunFolder, events: Sequence[Event], queued: Sequence[slurm.QueuedJob]
 ) -> tuple[RunState, str]:
     """Return the state of a run, and the reason in words (Slurm's reason while it waits).
 
@@ -171,12 +171,12 @@ class Queue:
     """The user's jobs: `jobs` by id, the `scripts` of those that are not over, and the name of the
     `cluster`."""
 
-    jobs: Mapping[str, slurm.Queued]
+    jobs: Mapping[str, slurm.QueuedJob]
     scripts: Collection[str]
     cluster: str = ""
 
 
-def jobs_in_queue() -> Mapping[str, slurm.Queued]:
+def jobs_in_queue() -> Mapping[str, slurm.QueuedJob]:
     """Return the user's jobs by id; none without a Slurm, or without an answer."""
     try:
         return slurm.queue()
