@@ -57,7 +57,6 @@ class Loader:
     ) -> None:
         self.samples = size_of(dataset)
         self.share: Share | None = None
-        self.on_batch: Callable[[Any], None] = lambda batch: None
         self.timed: Callable[[Iterator[Any]], Iterator[Any]] = iter
         self._cut, self._position, self._device = cut, position, device
         self._check, self._sync = check, sync
@@ -93,7 +92,6 @@ class Loader:
             if share.ends_step:
                 self._position.samples += share.total
             beat()
-            self.on_batch(batch)
             yield to_device(batch, self._device)
 
 

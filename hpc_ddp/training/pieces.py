@@ -130,10 +130,10 @@ class Buffer:
     @property
     def bytes(self) -> list[memoryview]:
         """The memory itself, in order; no copy."""
-        return [_memory(block) for block in self._blocks]
+        return [memory_of(block) for block in self._blocks]
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
+def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor; without numpy, which not every torch has."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -301,7 +301,7 @@ class Reader:
         row_size = math.prod(piece.size[1:]) * part.dtype.itemsize
         first = low[0] - piece.start[0] if low else 0
         try:
-            patiently(partial(self._read, path, piece.offset + first * row_size, _memory(rows)))
+            patiently(partial(self._read, path, piece.offset + first * row_size, memory_of(rows)))
         except OSError as error:
             raise UnreadableError(
                 f"{path} can't be read, and was waited for: {error.strerror or error}",

@@ -225,7 +225,7 @@ def test_only_a_pending_sum_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_drill_compares_what_a_rank_has_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drill, "is_sharded", lambda tensor: isinstance(tensor, Fake))
     tensors: Any = [Fake(), torch.ones(1)]
-    assert drill._size(tensors) == 7.0
+    assert drill.size_of(tensors) == 7.0
 
 
 def test_a_fused_optimizer_takes_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
