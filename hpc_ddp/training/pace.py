@@ -7,10 +7,10 @@ from collections import deque
 from itertools import islice
 
 from hpc_ddp.training.control import Control
-from hpc_ddp.training.effort import Effort
 from hpc_ddp.training.exchange import LEAST_STEP_US, PERIOD_US, Decision, Exchange
 from hpc_ddp.training.notice import DEADLINE, NONE, Notices
 from hpc_ddp.training.schedule import Schedule
+from hpc_ddp.training.step_timing import StepTimer
 
 MARGIN_S = 5.0  # to tear down, and for clocks that differ between hosts
 PAUSE_SHARE = 0.05  # of the attempt's time: the most that is kept free for one more pause,
@@ -64,9 +64,9 @@ class Pace:
         control: Control,
         notices: Notices,
         schedule: Schedule,
-        effort: Effort | None = None,
+        timer: StepTimer | None = None,
     ) -> None:
-        self._exchange, self._effort = Exchange(control), effort
+        self._exchange, self._timer = Exchange(control), timer
         self._notices, self._schedule = notices, schedule
         self._stepped_at, self._started_at = time.monotonic(), time.time()
         self.exchanges = 0  # so far, the same number on all ranks
@@ -92,10 +92,10 @@ class Pace:
     def _read(self) -> Decision:
         """Return what was sent last; here, at the same step on all ranks, they gather figures."""
         decision = self._exchange.read()
-        if self._effort:
-            self._effort.tell()
+        if self._timer:
+            self._timer.report()
             if decision.gather:
-                self._effort.gather()
+                self._timer.gather()
         return decision
 
     def hear_all(self) -> Decision:
@@ -121,7 +121,7 @@ class Pace:
         # A save that has just been decided is not due once more.
         save = self._schedule.due() and not decision.save
         mean_s = sum(self._since_exchange) / max(len(self._since_exchange), 1)
-        gather = self._effort is not None and self._effort.due()
+        gather = self._timer is not None and self._timer.is_due()
         self._exchange.send(self._reason(), save, gather, mean_s)
         self._since_exchange.clear()
         return decision

@@ -17,7 +17,6 @@ from hpc_ddp.training import control as groups
 from hpc_ddp.training import place, randomness
 from hpc_ddp.training.checkpoint import Checkpoints
 from hpc_ddp.training.control import Control
-from hpc_ddp.training.effort import Effort
 from hpc_ddp.training.facts import DistInfo, Surroundings
 from hpc_ddp.training.failure import FailureHook
 from hpc_ddp.training.grid import Grid
@@ -31,6 +30,7 @@ from hpc_ddp.training.precision import Precision, make_deterministic
 from hpc_ddp.training.profiling import Profiler, use_per_sample
 from hpc_ddp.training.schedule import Schedule, between_failures, slowest_save
 from hpc_ddp.training.shown import Board, Progress
+from hpc_ddp.training.step_timing import StepTimer
 from hpc_ddp.training.storage import Keep
 from hpc_ddp.training.streams import make_patient
 from hpc_ddp.training.watchdog import Watchdog, flight_recorder
@@ -53,7 +53,7 @@ class Parts:
     keeper: Keeper
     journal: Journal
     metrics: Metrics
-    effort: Effort
+    timer: StepTimer
     watchdog: Watchdog
     precision: Precision
     profiler: Profiler
@@ -116,7 +116,7 @@ def assemble(asked: dict[str, Any]) -> Parts:
     first = info.rank == 0
     use = use_per_sample(options, device, info.world_size)
     metrics = Metrics(journal, info.world_size, sorted(set(nodes)), use)
-    effort = Effort(control, journal, position, device, nodes)
+    timer = StepTimer(control, journal, position, device, nodes)
     board = Board(folder.path / "tensorboard", position) if options.tensorboard and first else None
     progress = Progress() if options.progress and first else None
     metrics.listeners += [each.show for each in (board, progress) if each is not None]
@@ -129,13 +129,13 @@ def assemble(asked: dict[str, Any]) -> Parts:
         position=position,
         control=control,
         notices=notices,
-        pace=Pace(control, notices, schedule, effort),
+        pace=Pace(control, notices, schedule, timer),
         schedule=schedule,
         checkpoints=checkpoints,
         keeper=keeper,
         journal=journal,
         metrics=metrics,
-        effort=effort,
+        timer=timer,
         watchdog=watchdog,
         precision=Precision(options.precision, device, options.stop_on_nan, grid),
         profiler=Profiler(options.profile, trace, told=first),

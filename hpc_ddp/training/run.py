@@ -228,8 +228,7 @@ class Run:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
         settle(ddp)
-        if grid.pp == 1:
-            self._parts.effort.watch(ddp)
+        self._parts.timer.has_ddp = grid.pp == 1
         self._wrapped.append(ddp)
         return ddp
 
@@ -438,7 +437,7 @@ class Run:
             sync=self._sync_gradients,
             **options,
         )
-        self._loader.timed = self._parts.effort.batches
+        self._loader.timed = self._parts.timer.batches
         return self._loader
 
     def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
@@ -510,7 +509,7 @@ class Run:
         _ = self.tensorboard  # opened here, where the position is the checkpoint's
         while self.position.epoch < total:
             self._parts.pace.restart_step()
-            self._parts.effort.step_begins()
+            self._parts.timer.start_step()
             yield self.position.epoch
             self.position.epoch += 1
             self.position.samples = self.position.epoch_steps = 0
@@ -534,7 +533,8 @@ class Run:
         """
         weight = 1.0 if self._share is None else self._share.weight
         weighted = loss if weight == 1.0 else loss * weight
-        self._parts.effort.backward(weighted, self._parts.precision.backward)
+        self._parts.timer.end_forward()
+        self._parts.precision.backward(weighted)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes in the run's precision; it does nothing for fp32."""
@@ -606,7 +606,7 @@ class Run:
                 hint="call it once per batch, behind all optimizers' steps",
             )
         self._stepped = True
-        self._parts.effort.step_ends()
+        self._parts.timer.end_step()
         self._parts.precision.end_step()
         self.position.step += 1
         self.position.epoch_steps += 1
@@ -629,7 +629,7 @@ class Run:
             self._save_due = self._save_due or decision.save
         else:
             self._act(decision)
-            self._parts.effort.step_begins()
+            self._parts.timer.start_step()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
         """Tell whether `value` is the best so far; if so, the checkpoint of this moment stays.
@@ -715,7 +715,7 @@ class Run:
                 self._parts.control.first_copy(buffer)
         with in_eval_mode(plain):
             yield plain if isinstance(model, torch.nn.Module) else model
-        self._parts.effort.step_begins()  # no part of a step
+        self._parts.timer.start_step()  # no part of a step
         self._parts.pace.end_pause()
 
     def sum(self, *values: float | torch.Tensor) -> list[float]:

@@ -23,7 +23,6 @@ from training_fakes import Alone, Saves, give_gpus
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training import control, notice, pace, schedule, sharded
-from hpc_ddp.training import effort as effort_module
 from hpc_ddp.training.control import Control, choose_backend, choose_devices, leave
 from hpc_ddp.training.exchange import Decision, Exchange
 from hpc_ddp.training.facts import DistInfo
@@ -32,6 +31,7 @@ from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.order import Position
 from hpc_ddp.training.pace import Pace
 from hpc_ddp.training.schedule import Schedule, between_failures, young_daly
+from hpc_ddp.training.step_timing import StepTimer
 from tests.waiting import wait_until
 
 
@@ -182,11 +182,11 @@ class Effort:
         self.calls: list[str] = []
         self.wanted = True
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         return self.wanted
 
-    def tell(self) -> None:
-        self.calls.append("tell")
+    def report(self) -> None:
+        self.calls.append("report")
 
     def gather(self) -> None:
         self.calls.append("gather")
@@ -295,12 +295,12 @@ def test_figures_are_gathered_where_all_have_heard_of_it(clock: Clock) -> None:
     effort = Effort()
     planner = _pace(effort=effort)
     planner._turn()
-    assert effort.calls == ["tell"]
+    assert effort.calls == ["report"]
     effort.wanted = False
     planner._turn()
-    assert effort.calls == ["tell", "tell", "gather"]
+    assert effort.calls == ["report", "report", "gather"]
     planner._turn()
-    assert effort.calls[3:] == ["tell"]
+    assert effort.calls[3:] == ["report"]
 
 
 class Gathering:
@@ -321,11 +321,11 @@ def test_what_ranks_measured_is_read_when_it_is_there() -> None:
     written: list[dict[str, Any]] = []
     journal: Any = SimpleNamespace(write_later=lambda event: written.append(event.to_fields()))
     group: Any = Gathering()
-    effort = effort_module.Effort(group, journal, Position(step=4), torch.device("cpu"), ["a", "b"])
-    effort.step_begins()
-    effort.step_ends()
-    effort.gather()
-    effort.tell()
+    timer = StepTimer(group, journal, Position(step=4), torch.device("cpu"), ["a", "b"])
+    timer.start_step()
+    timer.end_step()
+    timer.gather()
+    timer.report()
     assert [(fields["step"], fields["steps"], fields["node"]) for fields in written] == [
         (4, 1, "a")
     ]

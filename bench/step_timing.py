@@ -1,6 +1,6 @@
 """Measures what it costs that each rank times its own work, for the journal's `ranks` events.
 
-``python bench/effort.py`` prints a table and writes it to ``bench/results/``. What a step pays is
+``python bench/step_timing.py`` prints a table and writes it to ``bench/results/``. Its cost in a step is
 timed by itself, over many steps of next to nothing: in whole trainings it is lost in the noise.
 """
 
@@ -25,27 +25,29 @@ def work(folder: Path) -> None:
     """What each rank does; rank 0 leaves what it found in `folder`."""
     import torch
 
-    from hpc_ddp.training import effort, start
+    from hpc_ddp.training import start, step_timing
 
     run = start(save_every=None)
     model = run.wrap(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)))
     run.track(model=model)
-    ours = run._parts.effort
+    timer = run._parts.timer
     weight = torch.ones(1, requires_grad=True)
-    sync = ours._control.barrier
+    sync = timer._control.barrier
 
     def steps(of: str) -> float:
         """Return the mean seconds of a step that is one multiplication, and its backward."""
-        ours._watches = of == "measured"
-        effort.SAMPLE_S = 0.0
+        timer.has_ddp = of == "measured"
+        step_timing.SAMPLE_S = 0.0
         begin = time.process_time()  # others work on this machine
         for _ in range(STEPS):
             if of == "bare":
                 torch.autograd.backward(weight * 2)
                 continue
-            ours.step_begins()
-            ours.backward(weight * 2, torch.autograd.backward)
-            ours.step_ends()
+            timer.start_step()
+            loss = weight * 2
+            timer.end_forward()
+            torch.autograd.backward(loss)
+            timer.end_step()
         return (time.process_time() - begin) / STEPS
 
     found: dict[str, list[float]] = {"bare": [], "not measured": [], "measured": []}
@@ -56,11 +58,11 @@ def work(folder: Path) -> None:
     for _ in range(GATHERS):
         sync()
         begin = time.perf_counter()
-        ours.gather()
+        timer.gather()
         gathers.append(time.perf_counter() - begin)
         sync()
         begin = time.perf_counter()
-        ours.tell()
+        timer.report()
         gathers[-1] += time.perf_counter() - begin
     run.finish()
     if run.rank == 0:
@@ -101,7 +103,7 @@ def main() -> None:
         "",
     ]
     print("\n".join(lines))
-    (REPO / "bench" / "results" / f"{today}-effort.md").write_text("\n".join(lines))
+    (REPO / "bench" / "results" / f"{today}-step-timing.md").write_text("\n".join(lines))
 
 
 if __name__ == "__main__":
