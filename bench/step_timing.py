@@ -1,7 +1,7 @@
 """Measures what it costs that each rank times its own work, for the journal's `ranks` events.
 
-``python bench/step_timing.py`` prints a table and writes it to ``bench/results/``. Its cost in a step is
-timed by itself, over many steps of next to nothing: in whole trainings it is lost in the noise.
+``python bench/step_timing.py`` prints a table and writes it to ``bench/results/``. A step's cost is
+timed by itself, over many empty steps: in whole trainings it is lost in the noise.
 """
 
 from __future__ import annotations
