@@ -25,12 +25,13 @@ def work(folder: Path) -> None:
     """What each rank does; rank 0 leaves what it found in `folder`."""
     import torch
 
-    from hpc_ddp.training import start, step_timing
+    from hpc_ddp.training import start
+    from hpc_ddp.training.telemetry import step_timing
 
     run = start(save_every=None)
     model = run.wrap(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)))
     run.track(model=model)
-    timer = run._parts.timer
+    timer = run._timer
     weight = torch.ones(1, requires_grad=True)
     sync = timer._control.barrier
 

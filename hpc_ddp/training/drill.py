@@ -25,15 +25,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.events import ANY_RANK, JournalEvent
 from hpc_ddp.run.journal import Journal
-from hpc_ddp.training import randomness
+from hpc_ddp.training.checkpoint.shards import memory_of
+from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.devices import plain
-from hpc_ddp.training.metrics import check_values
-from hpc_ddp.training.notice import CANCELLED, NONE
-from hpc_ddp.training.parts import Parts
-from hpc_ddp.training.pieces import memory_of
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.run import Run
-from hpc_ddp.training.sharded import is_sharded
-from hpc_ddp.training.state import unwrap
+from hpc_ddp.training.stops.signals import CANCELLED, NONE
+from hpc_ddp.training.telemetry.metrics import check_values
 
 HOLD_S = 60.0
 LEAST_STEPS = 12
@@ -50,16 +49,15 @@ class DrilledRun(Run):
       ``"kill"``, or ``"save"``, a kill before the save of that step is published
     """
 
-    def __init__(self, parts: Parts, seed: int, plan: Mapping[str, Any]) -> None:
-        super().__init__(parts, seed)
+    def __init__(self, arguments: dict[str, Any], plan: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
         self._plan = plan
-        self._folder = parts.folder.path / "drill"
-        self._attempt = parts.journal.attempt
-        self._journal = Journal(self._folder, f"rank-{self.rank}", self._attempt)
-        self._tracked: dict[str, Any] = {"precision": parts.precision}
+        self._folder = self.folder.path / "drill"
+        self._attempt = self._journal.attempt
+        self._records = Journal(self._folder, f"rank-{self.rank}", self._attempt)
+        self._tracked: dict[str, Any] = {"precision": self._precision}
         self._steps = OptimizerSteps(self._tracked)
         self._began = time.monotonic()
-        parts.checkpoints.before_publishing = self._hold_save
 
     def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
         super().track(per_rank=per_rank, **objects)
@@ -86,13 +84,13 @@ class DrilledRun(Run):
         if step == self._plan.get("save") or hold == "save":
             self._save_due = True
         if self._is_end(step):
-            self._parts.notices.reason = CANCELLED  # all stop, and no attempt follows
+            self._notices.reason = CANCELLED  # all stop, and no attempt follows
         super().step(**values)
         if hold == "kill":
-            self._parts.keeper.settle()
+            self._manager.settle()
             self._hold("kill")
         if not self._ends_epoch():
-            self._act(self._parts.pace.hear_all())
+            self._act(self._consensus.hear_all())
 
     def finish(self, **results: float | torch.Tensor) -> None:
         if sys.exc_info()[0] is None and not self._over:
@@ -115,10 +113,10 @@ class DrilledRun(Run):
         self._ready()
         if self.rank == 0:  # the other ranks wait for it at the next exchange
             end = time.monotonic() + HOLD_S
-            while self._parts.notices.reason == NONE and time.monotonic() < end:
+            while self._notices.reason == NONE and time.monotonic() < end:
                 time.sleep(0.01)
 
-    def _hold_save(self, step: int) -> None:
+    def _before_publishing(self, step: int) -> None:
         """In the saving thread of rank 0, with all files of the draft but the manifest written."""
         if self._plan.get("hold") == "save" and step == self._plan["at"]:
             self._hold("kill in a save")
@@ -137,7 +135,7 @@ class DrilledRun(Run):
             if isinstance(each, Optimizer):  # a learning rate, say, which a scheduler changes
                 states[f"settings {name}"] = state.pop("param_groups")
             states[f"{_kind(each)} {name}"] = state
-        for name, generator in randomness.snapshot(self.devices).items():
+        for name, generator in rng.snapshot(self.devices).items():
             states[f"random {name}"] = generator
         weights_size = size_of(weight for model in models for weight in model.parameters())
         record = dict(
@@ -151,7 +149,7 @@ class DrilledRun(Run):
             values={name: plain(scalar) for name, scalar in values.items()},
             sizes={"gradients": gradients_size, "weights": weights_size},
         )
-        self._journal.write(DrillRecord(record))
+        self._records.write(DrillRecord(record))
 
 
 @dataclass(frozen=True)

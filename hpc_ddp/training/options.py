@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.training.facts import Surroundings
-from hpc_ddp.training.precision import DTYPES
-from hpc_ddp.training.storage import LEAST
+from hpc_ddp.training.checkpoint.files import LEAST
+from hpc_ddp.training.models.precision import DTYPES
+from hpc_ddp.training.process.environment import Surroundings
 
 BACKENDS = ("nccl", "gloo", "mpi")
 

@@ -3,50 +3,53 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from hpc_ddp.run import goodput
+from hpc_ddp.run import goodput, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.events import Finished, JournalEvent, Stopped, TrainingBegun
-from hpc_ddp.training import control as groups
-from hpc_ddp.training.averaging import averaged
-from hpc_ddp.training.devices import is_accelerator
-from hpc_ddp.training.evaluating import in_eval_mode
-from hpc_ddp.training.exchange import Decision
-from hpc_ddp.training.failure import leave_quickly
-from hpc_ddp.training.loader import Loader, Shard
-from hpc_ddp.training.meta import Init, materialize
-from hpc_ddp.training.metrics import check_values, number
-from hpc_ddp.training.notice import NONE, REASONS
-from hpc_ddp.training.order import Share, make_cut
-from hpc_ddp.training.parts import Parts, assemble
-from hpc_ddp.training.settle import settle
-from hpc_ddp.training.sharded import gathered, is_sharded, step_apart
-from hpc_ddp.training.state import unwrap
-from hpc_ddp.training.watchdog import beat
+from hpc_ddp.run.events import Finished, JournalEvent, Stopped, TrainingBegun, WorkerStarted
+from hpc_ddp.training.checkpoint.files import Keep
+from hpc_ddp.training.checkpoint.manager import Keeper
+from hpc_ddp.training.checkpoint.saver import Checkpoints
+from hpc_ddp.training.data.loader import Loader, Shard
+from hpc_ddp.training.data.order import Position, Share, make_cut
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.dtensor import gathered, is_sharded, step_apart
+from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.models.precision import Precision, make_deterministic
+from hpc_ddp.training.models.setup import ModelSetup
+from hpc_ddp.training.options import Options
+from hpc_ddp.training.process import process_group, run_directory
+from hpc_ddp.training.process.environment import DistInfo, Surroundings
+from hpc_ddp.training.process.failure import FailureHook, leave_quickly
+from hpc_ddp.training.process.stdio import make_patient
+from hpc_ddp.training.process.watchdog import Watchdog, beat, flight_recorder
+from hpc_ddp.training.stops.consensus import Pace
+from hpc_ddp.training.stops.exchange import Decision
+from hpc_ddp.training.stops.schedule import Schedule, between_failures, slowest_save
+from hpc_ddp.training.stops.signals import NONE, REASONS, Notices
+from hpc_ddp.training.telemetry.metrics import Metrics, check_values, number
+from hpc_ddp.training.telemetry.profiling import Profiler, use_per_sample
+from hpc_ddp.training.telemetry.sinks import Board, Progress
+from hpc_ddp.training.telemetry.step_timing import StepTimer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.parallel import ParallelStyle
     from torch.utils.tensorboard import SummaryWriter
 
-    from hpc_ddp.training.strategies import Pipeline
 
 LOOK_EVERY = 10  # exchanges, so about a second, and with slow steps every tenth
 
@@ -121,7 +124,7 @@ def start(
     flops_per_sample
         of forward and backward; gives ``mfu``, the share of the GPUs' peak that is used
     peak_flops
-        of one GPU per second, where `hpc_ddp.training.profiling` does not know it
+        of one GPU per second, where `hpc_ddp.training.telemetry.profiling` does not know it
     tp
         ranks that share each layer (tensor parallel); neighbours, so on one node where they fit
     pp
@@ -138,28 +141,38 @@ def start(
         more workers than GPUs on this node, the backend can't be used, or another process works
         in the run's folder
     """
-    parts = assemble(dict(locals()))
+    arguments = dict(locals())
     if plan := os.environ.get("HPC_DDP_DRILL"):
         from hpc_ddp.training.drill import DrilledRun
 
-        return DrilledRun(parts, seed, json.loads(plan))
-    return Run(parts, seed)
+        return DrilledRun(arguments, json.loads(plan))
+    return Run(arguments)
 
 
-class Run:
+class Run(ModelSetup):
     """One worker's view of a run; `start` makes it. A context manager that finishes the run.
 
     `device` is this rank's (`devices` all of them), `folder` the run's, `position` where the
     training is.
     """
 
-    def __init__(self, parts: Parts, seed: int) -> None:
-        self.rank, self.world_size = parts.info.rank, parts.info.world_size
-        self.devices, self.device = parts.devices, parts.devices[0]
-        self.folder, self.seed = parts.folder, seed
-        self.position = parts.position
-        self._parts = parts
-        parts.metrics.total_steps = self._total_steps
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Do what `start` promises; `arguments` are its own.
+
+        Signals first: the rest takes seconds, and may wait for peers.
+        """
+        called = time.time()
+        FailureHook(DistInfo(), "").install()  # for a wrong environment
+        self._info, env = DistInfo.from_env(), Surroundings.from_env()
+        if env.notice is not None:
+            make_patient()
+        self._notices = Notices(env.notice)
+        self._notices.install()
+        self._hook = FailureHook(self._info, env.node)
+        self._hook.install()
+        options = Options.chosen(env, **arguments)
+        self._join(options, env, called)
+        self._prepare(options, env)
         self._loader: Loader | None = None
         self._wrapped: list[Any] = []
         self._mesh: DeviceMesh | None = None
@@ -173,205 +186,86 @@ class Run:
         if self.rank == 0:
             atexit.register(self._warn_unless_over)
 
-    # -- before the loop -------------------------------------------------------------------
+    def _join(self, options: Options, env: Surroundings, called: float) -> None:
+        """Join the process group, and open the run's folder."""
+        info = self._info
+        self.rank, self.world_size, self.seed = info.rank, info.world_size, options.seed
+        if options.deterministic:
+            make_deterministic()
+        self._dims = Grid(info.rank, info.world_size, options.tp, options.pp)
+        self.devices = process_group.choose_devices(info, options.devices_per_worker)
+        self.device = self.devices[0]
+        self._control = process_group.join(info, self.devices, options.hang_after, options.backend)
+        self._hook.install()
+        self.folder, attempt = run_directory.find(env, info, self._control)
+        self._journal = self.folder.journal(f"rank-{info.rank}", attempt)
+        self._hook.journal = self._journal
+        if info.rank == 0:
+            self._journal.write(WorkerStarted(process.began_at(), called))
+            self._notices.watch_for_cancel(self.folder.cancelled)
+            # One clock: hosts' clocks differ, and rank 0 alone knows how long a whole save takes.
+            self._notices.watch_end_time(env.end_time, self.folder.attempt(attempt).end_time)
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        sync_batchnorm: bool = False,
-        compile: bool = False,
-        **options: Any,
-    ) -> torch.nn.Module:
-        """Move a model to the device and wrap it in DistributedDataParallel.
-
-        `options` go to DDP as they are. A model with nothing to train is only moved; one over
-        several devices of the worker stays where it is. Of a pipeline it takes the stage.
-
-        Parameters
-        ----------
-        sync_batchnorm
-            takes batch norm's statistics over the global batch; torch can do that on GPUs only
-        compile
-            compiles the model in place, so that the keys of its state stay as they are; once for
-            each shape of a batch, of which there should be few
-
-        Raises
-        ------
-        UsageError
-            the run is tensor parallel
-        """
-        grid = self._parts.grid
-        if grid.tp > 1:
-            raise UsageError(
-                f"run.wrap (DDP) was called with tp={grid.tp}; accepted there: run.parallelize, and"
-                " run.fully_shard for the data parallel ranks",
-                hint="fully_shard(model, units) works with any number of ranks, also with one",
-            )
-        if sync_batchnorm and is_accelerator(self.device):
-            convert: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm
-            # Of a stage's ranks: the others have other layers.
-            model = convert(model, self.mesh["dp"].get_group() if grid.pp > 1 else None)
-        elif sync_batchnorm:
-            self._say("sync_batchnorm is off: torch has it for GPUs only")
-        self._take(model)
-        if compile:
-            # Else a kernel for any shape, made at the epoch's shorter last batch, would take over
-            # from then on, and a process resumed later would compute with another one.
-            # And kernels that are chosen by their speed, here and now, add up in other orders.
-            can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
-            model.compile(dynamic=False, options={"deterministic": True} if can else None)
-        if not any(each.requires_grad for each in model.parameters()):
-            return model
-        if grid.pp > 1:
-            options["process_group"] = self.mesh["dp"].get_group()
-        if is_accelerator(self.device) and len(self.devices) == 1:
-            options.setdefault("device_ids", [self.device.index])
-        ddp = DistributedDataParallel(model, **options)
-        settle(ddp)
-        self._parts.timer.has_ddp = grid.pp == 1
-        self._wrapped.append(ddp)
-        return ddp
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The ranks as torch's mesh with the dimensions "pp", "dp", "tp". All ranks ask for it."""
-        if self._mesh is None:
-            from hpc_ddp.training.strategies import make_mesh
-
-            self._mesh = make_mesh(self._parts.grid, self.device, self._parts.control.timeout)
-        return self._mesh
-
-    def parallelize(
-        self,
-        model: torch.nn.Module,
-        plan: Mapping[str, ParallelStyle],
-        *,
-        init: Init | None = None,
-    ) -> torch.nn.Module:
-        """Share a model's layers among the tensor parallel ranks, on the device.
-
-        `fully_shard` comes after it, and is needed where there are data parallel ranks as well:
-        what the plan does not name stays where it is until then.
-
-        Parameters
-        ----------
-        plan
-            which module, by its name, is cut in which way: torch's ``ColwiseParallel`` and others
-        init
-            see `fully_shard`
-
-        Raises
-        ------
-        UsageError
-            the model has no module of a name in the plan
-        """
-        from hpc_ddp.training.strategies import share_layers
-
-        self._parts.precision.watch(model)
-        share_layers(model, plan, self.mesh["tp"], self.device, init)
-        if self._parts.grid.dp == 1:
-            materialize(model, self.device, init)
-            model.to(self.device)
-        return model
-
-    def fully_shard(
-        self,
-        model: torch.nn.Module,
-        units: Iterable[torch.nn.Module],
-        *,
-        offload: bool = False,
-        init: Init | None = None,
-    ) -> torch.nn.Module:
-        """Shard a model over the data parallel ranks (FSDP2), each part of it on its device.
-
-        In place, and in the run's precision: computing gathers the weights in bf16, say, and the
-        optimizer sees fp32. One unit after the other comes to the device, so the model may be
-        larger than that. If it is made on ``torch.device("meta")``, it does not need the CPU's
-        memory either: its numbers are drawn here, on all ranks the same.
-
-        Parameters
-        ----------
-        units
-            parts of the model, of which one at a time is gathered: its blocks
-        offload
-            keeps weights, gradients and the optimizer's state in the CPU's memory
-        init
-            fills the tensors of one submodule of a model on ``meta``, after its
-            ``reset_parameters``; called for each submodule that has tensors of its own
-
-        Raises
-        ------
-        UsageError
-            the precision is fp16; or nothing gives numbers to a tensor that is on ``meta``
-        """
-        from hpc_ddp.training.strategies import shard_fully
-
-        precision = self._parts.precision
-        if precision.dtype is torch.float16:
-            raise UsageError(
-                "precision is 'fp16' with run.fully_shard; accepted: 'fp32', 'bf16'",
-                hint="bf16 needs no scaled gradients",
-            )
-        precision.watch(model)
-        shard_fully(model, units, self.mesh["dp"], self.device, precision.dtype, offload, init)
-        self._wrapped.append(model)
-        return model
-
-    def pipeline(
-        self,
-        stage: torch.nn.Module,
-        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        *,
-        schedule: str = "GPipe",
-        n_microbatches: int = 4,
-    ) -> Pipeline:
-        """Return what trains a model whose stages lie on the ranks of ``run.mesh["pp"]``.
-
-        Parameters
-        ----------
-        stage
-            this rank's part of the model, wrapped (`wrap`); one tensor goes in, one comes out. Its
-            parts have the names that they have in the whole model, so that a checkpoint is one
-            of the whole model
-        loss_fn
-            the mean loss of outputs and targets
-        schedule
-            torch's name of the order in which micro-batches pass: "GPipe" or "1F1B"
-        n_microbatches
-            into which each batch is cut, at least as many as stages
-
-        Raises
-        ------
-        UsageError
-            there is no such schedule, or too few micro-batches, or the backend can't carry them
-        """
-        from hpc_ddp.training.strategies import Pipeline, check_schedule
-
-        grid = self._parts.grid
-        check_schedule(schedule, n_microbatches, grid.pp, self.device)
-        return Pipeline(
-            stage,
-            loss_fn,
-            schedule,
-            n_microbatches,
-            grid,
-            self.mesh["pp"].get_group(),
-            self.device,
-            self.autocast,
-            lambda: 1.0 if self._share is None else self._share.weight,
+    def _prepare(self, options: Options, env: Surroundings) -> None:
+        """Make the parts of the run that save, measure and watch."""
+        control, journal, attempt = self._control, self._journal, self._journal.attempt
+        is_first = self.rank == 0
+        self.position = self._hook.position = Position()
+        self._checkpoints = Checkpoints(
+            self.folder,
+            attempt,
+            control,
+            control.another(),
+            journal,
+            Keep(options.keep_last, options.keep_every),
+            self._before_publishing,
         )
-
-    def ema(self, model: torch.nn.Module, decay: float = 0.999) -> AveragedModel:
-        """Return a copy of the model whose weights follow it: an exponential moving average.
-
-        Name it in `track`, and call its ``update_parameters(model)`` after each optimizer step.
-
-        Raises
-        ------
-        UsageError
-            `decay` is not from 0 to 1
-        """
-        return averaged(unwrap(model), decay)
+        self._manager = Keeper(
+            self._checkpoints,
+            self.position,
+            self.devices,
+            options.seed,
+            self._dims,
+            options.stop_on_nan,
+        )
+        history = self.folder.events() if is_first and attempt else []
+        self._schedule = Schedule(
+            self._checkpoints,
+            self.rank,
+            options.save_every,
+            options.save_every_steps,
+            slowest_save_s=slowest_save(history),
+            failure_interval_s=between_failures(history),
+        )
+        nodes = control.to_first(env.node)
+        rng.seed_all(options.seed, self.devices)
+        self._watchdog = Watchdog(
+            options.hang_after,
+            self.folder.attempt(attempt).node(env.node),
+            self.rank,
+            self.position,
+            partial(flight_recorder, self.device),
+            self._hook.tell,
+        )
+        self._timer = StepTimer(control, journal, self.position, self.device, nodes)
+        self._consensus = Pace(control, self._notices, self._schedule, self._timer)
+        self._precision = Precision(options.precision, self.device, options.stop_on_nan, self._dims)
+        board = self.folder.path / "tensorboard"
+        self._board = Board(board, self.position) if options.tensorboard and is_first else None
+        self._progress = Progress() if options.progress and is_first else None
+        use = use_per_sample(options, self.device, self.world_size)
+        self._metrics = Metrics(
+            journal,
+            self.world_size,
+            sorted(set(nodes)),
+            use,
+            self._total_steps,
+            [sink.show for sink in (self._board, self._progress) if sink is not None],
+        )
+        trace = f"attempt-{attempt}-rank-{self.rank}.json.gz"
+        self._profiler = Profiler(
+            options.profile, self.folder.path / "profile" / trace, told=is_first
+        )
 
     def loader(
         self,
@@ -421,15 +315,15 @@ class Run:
                 "the run has a training loader already, and its position belongs to that one",
                 hint="for evaluation use run.shard",
             )
-        if self._parts.keeper.tracked:
+        if self._manager.tracked:
             raise UsageError(
                 "run.loader was called after run.track, which has to know the training set",
                 hint="make the loader first",
             )
-        grid = self._parts.grid
+        dims = self._dims
         self._loader = Loader(
             dataset,
-            make_cut(batch_size, global_batch_size, accumulate, grid.dp_rank, grid.dp, drop_last),
+            make_cut(batch_size, global_batch_size, accumulate, dims.dp_rank, dims.dp, drop_last),
             seed=self.seed,
             position=self.position,
             device=self.device,
@@ -437,7 +331,7 @@ class Run:
             sync=self._sync_gradients,
             **options,
         )
-        self._loader.timed = self._parts.timer.batches
+        self._loader.timed = self._timer.batches
         return self._loader
 
     def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
@@ -469,11 +363,11 @@ class Run:
                 hint="run.track(model=model, loader=loader, per_rank=('loader',))",
             )
         self._check_copies(objects.values())
-        if self._parts.grid.pp > 1:
+        if self._dims.pp > 1:
             self._check_stages(sorted(objects))
         data = {} if self._loader is None else self._loader.facts
-        objects = {**objects, "_precision": self._parts.precision}
-        self._parts.keeper.track(objects, data, per_rank)
+        objects = {**objects, "_precision": self._precision}
+        self._manager.track(objects, data, per_rank)
         if self.position.epoch_steps and self._loader is None and not per_rank:
             self._say(
                 f"WARNING: the checkpoint is from epoch {self.position.epoch}, after"
@@ -497,27 +391,27 @@ class Run:
         """
         if not isinstance(total, int):
             raise UsageError(f"run.epochs was given {total!r}; accepted: a whole number")
-        if not self._parts.keeper.tracked:
+        if not self._manager.tracked:
             raise UsageError(
                 "run.track was not called: a checkpoint would hold nothing",
                 hint="run.track(model=model, optimizer=optimizer) before the loop",
             )
         self._epochs = total
-        self._parts.keeper.start_random()
+        self._manager.start_random()
         if self.rank == 0:
-            self._parts.journal.write(TrainingBegun(self.position.step))
+            self._journal.write(TrainingBegun(self.position.step))
         _ = self.tensorboard  # opened here, where the position is the checkpoint's
         while self.position.epoch < total:
-            self._parts.pace.restart_step()
-            self._parts.timer.start_step()
+            self._consensus.restart_step()
+            self._timer.start_step()
             yield self.position.epoch
             self.position.epoch += 1
             self.position.samples = self.position.epoch_steps = 0
             if self._loader is not None:
                 self._loader.share = None
             beat()
-            self._parts.pace.end_pause()
-            self._act(self._parts.pace.hear_all())
+            self._consensus.end_pause()
+            self._act(self._consensus.hear_all())
 
     @property
     def ends_step(self) -> bool:
@@ -533,12 +427,8 @@ class Run:
         """
         weight = 1.0 if self._share is None else self._share.weight
         weighted = loss if weight == 1.0 else loss * weight
-        self._parts.timer.end_forward()
-        self._parts.precision.backward(weighted)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context that computes in the run's precision; it does nothing for fp32."""
-        return self._parts.precision.autocast()
+        self._timer.end_forward()
+        self._precision.backward(weighted)
 
     def update(
         self,
@@ -576,7 +466,7 @@ class Run:
             )
         if not self.ends_step:
             return None
-        return self._parts.precision.update(optimizer, clip_norm, scheduler)
+        return self._precision.update(optimizer, clip_norm, scheduler)
 
     def step(self, **values: Any) -> None:
         """End an optimizer step: here the run saves, and stops when it has to.
@@ -606,22 +496,22 @@ class Run:
                 hint="call it once per batch, behind all optimizers' steps",
             )
         self._stepped = True
-        self._parts.timer.end_step()
-        self._parts.precision.end_step()
+        self._timer.end_step()
+        self._precision.end_step()
         self.position.step += 1
         self.position.epoch_steps += 1
-        self._parts.watchdog.step_done()
+        self._watchdog.step_done()
         values = {name: gathered(value) for name, value in values.items()}
         if self._check_values:
             check_values(values)
             self._check_values = False
         if self.rank == 0:
             samples = self._share.total if self._share else 0
-            self._parts.metrics.add(self.position, samples, values)
-        self._parts.profiler.step_done()
+            self._metrics.add(self.position, samples, values)
+        self._profiler.step_done()
         left = None if self._loader is None else self._loader.steps(self.position.samples)
-        decision = self._parts.pace.step_done(self.position.step, hear_all=left == 1)
-        self._watch_weights(self._parts.pace.exchanges)
+        decision = self._consensus.step_done(self.position.step, hear_all=left == 1)
+        self._watch_weights(self._consensus.exchanges)
         if self._ends_epoch():
             # The end of the epoch comes first: a start that finds an epoch without a batch would
             # trip over what a loop leaves behind, the last loss say. What makes all ranks stop
@@ -629,7 +519,7 @@ class Run:
             self._save_due = self._save_due or decision.save
         else:
             self._act(decision)
-            self._parts.timer.start_step()
+            self._timer.start_step()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
         """Tell whether `value` is the best so far; if so, the checkpoint of this moment stays.
@@ -638,9 +528,9 @@ class Run:
         break`` is an early stop. All ranks call it, after an evaluation: at the end of an epoch,
         or behind `step`. (In the midst of a step, the checkpoint is the one after it.)
         """
-        found = self._parts.keeper.judge(number("run.best", "value", value), higher)
+        found = self._manager.judge(number("run.best", "value", value), higher)
         if found and self._share is not None and self._stepped and not self._ends_epoch():
-            self._parts.keeper.save()
+            self._manager.save()
         else:
             self._save_due = self._save_due or found
         return found
@@ -648,7 +538,7 @@ class Run:
     @property
     def stale(self) -> int:
         """How many values `best` was given since the best one."""
-        return self._parts.keeper.best.stale
+        return self._manager.best.stale
 
     def finish(self, **results: float | torch.Tensor) -> None:
         """Save the last state, journal that the run is done, and leave the process group.
@@ -694,39 +584,19 @@ class Run:
         get the same number of batches, for a forward that talks to its peers, as FSDP's does (see
         `Shard`). Ranks that share a model's layers or stages get the same batches.
         """
-        grid = self._parts.grid
-        cut = make_cut(batch_size, None, 1, grid.dp_rank, grid.dp)
+        dims = self._dims
+        cut = make_cut(batch_size, None, 1, dims.dp_rank, dims.dp)
         return Shard(dataset, cut, seed=self.seed, device=self.device, **options)
-
-    @contextmanager
-    def evaluating(self, model: torch.nn.Module | Pipeline) -> Iterator[Any]:
-        """Give the plain model, in eval mode and without gradients, the same on all ranks.
-
-        The plain one, because the DDP wrapper may talk to its peers in every forward, and
-        they may have fewer batches. Buffers (running means of batch norm, say) are rank 0's,
-        as in a checkpoint. All ranks must enter. A sharded model's forward and a pipeline's talk
-        to peers nevertheless: give them ``run.shard(..., even=True)``.
-        """
-        plain: torch.nn.Module = unwrap(getattr(model, "stage", model))
-        for buffer in plain.buffers():
-            if self._parts.grid.pp > 1:  # rank 0's are another stage's
-                dist.broadcast(buffer, group=self.mesh["dp"].get_group(), group_src=0)
-            else:
-                self._parts.control.first_copy(buffer)
-        with in_eval_mode(plain):
-            yield plain if isinstance(model, torch.nn.Module) else model
-        self._parts.timer.start_step()  # no part of a step
-        self._parts.pace.end_pause()
 
     def sum(self, *values: float | torch.Tensor) -> list[float]:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it.
 
         Of the ranks that take the same samples one counts: the last stage's, with pipelines.
         """
-        counts = self._parts.grid.counts
+        counts = self._dims.counts
         mine = [float(value) if counts else 0.0 for value in values]
         sums = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        self._parts.control.sum(sums)
+        self._control.sum(sums)
         beat()
         numbers: list[float] = sums.tolist()
         return numbers
@@ -739,7 +609,7 @@ class Run:
     @property
     def tensorboard(self) -> SummaryWriter | None:
         """TensorBoard's writer on rank 0, where `start` was asked for it; for use after `track`."""
-        return self._parts.board.writer if self._parts.board else None
+        return self._board.writer if self._board else None
 
     # -- behind the loop -------------------------------------------------------------------
 
@@ -756,7 +626,7 @@ class Run:
         HpcDdpError
             the best checkpoint is not there any more, or damaged
         """
-        step = self._parts.keeper.load_best(model)
+        step = self._manager.load_best(model)
         beat()
         return step
 
@@ -783,7 +653,7 @@ class Run:
 
         folder = self.folder.path / "export"
         failed: HpcDdpError | None = None
-        if self._parts.grid.pp > 1 or any(map(is_sharded, model.parameters())):
+        if self._dims.pp > 1 or any(map(is_sharded, model.parameters())):
             raise UsageError(
                 "run.export was given a part of a model; accepted: one that each rank has whole",
                 hint="python -m hpc_ddp.training.export writes the weights of a checkpoint",
@@ -809,7 +679,7 @@ class Run:
                     failed = error
                 except Exception as error:  # the others wait for an answer
                     failed = HpcDdpError(f"the model can't be exported into {folder}: {error}")
-        failed = self._parts.control.from_first(failed)
+        failed = self._control.from_first(failed)
         beat()
         if failed is not None:
             raise failed
@@ -820,39 +690,6 @@ class Run:
     @property
     def _share(self) -> Share | None:
         return None if self._loader is None else self._loader.share
-
-    def _take(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to the device, and have an eye on its weights from now on."""
-        self._parts.precision.watch(model)
-        return model.to(self.device) if len(self.devices) == 1 else model
-
-    def _check_copies(self, objects: Iterable[Any]) -> None:
-        """Refuse to train copies of a model that would go different ways; DDP alone is as it is."""
-        grid = self._parts.grid
-        if grid.dp == 1 or grid.dp == self.world_size:
-            return
-        averaged = {id(each) for model in self._wrapped for each in model.parameters()}
-        for each in objects:
-            groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
-            if any(id(weight) not in averaged for group in groups for weight in group["params"]):
-                raise UsageError(
-                    f"tp={grid.tp} and pp={grid.pp} leave {grid.dp} copies of the model, whose"
-                    " gradients nobody averages; accepted: an optimizer of what has gone through"
-                    " run.fully_shard or run.wrap",
-                    hint="run.fully_shard(model, units) after run.parallelize, or run.wrap(stage)",
-                )
-
-    def _check_stages(self, names: list[str]) -> None:
-        """Refuse stages of a pipeline that track other objects: a checkpoint would lack them."""
-        control = self._parts.control
-        for rank, theirs in enumerate(control.from_first(control.to_first(names))):
-            if theirs != names:
-                raise UsageError(
-                    f"run.track was given {', '.join(names) or 'nothing'} on rank {self.rank}, and"
-                    f" {', '.join(theirs) or 'nothing'} on rank {rank}; accepted: the same names"
-                    " on all ranks",
-                    hint="each stage has its own model and optimizer, under the same names",
-                )
 
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.ends_step:
@@ -874,18 +711,6 @@ class Run:
                 hint="write `for epoch in run.epochs(n):` around the loop over batches",
             )
 
-    def _sync_gradients(self, on: bool) -> None:
-        """Say if the gradients of the coming micro-batch are to be averaged over ranks.
-
-        For DDP what its `no_sync` switches, which counts in forward already.
-        """
-        self._stepped = False
-        for model in self._wrapped:
-            if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
-                model.set_requires_gradient_sync(on)
-            else:
-                model.require_backward_grad_sync = on
-
     def _ends_epoch(self) -> bool:
         return self._share is not None and self._share.ends_epoch
 
@@ -904,11 +729,11 @@ class Run:
             self._refuse_poison()
         if exchanges >= self._look_at:
             self._look_at, self._look_answers_at = exchanges + LOOK_EVERY, exchanges + 1
-            self._parts.precision.look()
+            self._precision.look()
 
     def _refuse_poison(self) -> None:
-        if self._parts.precision.poisoned():
-            raise self._parts.checkpoints.unsound(self.position.step)
+        if self._precision.poisoned():
+            raise self._checkpoints.unsound(self.position.step)
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
@@ -919,13 +744,13 @@ class Run:
             self._stop(decision.reason)
         if decision.save or self._save_due:
             self._save_due = False
-            self._parts.keeper.save()
-            self._parts.schedule.saved()
-            self._parts.pace.restart_step()
+            self._manager.save()
+            self._schedule.saved()
+            self._consensus.restart_step()
             beat()
 
     def _stop(self, reason: int) -> NoReturn:
-        source = self._parts.notices.source
+        source = self._notices.source
         self._end(Stopped(self.position.step, REASONS[reason], source or None))
         leave_quickly()
         raise SystemExit(0)
@@ -935,22 +760,21 @@ class Run:
         if self._over:
             return
         is_stop = isinstance(event, Stopped)
-        parts = self._parts
-        parts.precision.look()
+        self._precision.look()
         self._refuse_poison()
-        parts.keeper.save_surely()
+        self._manager.save_surely()
         if not is_stop:  # a stop has no time for it, and the next start does it
-            parts.checkpoints.tidy()
-        parts.watchdog.end()
+            self._checkpoints.tidy()
+        self._watchdog.end()
         if self.rank == 0:
-            parts.metrics.flush()
-            parts.journal.drain()
-            parts.journal.write_surely(event)
-        for end in [each.end for each in (parts.board, parts.progress, parts.profiler) if each]:
+            self._metrics.flush()
+            self._journal.drain()
+            self._journal.write_surely(event)
+        for end in [each.end for each in (self._board, self._progress, self._profiler) if each]:
             end()
         self._over = True
-        parts.notices.end(then_exit=is_stop)
-        groups.leave(parts.control, self.device, then_exit=is_stop)
+        self._notices.end(then_exit=is_stop)
+        process_group.leave(self._control, self.device, then_exit=is_stop)
         if self.rank == 0:
             if is_stop:
                 self._say(
@@ -962,3 +786,6 @@ class Run:
         with suppress(OSError):  # all is done: no reason left to fail
             told = goodput.line(goodput.account(self.folder.events(), time.time()))
             print(f"hpc-ddp: {told}", file=sys.stderr, flush=True)
+
+    def _before_publishing(self, step: int) -> None:
+        """Called in the saving thread of rank 0 before a checkpoint appears; for the drill."""

@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.training import randomness
-from hpc_ddp.training.loader import Loader, Shard
-from hpc_ddp.training.order import Cut, Position
+from hpc_ddp.training.data.loader import Loader, Shard
+from hpc_ddp.training.data.order import Cut, Position
+from hpc_ddp.training.models import rng
 from tests.waiting import LIMIT_S, is_pending, wait_until
 
 # More workers than this machine may have cores.
@@ -68,7 +68,7 @@ def make_loader(dataset: Dataset[Any], cut: Cut, position: Position, **options: 
 def load(
     dataset: Dataset[Any], cut: Cut, epoch: int = 0, start: int = 0, **options: Any
 ) -> list[Any]:
-    with randomness.untouched():
+    with rng.untouched():
         return list(make_loader(dataset, cut, Position(0, epoch, start), **options))
 
 
@@ -148,7 +148,7 @@ def test_a_shard_has_each_sample_once(make: Callable[[], Dataset[Any]], world_si
     rows = []
     for rank in range(world_size):
         shard = Shard(make(), Cut(3 * world_size, rank, world_size), seed=0, device=CPU)
-        with randomness.untouched():
+        with rng.untouched():
             batches = list(shard)
         assert make is NoisyStream or len(batches) == len(shard)
         assert all(1 <= len(batch) <= 3 for batch in batches)

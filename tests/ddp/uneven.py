@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hpc_ddp.run.ranks import slow_rank
-from hpc_ddp.training import start, step_timing
+from hpc_ddp.training import start
+from hpc_ddp.training.telemetry import step_timing
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--slow", type=int, default=-1, help="this rank")

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hpc_ddp.training import metrics, run, start, watchdog
+from hpc_ddp.training import run, start
+from hpc_ddp.training.process import watchdog
+from hpc_ddp.training.telemetry import metrics
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--precision", default="fp32")
@@ -56,8 +58,8 @@ for _ in now.epochs(1):
         now.step(loss=loss, norm=size, whole=whole)
         counts.append(C.waits())
         if len(counts) == 2:
-            looks = -now._parts.pace.exchanges
-looks += now._parts.pace.exchanges
+            looks = -now._consensus.exchanges
+looks += now._consensus.exchanges
 now.print(f"WAITS {counts[-2] - counts[1]} LOOKS {looks} STEPS {len(counts)}")
 with suppress(TypeError):  # releases before 2.15 record NCCL alone
     record = pickle.loads(watchdog.flight_recorder(now.device))

@@ -48,7 +48,7 @@ def _imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("room", MAY_IMPORT)
 def test_rooms_import_one_way(room: str) -> None:
     ours, others = MAY_IMPORT[room]
-    paths = sorted((PACKAGE / room).glob("*.py")) or [PACKAGE / f"{room}.py"]
+    paths = sorted((PACKAGE / room).rglob("*.py")) or [PACKAGE / f"{room}.py"]
     assert paths
     for path in paths:
         name = str(path.relative_to(PACKAGE))

@@ -21,9 +21,13 @@ from hpc_ddp.cli import jobs
 from hpc_ddp.run import checkpoints, patience
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.training import checkpoint, randomness, storage
-from hpc_ddp.training import keeper as keeper_module
-from hpc_ddp.training.checkpoint import (
+from hpc_ddp.training.checkpoint import files
+from hpc_ddp.training.checkpoint import manager as keeper_module
+from hpc_ddp.training.checkpoint import saver as saver_module
+from hpc_ddp.training.checkpoint.files import Keep
+from hpc_ddp.training.checkpoint.inventory import Inventory
+from hpc_ddp.training.checkpoint.manager import Keeper
+from hpc_ddp.training.checkpoint.saver import (
     Checkpoints,
     Claim,
     Content,
@@ -32,13 +36,11 @@ from hpc_ddp.training.checkpoint import (
     SupersededError,
     open_checkpoint,
 )
+from hpc_ddp.training.checkpoint.shards import Reader
+from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.export import export
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.inventory import Inventory
-from hpc_ddp.training.keeper import Keeper
-from hpc_ddp.training.order import Position
-from hpc_ddp.training.pieces import Reader
-from hpc_ddp.training.storage import Keep
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.mesh import Grid
 from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
@@ -144,7 +146,7 @@ def test_the_best_checkpoint_stays(run: RunFolder, make: Make) -> None:
 
 def test_a_save_is_in_flight_until_it_is_durable(run: RunFolder, make: Make) -> None:
     hold, saver = threading.Event(), make()
-    saver.before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
+    saver._before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
     assert (saver.in_flight, saver.failed) == (False, False)  # nothing was begun
     saver.begin(_content(3))
     assert (saver.in_flight, saver.failed) == (True, False)
@@ -156,7 +158,7 @@ def test_a_save_is_in_flight_until_it_is_durable(run: RunFolder, make: Make) -> 
 def test_a_save_that_a_step_waits_for_is_a_stall(run: RunFolder, make: Make) -> None:
     saver = make()
     saver.stall_s = 0.25
-    saver._awaited_since = checkpoint.time.monotonic() - 5  # type: ignore[attr-defined]
+    saver._awaited_since = saver_module.time.monotonic() - 5  # type: ignore[attr-defined]
     saver._outcome = ("saved", "10")
     saver._report(_content(3), 1.23456)
     (event,) = _events(run, "checkpoint")
@@ -185,7 +187,7 @@ def test_a_later_attempt_is_not_written_over(run: RunFolder, make: Make) -> None
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = stop_clock(monkeypatch, checkpoint)
+    clock = stop_clock(monkeypatch, saver_module)
     return clock
 
 
@@ -194,7 +196,7 @@ def _break(saver: Checkpoints, error: Exception | None) -> None:
         if error:
             raise error
 
-    saver.before_publishing = fail
+    saver._before_publishing = fail
 
 
 def test_failures_that_last_end_the_run(
@@ -254,7 +256,7 @@ def test_ranks_whose_tensors_do_not_fit_together_write_nothing(
     def refuse(path: Path, *content: object) -> None:
         raise AssertionError("it was written")
 
-    monkeypatch.setattr(storage, "write_file", refuse)
+    monkeypatch.setattr(files, "write_file", refuse)
     other = Inventory(0, {"model.w": (4,)}, {"model.w": 4})
     background = Alone()
     background.claims = [Claim(9, 1, other.digest)]
@@ -298,7 +300,7 @@ def space(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         if size + 2000 * len(checkpoints.published(made.parent)) > 9600:
             raise OSError(errno.ENOSPC, f"No space left for {size} bytes")
 
-    monkeypatch.setattr(storage, "check_space", check)
+    monkeypatch.setattr(files, "check_space", check)
     return asked
 
 
@@ -462,7 +464,7 @@ def test_a_folder_that_can_only_be_read_is_passed_over(
     def refuse(folder: Path, kind: str, attempt: int) -> Path:
         raise OSError("Read-only file system")
 
-    monkeypatch.setattr(storage, "set_aside", refuse)
+    monkeypatch.setattr(files, "set_aside", refuse)
     assert make().restore() is not None
     assert "damaged; kept as step-2: Read-only file system" in capsys.readouterr().err
 
@@ -495,14 +497,14 @@ def test_space_and_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     space = Space()
     monkeypatch.setattr(os, "statvfs", lambda path: space)
-    storage.check_space(tmp_path, 1_000_000, 3)
+    files.check_space(tmp_path, 1_000_000, 3)
     with pytest.raises(OSError, match=r"No space left for 1\.1 MB: 1.0 MB are free") as caught:
-        storage.check_space(tmp_path, 1_100_000, 3)
+        files.check_space(tmp_path, 1_100_000, 3)
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(OSError, match="No space left for 4 files: 3 inodes"):
-        storage.check_space(tmp_path, 1, 4)
+        files.check_space(tmp_path, 1, 4)
     space.f_files = 0  # a file system that has no such count
-    storage.check_space(tmp_path, 1, 4)
+    files.check_space(tmp_path, 1, 4)
 
 
 # --- what a run tracks ---------------------------------------------------------------------
@@ -641,7 +643,7 @@ def test_the_best_weights_come_back(make: Make) -> None:
 
 
 def test_random_numbers_go_on(make: Make) -> None:
-    with randomness.untouched():
+    with rng.untouched():
         keeper = _keeper(make(), Position(step=1))
         keeper.track({"count": Count()}, {})
         keeper.start_random()
@@ -830,7 +832,7 @@ def test_what_the_training_waits_for_at_a_save_is_its_stall(
             os.sched_yield()
         clock.now += 5.0
 
-    saver.before_publishing = linger
+    saver._before_publishing = linger
     assert _save(saver, 1) == [True]
     (event,) = _events(run, "checkpoint")
     assert (event["stall_s"], event["write_s"]) == (5.25, 5.0)
@@ -851,9 +853,9 @@ def test_a_save_begins_once_the_old_ones_are_removed(
         if step == 2:
             again.set()
 
-    monkeypatch.setattr(storage, "prune", prune)
+    monkeypatch.setattr(files, "prune", prune)
     saver = make()
-    saver.before_publishing = publish
+    saver._before_publishing = publish
     for step in (1, 2):
         saver.begin(_content(step))
         assert saver._thread is not None
@@ -879,9 +881,9 @@ def test_rank_0_alone_removes_old_checkpoints(
             return [] if rank else [value, value]
 
     Ranked.rank = rank
-    answers = [None, (checkpoint._SAVED, "")]
+    answers = [None, (saver_module._SAVED, "")]
     steps: list[int] = []
-    monkeypatch.setattr(storage, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
+    monkeypatch.setattr(files, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
     saver = make(background=Ranked())
     saver.begin(_content(1))
     saver.settle()
@@ -965,7 +967,7 @@ def test_a_folder_of_checkpoints_that_is_away_is_no_run_without_any(
 
 def test_the_folder_of_a_save_may_be_there_or_its_parent_not(run: RunFolder, make: Make) -> None:
     saver = make()
-    storage.draft(run.checkpoints, 1, 0).mkdir()  # by a rank that was quicker
+    files.draft(run.checkpoints, 1, 0).mkdir()  # by a rank that was quicker
     assert _save(saver, 1) == [True]
     shutil.rmtree(run.checkpoints)
     assert _save(saver, 2) == [True]

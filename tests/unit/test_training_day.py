@@ -14,16 +14,16 @@ from torch import nn
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.journal import Journal, read_events
 from hpc_ddp.training import options as options_module
-from hpc_ddp.training import shown
-from hpc_ddp.training.averaging import averaged
-from hpc_ddp.training.facts import Surroundings
-from hpc_ddp.training.metrics import Metrics
+from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.models.averaging import averaged
+from hpc_ddp.training.models.precision import Precision
 from hpc_ddp.training.options import Options
-from hpc_ddp.training.order import Position
-from hpc_ddp.training.precision import Precision
-from hpc_ddp.training.profiling import peak_flops, use_per_sample
+from hpc_ddp.training.process.environment import Surroundings
 from hpc_ddp.training.run import start
-from hpc_ddp.training.shown import Progress
+from hpc_ddp.training.telemetry import sinks
+from hpc_ddp.training.telemetry.metrics import Metrics
+from hpc_ddp.training.telemetry.profiling import peak_flops, use_per_sample
+from hpc_ddp.training.telemetry.sinks import Progress
 from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
@@ -212,7 +212,7 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None
     quiet.show({"step": 1})
     quiet.end()
     assert not log.getvalue()
-    monkeypatch.setattr(shown, "EVERY_S", 0.0)
+    monkeypatch.setattr(sinks, "EVERY_S", 0.0)
     progress = Progress()
     progress.show({"step": 1, "loss": 2.0})
     progress.end()
@@ -229,9 +229,8 @@ def test_mfu_needs_a_peak_and_the_cost_of_a_sample(tmp_path: Path) -> None:
     assert peak_flops("a toaster", "fp32") is None
 
     journal = Journal(tmp_path, "rank-0")
-    metrics = Metrics(journal, 1, ["here"], use_per_sample_s=0.5)
     told: list[dict[str, Any]] = []
-    metrics.listeners.append(told.append)
+    metrics = Metrics(journal, 1, ["here"], use_per_sample_s=0.5, listeners=[told.append])
     metrics.add(Position(step=1), 10, {"loss": torch.tensor(1.0)})
     metrics.flush()
     journal.drain(LIMIT_S)

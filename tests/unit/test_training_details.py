@@ -22,16 +22,18 @@ from training_fakes import Alone, Saves, give_gpus
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.journal import Journal
-from hpc_ddp.training import control, notice, pace, schedule, sharded
-from hpc_ddp.training.control import Control, choose_backend, choose_devices, leave
-from hpc_ddp.training.exchange import Decision, Exchange
-from hpc_ddp.training.facts import DistInfo
-from hpc_ddp.training.failure import FailureHook
-from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
-from hpc_ddp.training.order import Position
-from hpc_ddp.training.pace import Pace
-from hpc_ddp.training.schedule import Schedule, between_failures, young_daly
-from hpc_ddp.training.step_timing import StepTimer
+from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.models import dtensor
+from hpc_ddp.training.process import process_group
+from hpc_ddp.training.process.environment import DistInfo
+from hpc_ddp.training.process.failure import FailureHook
+from hpc_ddp.training.process.process_group import Control, choose_backend, choose_devices, leave
+from hpc_ddp.training.stops import consensus, schedule, signals
+from hpc_ddp.training.stops.consensus import Pace
+from hpc_ddp.training.stops.exchange import Decision, Exchange
+from hpc_ddp.training.stops.schedule import Schedule, between_failures, young_daly
+from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
+from hpc_ddp.training.telemetry.step_timing import StepTimer
 from tests.waiting import wait_until
 
 
@@ -41,7 +43,7 @@ class LeftError(Exception):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clock(monkeypatch, notice, pace, schedule)
+    return stop_clock(monkeypatch, signals, consensus, schedule)
 
 
 # --- notices -------------------------------------------------------------------------------
@@ -55,12 +57,12 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise LeftError(code)
 
     lines: list[str] = []
-    monkeypatch.setattr(notice, "say", lines.append)
+    monkeypatch.setattr(signals, "say", lines.append)
     monkeypatch.setattr(os, "_exit", leave)
     return lines
 
 
-@pytest.mark.parametrize("number", notice.SIGNALS)
+@pytest.mark.parametrize("number", signals.SIGNALS)
 def test_a_signal_without_a_supervisor_is_a_notice(
     clock: Clock, printed: list[str], number: signal.Signals
 ) -> None:
@@ -104,7 +106,7 @@ def test_under_a_supervisor_its_word_counts(
 ) -> None:
     path, begin = tmp_path / "notice", clock.now
     monkeypatch.setattr(
-        notice, "read_word", lambda file: "time limit" if clock.now - begin > word_after_s else ""
+        signals, "read_word", lambda file: "time limit" if clock.now - begin > word_after_s else ""
     )
     notices = Notices(path)
     if code:
@@ -118,7 +120,7 @@ def test_under_a_supervisor_its_word_counts(
 
 
 def test_what_comes_after_the_end_is_nothing(clock: Clock, printed: list[str]) -> None:
-    before = {number: signal.getsignal(number) for number in notice.SIGNALS}
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
     try:
         for supervised, then_exit, term in (
             (None, False, signal.SIG_DFL),
@@ -148,8 +150,8 @@ def test_a_lesser_reason_does_not_replace_a_greater_one(tmp_path: Path) -> None:
     notices._look()
     assert notices.reason == DEADLINE
     texts = ("[1]", "{}", '{"source": 5}', "x" * 200)
-    assert [notice._source(text) for text in texts] == ["[1]", "notice", "5", "x" * 100]
-    assert (notice.REASONS[CANCELLED], notice.REASONS[NOTICE]) == ("cancelled", "notice")
+    assert [signals._source(text) for text in texts] == ["[1]", "notice", "5", "x" * 100]
+    assert (signals.REASONS[CANCELLED], signals.REASONS[NOTICE]) == ("cancelled", "notice")
 
 
 def test_a_forked_child_is_as_deadly_as_any_process() -> None:
@@ -158,9 +160,9 @@ def test_a_forked_child_is_as_deadly_as_any_process() -> None:
     writer.setblocking(False)
     woken_by = signal.set_wakeup_fd(writer.fileno())
     try:
-        signal.signal(signal.SIGUSR1, notice._flag)
+        signal.signal(signal.SIGUSR1, signals._flag)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        notice._give_back()
+        signals._give_back()
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
         assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
         assert signal.set_wakeup_fd(-1) == -1
@@ -506,11 +508,11 @@ def test_a_process_joins_its_group(
     monkeypatch.setattr(dist, "init_process_group", lambda b, **values: calls.append((b, values)))
     monkeypatch.setattr(dist, "new_group", lambda **values: values)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(control, "_met_at_agents", [])
+    monkeypatch.setattr(process_group, "_met_at_agents", [])
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     info = DistInfo(1, 1, 2, 2, launched=launched)
-    group_of_all = control.join(info, [torch.device("cpu")], hang_after_s)
-    timeout = control.NEVER if timeout_s is None else timedelta(seconds=timeout_s)
+    group_of_all = process_group.join(info, [torch.device("cpu")], hang_after_s)
+    timeout = process_group.NEVER if timeout_s is None else timedelta(seconds=timeout_s)
     (backend, values) = calls[0]
     assert backend == "gloo"
     if launched:
@@ -522,11 +524,11 @@ def test_a_process_joins_its_group(
         assert (item.rank, item.world_size, item._group) == (1, 2, group)
     if launched:
         with pytest.raises(UsageError, match="start\\(\\) was called again"):
-            control.join(info, [torch.device("cpu")], hang_after_s)
+            process_group.join(info, [torch.device("cpu")], hang_after_s)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     with pytest.raises(HpcDdpError, match="MPI knows of 1 processes, and 2 were started"):
-        control.join(info, [torch.device("cpu")], hang_after_s)
+        process_group.join(info, [torch.device("cpu")], hang_after_s)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -539,7 +541,7 @@ def test_a_group_of_workers_with_several_devices_is_bound_to_none(
     monkeypatch.setattr(dist, "new_group", lambda **values: values)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     gpus = [torch.device("cuda", index) for index in range(count)]
-    control.join(DistInfo(1, 1, 2, 2, launched=True), gpus, None)
+    process_group.join(DistInfo(1, 1, 2, 2, launched=True), gpus, None)
     assert calls[0].get("device_id") == (gpus[0] if count == 1 else None)
 
 
@@ -561,7 +563,7 @@ def test_a_teardown_that_hangs_is_left(
 
     group: Any = Group()
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
-    monkeypatch.setattr(control, "TEARDOWN_S", 0.01 if hangs else 60.0)
+    monkeypatch.setattr(process_group, "TEARDOWN_S", 0.01 if hangs else 60.0)
     if hangs and then_exit:
         with pytest.raises(LeftError, match="0"):
             leave(group, torch.device("cpu"), then_exit)
@@ -603,7 +605,7 @@ def test_small_talk_goes_through_the_first_rank(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(dist, "broadcast", broadcast)
     first, second = (
-        Control(DistInfo(rank, 0, 2, 1, launched=True), control.NEVER) for rank in (0, 1)
+        Control(DistInfo(rank, 0, 2, 1, launched=True), process_group.NEVER) for rank in (0, 1)
     )
     assert first.to_first("x") == [None, "x"]
     assert second.to_first("x") == []
@@ -630,7 +632,7 @@ def test_what_all_ranks_do_is_done_in_their_own_group(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "new_group", lambda **values: "own")
     monkeypatch.setattr(dist, "all_reduce", reduce)
     monkeypatch.setattr(dist, "barrier", lambda group: calls.append((group,)))
-    talk = Control(DistInfo(0, 0, 2, 2, launched=True), control.NEVER)
+    talk = Control(DistInfo(0, 0, 2, 2, launched=True), process_group.NEVER)
     assert talk.start_max(torch.tensor([1])) == "work"
     talk.sum(torch.tensor([2]))
     talk.barrier()
@@ -653,7 +655,7 @@ def test_what_was_printed_is_not_lost_with_a_process_that_hangs(
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(raw)))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(control, "TEARDOWN_S", 0.01)
+    monkeypatch.setattr(process_group, "TEARDOWN_S", 0.01)
     print("accuracy 0.97")
     with pytest.raises(LeftError):
         leave(group, torch.device("cpu"), True)
@@ -676,8 +678,8 @@ def test_what_is_installed_hears_signals_and_looks_at_files(
     monkeypatch.setattr(
         os, "register_at_fork", lambda after_in_child: after_fork.append(after_in_child)
     )
-    monkeypatch.setattr(notice, "POLL_S", 0.01)
-    numbers = (*notice.SIGNALS, signal.SIGALRM)
+    monkeypatch.setattr(signals, "POLL_S", 0.01)
+    numbers = (*signals.SIGNALS, signal.SIGALRM)
     before = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGALRM, lambda *_: None)  # somebody else's
     notices = Notices(None if by_signal else tmp_path / "notice")
@@ -691,7 +693,7 @@ def test_what_is_installed_hears_signals_and_looks_at_files(
             (tmp_path / "notice").write_text("preemption")
         wait_until(lambda: notices.reason == NOTICE, "the notice")
         assert notices.source == ("SIGUSR1" if by_signal else "preemption")
-        assert after_fork == [notice._give_back]
+        assert after_fork == [signals._give_back]
     finally:
         notices._ended = True
         for thread in threading.enumerate():
@@ -725,13 +727,13 @@ def test_a_loader_worker_outlives_what_all_processes_of_a_step_are_sent(
     threads: list[dict[str, Any]] = []
     monkeypatch.setattr(threading, "Thread", partial(Thread, threads))
     try:
-        notice.ignore_in_loader(0)
+        signals.ignore_in_loader(0)
         assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN}
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert masks == [(signal.SIG_BLOCK, {signal.SIGTERM})]
-    obeys = {"target": notice._obey, "args": (os.getppid(),), "daemon": True}
+    obeys = {"target": signals._obey, "args": (os.getppid(),), "daemon": True}
     assert threads == [obeys]
 
 
@@ -743,7 +745,7 @@ def test_a_loader_worker_obeys_its_parent_alone(
         signal, "sigwaitinfo", lambda numbers: SimpleNamespace(si_pid=senders.pop(0))
     )
     with pytest.raises(LeftError, match="0"):
-        notice._obey(7)
+        signals._obey(7)
     assert senders == [5]
 
 
@@ -763,7 +765,7 @@ def test_a_forked_process_is_no_rank(
 def test_a_group_of_two_kinds_is_stepped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the step only: a checkpoint may be taken up where all are of one kind."""
     first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
-    monkeypatch.setattr(sharded, "is_sharded", lambda tensor: tensor is third)
+    monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: tensor is third)
     seen: list[Any] = []
 
     class Spied(torch.optim.SGD):
@@ -771,7 +773,7 @@ def test_a_group_of_two_kinds_is_stepped_one_by_one(monkeypatch: pytest.MonkeyPa
             seen.append([group["foreach"] for group in self.param_groups])
 
     optimizer = Spied([first], lr=0.1)
-    sharded.step_apart(optimizer)
+    dtensor.step_apart(optimizer)
     optimizer.step()
     optimizer.add_param_group({"params": [second, third]})
     optimizer.step()

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.training import state
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.pieces import Buffer, Reader, as_plain
+from hpc_ddp.training.checkpoint import state
+from hpc_ddp.training.checkpoint.shards import Buffer, Reader, as_plain
+from hpc_ddp.training.models.mesh import Grid
 
 
 def test_neighbours_share_layers() -> None:
@@ -45,7 +45,9 @@ def test_sizes_have_to_divide_the_workers() -> None:
     ],
 )
 def test_schedules_are_checked(name: str, count: int, words: str) -> None:
-    from hpc_ddp.training.strategies import check_schedule  # takes seconds: in one process only
+    from hpc_ddp.training.models.strategies import (
+        check_schedule,  # takes seconds: in one process only
+    )
 
     with pytest.raises(UsageError, match=words):
         check_schedule(name, count, 2, torch.device("cpu"))

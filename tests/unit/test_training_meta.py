@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.training import devices, drill, precision, sharded, strategies
+from hpc_ddp.training import devices, drill
 from hpc_ddp.training.devices import CPU
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.meta import materialize
-from hpc_ddp.training.precision import Precision
+from hpc_ddp.training.models import dtensor, precision, strategies
+from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.models.meta import materialize
+from hpc_ddp.training.models.precision import Precision
 
 
 class Buffers(nn.Module):
@@ -145,8 +146,8 @@ def test_deterministic_algorithms_are_torchs(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_torchs_own_nothing_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torch.distributed.tensor", "torch.distributed.fsdp"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert not sharded.is_sharded(torch.ones(1))
-    assert sharded.fsdp_modules(nn.Linear(1, 1)) == []
+    assert not dtensor.is_sharded(torch.ones(1))
+    assert dtensor.fsdp_modules(nn.Linear(1, 1)) == []
 
 
 def _placement(*, partial: bool = False, replicate: bool = False) -> Any:
@@ -169,12 +170,12 @@ def _tensor(*placements: Any, coordinate: list[int] | None, ranks: tuple[int, ..
 
 def test_of_copies_on_several_ranks_one_is_saved() -> None:
     grid = Grid(0, 2)
-    assert sharded.holds_first_copy(_tensor(_placement(), coordinate=[1]), grid)
-    assert sharded.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[0]), grid)
-    assert not sharded.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[1]), grid)
-    assert not sharded.holds_first_copy(_tensor(_placement(), coordinate=None), grid)
+    assert dtensor.holds_first_copy(_tensor(_placement(), coordinate=[1]), grid)
+    assert dtensor.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[0]), grid)
+    assert not dtensor.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[1]), grid)
+    assert not dtensor.holds_first_copy(_tensor(_placement(), coordinate=None), grid)
     with pytest.raises(HpcDdpError, match="pending reduction"):
-        sharded.holds_first_copy(_tensor(_placement(partial=True), coordinate=[0]), grid)
+        dtensor.holds_first_copy(_tensor(_placement(partial=True), coordinate=[0]), grid)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -190,7 +191,7 @@ def test_of_meshes_side_by_side_the_first_ranks_one_is_saved(size: int, pp: int)
                 begin = rank - place * step
                 mesh = tuple(range(begin, begin + size * step, step))
                 tensor = _tensor(_placement(), coordinate=[place], ranks=mesh)
-                count += sharded.holds_first_copy(tensor, Grid(rank, 8, pp=pp))
+                count += dtensor.holds_first_copy(tensor, Grid(rank, 8, pp=pp))
             assert count == size
 
 
@@ -212,14 +213,14 @@ class Fake:
 
 
 def test_only_a_pending_sum_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "is_sharded", lambda tensor: isinstance(tensor, Fake))
+    monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: isinstance(tensor, Fake))
     kept, pending = _placement(), _placement(partial=True)
     tensor = Fake(kept, pending)
-    sharded.reduced(tensor)
+    dtensor.reduced(tensor)
     assert tensor.wanted[0] is kept
     assert tensor.wanted[1].is_replicate()
     untouched: Any = Fake(kept)
-    assert sharded.reduced(untouched) is untouched
+    assert dtensor.reduced(untouched) is untouched
 
 
 def test_a_drill_compares_what_a_rank_has_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,11 +231,11 @@ def test_a_drill_compares_what_a_rank_has_of_a_tensor(monkeypatch: pytest.Monkey
 
 def test_a_fused_optimizer_takes_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, part = (nn.Parameter(torch.ones(1)) for _ in range(2))
-    monkeypatch.setattr(sharded, "is_sharded", lambda tensor: tensor is part)
+    monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: tensor is part)
     for fused, foreach in ((True, None), (False, False)):
         optimizer = torch.optim.Adam([whole, part], fused=fused)
         seen: list[Any] = []
-        sharded.step_apart(optimizer)
+        dtensor.step_apart(optimizer)
         optimizer.register_step_pre_hook(
             lambda optimizer, *_, of=seen: of.append(optimizer.param_groups[0]["foreach"])
         )

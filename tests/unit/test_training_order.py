@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.training.order import Cut, Position, Share, derive, make_cut, permutation
-from hpc_ddp.training.stream import Stream
+from hpc_ddp.training.data.iterable import Stream
+from hpc_ddp.training.data.order import Cut, Position, Share, derive, make_cut, permutation
 
 sizes = st.integers(1, 60)
 ranks = st.integers(1, 7)

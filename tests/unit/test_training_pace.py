@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from training_fakes import Alone, Saves
 
 from hpc_ddp.run.journal import Journal, read_events
-from hpc_ddp.training import metrics as metrics_module
-from hpc_ddp.training.exchange import Decision, next_period
-from hpc_ddp.training.metrics import Metrics
-from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
-from hpc_ddp.training.order import Position
-from hpc_ddp.training.pace import Pace
+from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.run import Run
-from hpc_ddp.training.schedule import Schedule, between_failures, slowest_save
+from hpc_ddp.training.stops.consensus import Pace
+from hpc_ddp.training.stops.exchange import Decision, next_period
+from hpc_ddp.training.stops.schedule import Schedule, between_failures, slowest_save
+from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
+from hpc_ddp.training.telemetry import metrics as metrics_module
+from hpc_ddp.training.telemetry.metrics import Metrics
 from tests.waiting import LIMIT_S
 
 
@@ -191,7 +191,7 @@ def test_the_weights_are_read_an_exchange_after_a_look() -> None:
     run: Any = SimpleNamespace(_look_at=0, _look_answers_at=None)
     for exchanges in (0, 0, 1, 1, 9, 10, 10, 12, 13):
         precision = SimpleNamespace(look=lambda at=exchanges: calls.append((at, "look")))
-        run._parts = SimpleNamespace(precision=precision)
+        run._precision = precision
         run._refuse_poison = lambda at=exchanges: calls.append((at, "read"))
         Run._watch_weights(run, exchanges)
     assert calls == [(0, "look"), (1, "read"), (10, "look"), (12, "read")]

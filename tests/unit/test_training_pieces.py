@@ -29,10 +29,11 @@ from training_fakes import Holds
 
 from hpc_ddp.run import patience
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
-from hpc_ddp.training import loader as module
-from hpc_ddp.training import norms, pieces, randomness, state
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.loader import (
+from hpc_ddp.training.checkpoint import shards, state
+from hpc_ddp.training.checkpoint.shards import OWN, Buffer, Piece, Reader, as_plain, rows, whole
+from hpc_ddp.training.data import loader as module
+from hpc_ddp.training.data.iterable import Stream
+from hpc_ddp.training.data.loader import (
     Loader,
     Shard,
     UnknownLengthError,
@@ -40,9 +41,9 @@ from hpc_ddp.training.loader import (
     batches_of,
     to_device,
 )
-from hpc_ddp.training.order import Cut, Position
-from hpc_ddp.training.pieces import OWN, Buffer, Piece, Reader, as_plain, rows, whole
-from hpc_ddp.training.stream import Stream
+from hpc_ddp.training.data.order import Cut, Position
+from hpc_ddp.training.models import norms, rng
+from hpc_ddp.training.models.mesh import Grid
 
 CPU = torch.device("cpu")
 
@@ -353,7 +354,7 @@ def test_a_sentence_that_a_data_set_raises_is_shown_without_torchs_words(
 
 
 def _stream(position: Position, seed: int = 1) -> list[Any]:
-    with randomness.untouched():
+    with rng.untouched():
         random.seed(position.samples)
         walk = Stream(Endless(), Cut(3, 0, 1), seed, position, list)
         return [row for _, batch in walk for row in batch]
@@ -387,7 +388,7 @@ def test_a_stream_that_shuffles_itself_goes_on_in_its_order() -> None:
 
 def test_what_collate_draws_for_a_stream_depends_on_seed_and_epoch_alone() -> None:
     def draws(position: Position) -> list[float]:
-        with randomness.untouched():
+        with rng.untouched():
             walk = Stream(Endless(), Cut(3, 0, 1), 1, position, lambda batch: random.random())
             return [drawn for _, drawn in walk]
 
@@ -600,8 +601,8 @@ def test_memory_in_blocks_holds_the_same_file(
     }
     one = Buffer(CPU)
     one.fill(parts)
-    monkeypatch.setattr(pieces, "LEAST_BLOCK", 64)
-    monkeypatch.setattr(pieces, "LARGEST_BLOCK", 256)
+    monkeypatch.setattr(shards, "LEAST_BLOCK", 64)
+    monkeypatch.setattr(shards, "LARGEST_BLOCK", 256)
     blocks = Buffer(torch.device("cuda"))
     blocks.fill(parts)
     blocks.wait()
@@ -732,7 +733,7 @@ def test_a_data_file_that_can_not_be_read_is_not_of_another_program(
     os.truncate(tmp_path / "data", 20)
     holds = Holds(torch.zeros(3, 2))
     with pytest.raises(
-        pieces.UnreadableError, match=r"data can't be read.*it ends too early"
+        shards.UnreadableError, match=r"data can't be read.*it ends too early"
     ) as caught:
         state.put_back({"t": holds}, {"t": state.TENSOR}, reader, 1)
     assert caught.value.exit_code == CAN_GO_ON  # another attempt may find that the disk answers
@@ -740,7 +741,7 @@ def test_a_data_file_that_can_not_be_read_is_not_of_another_program(
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "MOST_FILES", 2)
+    monkeypatch.setattr(shards, "MOST_FILES", 2)
     files = []
     for index in range(5):
         buffer = Buffer(CPU)

@@ -15,13 +15,14 @@ from torch.utils.data import Dataset
 from training_fakes import Holds, give_gpus
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.training import randomness, state
-from hpc_ddp.training.control import choose_devices
-from hpc_ddp.training.facts import DistInfo, Surroundings
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.loader import Loader, Shard, to_device
-from hpc_ddp.training.order import Cut, Position
-from hpc_ddp.training.pieces import OWN, Buffer, Reader, as_plain
+from hpc_ddp.training.checkpoint import state
+from hpc_ddp.training.checkpoint.shards import OWN, Buffer, Reader, as_plain
+from hpc_ddp.training.data.loader import Loader, Shard, to_device
+from hpc_ddp.training.data.order import Cut, Position
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.process.environment import DistInfo, Surroundings
+from hpc_ddp.training.process.process_group import choose_devices
 from hpc_ddp.training.run import Run
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _own_randomness() -> Iterator[None]:
-    with randomness.untouched():
+    with rng.untouched():
         yield
 
 
@@ -53,21 +54,21 @@ def make_loader(rank: int = 0, world_size: int = 1, **options: Any) -> Loader:
 
 def test_generators_go_through_a_file_as_plain_values(tmp_path: Any) -> None:
     random.gauss(0, 1)  # leaves a second number behind
-    torch.save(randomness.snapshot([CPU]), tmp_path / "rng")
+    torch.save(rng.snapshot([CPU]), tmp_path / "rng")
     expected = [draw() for _ in range(3)]
     gauss = random.gauss(0, 1)
-    randomness.restore(torch.load(tmp_path / "rng", weights_only=True), [CPU])
+    rng.restore(torch.load(tmp_path / "rng", weights_only=True), [CPU])
     assert [draw() for _ in range(3)] == expected
     assert random.gauss(0, 1) == gauss
 
 
 def test_a_sample_is_the_same_in_any_batch_and_leaves_no_trace() -> None:
-    before = randomness.snapshot()
+    before = rng.snapshot()
     alone = {row[0].item(): row for batch in make_loader() for row in batch}
     shared = [row for rank in range(3) for batch in make_loader(rank, 3) for row in batch]
     assert len(alone) == 23
     assert all(torch.equal(row, alone[row[0].item()]) for row in shared)
-    after = randomness.snapshot()
+    after = rng.snapshot()
     assert torch.equal(before["torch"], after["torch"])
     assert torch.equal(before["python"][1], after["python"][1])
     assert torch.equal(before["numpy"][1], after["numpy"][1])
@@ -96,8 +97,8 @@ def test_a_shard_pads_nothing() -> None:
 def test_the_shards_of_a_run_have_each_sample_once() -> None:
     rows = []
     for rank in range(5):
-        parts = SimpleNamespace(grid=Grid(rank, 5))
-        own: Any = SimpleNamespace(_parts=parts, seed=0, device=CPU)
+        dims = Grid(rank, 5)
+        own: Any = SimpleNamespace(_dims=dims, seed=0, device=CPU)
         rows += [int(row[0]) for batch in Run.shard(own, Noisy(), 4) for row in batch]
     assert sorted(rows) == list(range(23))
 

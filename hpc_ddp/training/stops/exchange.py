@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hpc_ddp.training.control import Control
-from hpc_ddp.training.notice import NONE
+from hpc_ddp.training.process.process_group import Control
+from hpc_ddp.training.stops.signals import NONE
 
 PERIOD_US = 200_000  # an exchange costs up to 0.5 ms: well under 1 % at one per 0.2 s
 LEAST_STEP_US = 500  # so that never more than 400 steps pass, should they turn slow

@@ -20,8 +20,8 @@ import torch
 from hpc_ddp.run.events import StepTiming
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training import devices
-from hpc_ddp.training.control import Control
-from hpc_ddp.training.order import Position
+from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.process.process_group import Control
 
 EVERY_S, SELDOM_S = 30.0, 300.0  # between two events, at first and at last
 SAMPLE_S = 0.05  # at most one step in this time is measured, since events of a GPU cost some us

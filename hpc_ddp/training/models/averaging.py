@@ -10,7 +10,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.training.sharded import fsdp_modules, is_sharded
+from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded
 
 
 def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:

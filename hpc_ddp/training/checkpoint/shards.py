@@ -21,7 +21,7 @@ import torch
 from hpc_ddp.run.errors import DiskError, HpcDdpError
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.training import devices
-from hpc_ddp.training.sharded import from_local, is_sharded, local_box
+from hpc_ddp.training.models.dtensor import from_local, is_sharded, local_box
 
 OWN = "@rank-"  # between the name of a tensor that each rank has its own of, and the rank
 ALIGNMENT = 64  # bytes, so that a mapped file can be viewed as numbers of any type

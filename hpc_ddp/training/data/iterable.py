@@ -15,8 +15,9 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from hpc_ddp.training import order, randomness
-from hpc_ddp.training.order import Cut, Position, Share
+from hpc_ddp.training.data import order
+from hpc_ddp.training.data.order import Cut, Position, Share
+from hpc_ddp.training.models import rng
 
 _END = object()
 
@@ -65,8 +66,8 @@ class Stream(IterableDataset[tuple[Share, Any]]):
         epoch, start = self._position.epoch, self._position.samples
         stream: Any = self._dataset
         skips = start > 0 and hasattr(stream, "skip")
-        with randomness.untouched():
-            randomness.seed_all(order.derive(self._seed, epoch))
+        with rng.untouched():
+            rng.seed_all(order.derive(self._seed, epoch))
             _set_epoch(stream, epoch)
             if skips:
                 stream = stream.skip(start)
@@ -79,7 +80,7 @@ class Stream(IterableDataset[tuple[Share, Any]]):
     def _read(self, source: Iterator[Any], first: int) -> tuple[range, dict[int, Any]]:
         """Read one global batch, less at the end; return its numbers and what may be needed."""
         cut, kept, number = self._cut, dict[int, Any](), first
-        with randomness.untouched():
+        with rng.untouched():
             while number < first + cut.size:
                 sample = self._next(source, number)
                 if sample is _END:
@@ -91,14 +92,14 @@ class Stream(IterableDataset[tuple[Share, Any]]):
         return range(first, number), kept
 
     def _next(self, source: Iterator[Any], number: int) -> Any:
-        randomness.seed_all(order.derive(self._seed, self._position.epoch, number))
+        rng.seed_all(order.derive(self._seed, self._position.epoch, number))
         return next(source, _END)
 
     def _batch(self, share: Share, samples: dict[int, Any]) -> Any:
-        with randomness.untouched():
+        with rng.untouched():
             places = share.places
             seed = order.derive(self._seed, self._position.epoch, places[0], len(places))
-            randomness.seed_all(seed)
+            rng.seed_all(seed)
             return self._collate([samples[place] for place in places])
 
 

@@ -6,11 +6,11 @@ import time
 from collections import deque
 from itertools import islice
 
-from hpc_ddp.training.control import Control
-from hpc_ddp.training.exchange import LEAST_STEP_US, PERIOD_US, Decision, Exchange
-from hpc_ddp.training.notice import DEADLINE, NONE, Notices
-from hpc_ddp.training.schedule import Schedule
-from hpc_ddp.training.step_timing import StepTimer
+from hpc_ddp.training.process.process_group import Control
+from hpc_ddp.training.stops.exchange import LEAST_STEP_US, PERIOD_US, Decision, Exchange
+from hpc_ddp.training.stops.schedule import Schedule
+from hpc_ddp.training.stops.signals import DEADLINE, NONE, Notices
+from hpc_ddp.training.telemetry.step_timing import StepTimer
 
 MARGIN_S = 5.0  # to tear down, and for clocks that differ between hosts
 PAUSE_SHARE = 0.05  # of the attempt's time: the most that is kept free for one more pause,

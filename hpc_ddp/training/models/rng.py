@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hpc_ddp.training import devices
-from hpc_ddp.training.order import derive
+from hpc_ddp.training.data.order import derive
 
 
 def seed_all(seed: int, places: Sequence[torch.device] = ()) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.events import FirstStep, MetricsLine
 from hpc_ddp.run.journal import Journal
+from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import Transfer, plain
-from hpc_ddp.training.order import Position
 
 EVERY_S = 0.5  # in the first minutes; then less often, so that a week is no gigabyte
 SELDOM_S = 10.0
@@ -32,10 +32,11 @@ class Metrics:
         world_size: int,
         hosts: list[str],
         use_per_sample_s: float | None = None,  # one sample per second, as a share of the peak
+        total_steps: Callable[[], int | None] = lambda: None,
+        listeners: Sequence[Callable[[dict[str, Any]], None]] = (),  # each gets the lines
     ) -> None:
         self._journal, self._use_per_sample_s = journal, use_per_sample_s
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # get what is written
-        self.total_steps: Callable[[], int | None] = lambda: None
+        self._total_steps, self._listeners = total_steps, listeners
         self._first: dict[str, Any] = {"world_size": world_size, "hosts": hosts}
         self._began = self._written_at = time.monotonic()
         self._due = self._began + EVERY_S
@@ -68,7 +69,7 @@ class Metrics:
         now = time.monotonic()
         speed = self._samples / max(now - self._written_at, 1e-9)
         step, epoch, values = self._latest
-        head = {"step": step, "total_steps": self.total_steps(), "epoch": epoch}
+        head = {"step": step, "total_steps": self._total_steps(), "epoch": epoch}
         tail = {"samples_per_s": round(speed, 1)}
         if self._use_per_sample_s is not None:
             tail["mfu"] = round(speed * self._use_per_sample_s, 4)
@@ -84,7 +85,7 @@ class Metrics:
         fields = {name: value for name, value in fields.items() if value is not None}
         self._line = None
         self._journal.write_later(MetricsLine(fields))
-        for listener in self.listeners:
+        for listener in self._listeners:
             listener(fields)
 
 

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
-from hpc_ddp.training.facts import DistInfo
+from hpc_ddp.training.process.environment import DistInfo
 
 TEARDOWN_S = 10.0
 TIMEOUT_S = 1800.0  # torch's own for gloo

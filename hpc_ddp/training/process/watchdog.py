@@ -23,7 +23,7 @@ from torch._C import _distributed_c10d
 
 from hpc_ddp.run import process
 from hpc_ddp.run.folder import NodeFolder
-from hpc_ddp.training.order import Position
+from hpc_ddp.training.data.order import Position
 
 dist: Any = torch_distributed  # some of what is used here has no types
 c10d: Any = _distributed_c10d

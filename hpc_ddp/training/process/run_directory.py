@@ -15,8 +15,8 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.events import Started
 from hpc_ddp.run.folder import RunFolder, write_json
 from hpc_ddp.run.spec import JobSpec
-from hpc_ddp.training.control import Control
-from hpc_ddp.training.facts import DistInfo, Surroundings
+from hpc_ddp.training.process.environment import DistInfo, Surroundings
+from hpc_ddp.training.process.process_group import Control
 
 
 def find(said: Surroundings, info: DistInfo, control: Control) -> tuple[RunFolder, int]:

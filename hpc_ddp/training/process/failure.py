@@ -17,9 +17,9 @@ from types import TracebackType
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.events import RankFailed
 from hpc_ddp.run.journal import Journal
-from hpc_ddp.training.checkpoint import SupersededError
-from hpc_ddp.training.facts import DistInfo
-from hpc_ddp.training.order import Position
+from hpc_ddp.training.checkpoint.saver import SupersededError
+from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.process.environment import DistInfo
 
 
 class FailureHook:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.training.grid import Grid
+from hpc_ddp.training.models.mesh import Grid
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

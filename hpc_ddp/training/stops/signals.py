@@ -20,7 +20,7 @@ from types import FrameType
 
 from hpc_ddp.run.folder import read_seconds, read_word
 from hpc_ddp.run.vocabulary import StopReason
-from hpc_ddp.training.streams import say
+from hpc_ddp.training.process.stdio import say
 
 NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
 REASONS = {

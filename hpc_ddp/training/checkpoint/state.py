@@ -19,9 +19,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.pieces import OWN, Part, Reader, UnreadableError, rows, shard, whole
-from hpc_ddp.training.sharded import holds_first_copy, is_sharded, reshard
+from hpc_ddp.training.checkpoint.shards import (
+    OWN,
+    Part,
+    Reader,
+    UnreadableError,
+    rows,
+    shard,
+    whole,
+)
+from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
+from hpc_ddp.training.models.mesh import Grid
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
 KIND = "class"  # an optimizer's, beside its state

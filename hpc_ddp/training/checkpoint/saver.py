@@ -29,12 +29,12 @@ from hpc_ddp.run.events import CheckpointRestored, CheckpointSaved, SaveFailed
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.run.patience import patiently
-from hpc_ddp.training import storage
-from hpc_ddp.training.control import Control
-from hpc_ddp.training.inventory import Digest, Inventory, find_fault, fit_together
-from hpc_ddp.training.pieces import Reader
-from hpc_ddp.training.state import joined
-from hpc_ddp.training.storage import Keep
+from hpc_ddp.training.checkpoint import files as disk
+from hpc_ddp.training.checkpoint.files import Keep
+from hpc_ddp.training.checkpoint.inventory import Digest, Inventory, find_fault, fit_together
+from hpc_ddp.training.checkpoint.shards import Reader
+from hpc_ddp.training.checkpoint.state import joined
+from hpc_ddp.training.process.process_group import Control
 
 T = TypeVar("T")
 
@@ -131,6 +131,7 @@ class Checkpoints:
         background: Control,
         journal: Journal,
         keep: Keep,
+        before_publishing: Callable[[int], None] = lambda step: None,  # on rank 0
     ) -> None:
         self._run, self._attempt, self._keep = run, attempt, keep
         self._control, self._background, self._journal = control, background, journal
@@ -145,7 +146,7 @@ class Checkpoints:
         self._awaited_since: float | None = None
         self.stall_s = 0.0  # for how long the last save held the training up, in seconds
         self.slowest_save_s = 0.0  # the longest time until one was durable, in seconds
-        self.before_publishing: Callable[[int], None] = lambda step: None  # on rank 0
+        self._before_publishing = before_publishing
 
     # -- saving ----------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class Checkpoints:
         """In the thread: take part in a save, and report it."""
         began = time.monotonic()
         first = self._background.rank == 0
-        made = storage.draft(self._run.checkpoints, content.step, self._attempt)
+        made = disk.draft(self._run.checkpoints, content.step, self._attempt)
         try:
             self._outcome = self._write_together(made, content)
         except Exception as error:  # a peer is gone: the training will find that out, too
@@ -233,7 +234,7 @@ class Checkpoints:
         """On rank 0: remove old checkpoints, but for the best and what `keep` names."""
         best = content.facts.get("best") or {"step": content.step}
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
-            storage.prune(self._run.checkpoints, keep, [content.step, best["step"]])
+            disk.prune(self._run.checkpoints, keep, [content.step, best["step"]])
 
     def _write_together(self, made: Path, content: Content) -> Outcome:
         """Write, where all ranks have what belongs together and there is room for all of it.
@@ -286,10 +287,10 @@ class Checkpoints:
         try:
             made.mkdir(parents=True, exist_ok=True)
             try:
-                storage.check_space(made, size, files + 1)
+                disk.check_space(made, size, files + 1)
             except OSError:
                 self._make_room(content)
-                storage.check_space(made, size, files + 1)
+                disk.check_space(made, size, files + 1)
         except OSError as error:
             return self._be_patient(self._drop(made, content, [_failure(error)]))
         return None
@@ -301,14 +302,14 @@ class Checkpoints:
         try:
             with ThreadPoolExecutor(1) as pool:  # while the disk is busy
                 sound = pool.submit(content.is_sound)
-                facts = {n: storage.write_file(made / n, *parts) for n, parts in files.items()}
+                facts = {n: disk.write_file(made / n, *parts) for n, parts in files.items()}
             return facts if sound.result() else _UNSOUND
         except Exception as error:  # as above
             return _failure(error)
 
     def _drop(self, made: Path, content: Content, answers: Sequence[object]) -> Outcome:
         """On rank 0: remove a draft of which a rank has failed; see to room if that was why."""
-        storage.remove(made)
+        disk.remove(made)
         rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
         if failure.code in NO_ROOM:
             self._make_room(content)
@@ -317,12 +318,12 @@ class Checkpoints:
     def _make_room(self, content: Content) -> None:
         """On rank 0: let all but the newest checkpoints, the best and the milestones give way."""
         if self._run.is_newest(self._attempt):
-            self._prune(content, Keep(storage.LEAST, self._keep.every))
+            self._prune(content, Keep(disk.LEAST, self._keep.every))
 
     def _judge(self, made: Path, content: Content, answers: list[Any]) -> Outcome:
         """On rank 0: complete and publish a draft, or remove it."""
         if _UNSOUND in answers:
-            storage.remove(made)
+            disk.remove(made)
             return _UNSOUND, str(content.step)
         if any(isinstance(answer, Failure) for answer in answers):
             return self._drop(made, content, answers)
@@ -336,13 +337,13 @@ class Checkpoints:
             **content.facts,
         }
         try:
-            self.before_publishing(content.step)
-            storage.write_manifest(made, facts, files)
+            self._before_publishing(content.step)
+            disk.write_manifest(made, facts, files)
             # Looked at as late as can be: from the rename on, a successor would see it.
             if not self._run.is_newest(self._attempt):
-                storage.remove(made)
+                disk.remove(made)
                 return _SUPERSEDED, ""
-            storage.publish(made, self._attempt)
+            disk.publish(made, self._attempt)
         except Exception as error:  # as above
             return self._drop(made, content, [_failure(error)])
         return _SAVED, str(sum(each.size for each in files.values()))
@@ -418,7 +419,7 @@ class Checkpoints:
         began = time.monotonic()
         names = self._from_first(self._find_names)
         if self._control.rank == 0:
-            storage.clear_drafts(self._run.checkpoints)
+            disk.clear_drafts(self._run.checkpoints)
         passed_over: list[str] = []
         chosen = None
         for folder in map(self._run.checkpoints.joinpath, names):
@@ -511,7 +512,7 @@ class Checkpoints:
 
     def _set_aside(self, folder: Path, why: str) -> None:
         try:
-            kept = storage.set_aside(folder, "bad", self._attempt).name
+            kept = disk.set_aside(folder, "bad", self._attempt).name
         except OSError as error:  # a folder that can be read only: the next start passes it over
             kept = f"{folder.name}: {error}"
         _say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {kept}")

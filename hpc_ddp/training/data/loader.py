@@ -24,12 +24,13 @@ from torch.utils.data import (
 )
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.training import order, randomness
+from hpc_ddp.training.data import order
+from hpc_ddp.training.data.iterable import Stream
+from hpc_ddp.training.data.order import Cut, Position, Share
 from hpc_ddp.training.devices import CPU, is_accelerator
-from hpc_ddp.training.notice import ignore_in_loader
-from hpc_ddp.training.order import Cut, Position, Share
-from hpc_ddp.training.stream import Stream
-from hpc_ddp.training.watchdog import beat
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.process.watchdog import beat
+from hpc_ddp.training.stops.signals import ignore_in_loader
 
 _SHOWN_HERE = "num_workers=0 shows where: the data set then runs in this process"
 DEATH_S = 10.0  # the connection to a worker may break before the kernel says that it has ended
@@ -344,16 +345,16 @@ class _Seeded(Dataset[tuple[Share, Any]]):
             return share, [_rows(tensor, indices) for tensor in self._tensors]
         if get_worker_info() is not None:
             return share, self._batch(epoch, indices)
-        with randomness.untouched():
+        with rng.untouched():
             return share, self._batch(epoch, indices)
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         samples = [self._sample(epoch, index) for index in indices]
-        randomness.seed_all(order.derive(self._seed, epoch, indices[0], len(indices)))
+        rng.seed_all(order.derive(self._seed, epoch, indices[0], len(indices)))
         return self._collate(samples)
 
     def _sample(self, epoch: int, index: int) -> Any:
-        randomness.seed_all(order.derive(self._seed, epoch, index))
+        rng.seed_all(order.derive(self._seed, epoch, index))
         return self._dataset[index]
 
 

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.training import devices, randomness, state
-from hpc_ddp.training.checkpoint import Checkpoints, Content, Restored
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.inventory import inventory_of, start_checksums
-from hpc_ddp.training.order import Position, derive
-from hpc_ddp.training.pieces import Buffer, as_plain
-from hpc_ddp.training.sharded import is_sharded
-from hpc_ddp.training.state import State, joined, my_parts, unwrap
+from hpc_ddp.training import devices
+from hpc_ddp.training.checkpoint import state
+from hpc_ddp.training.checkpoint.inventory import inventory_of, start_checksums
+from hpc_ddp.training.checkpoint.saver import Checkpoints, Content, Restored
+from hpc_ddp.training.checkpoint.shards import Buffer, as_plain
+from hpc_ddp.training.checkpoint.state import State, joined, my_parts, unwrap
+from hpc_ddp.training.data.order import Position, derive
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.dtensor import is_sharded
+from hpc_ddp.training.models.mesh import Grid
 
 RETRY_S = 1.0
 
@@ -139,9 +141,9 @@ class Keeper:
         """
         # First for what the checkpoint does not tell of: it may be one of a run on the CPU.
         seed = derive(self._seed, self._position.step, self._grid.stream)
-        randomness.seed_all(seed, self._devices)
+        rng.seed_all(seed, self._devices)
         if self._rng is not None:
-            randomness.restore(self._rng, self._devices)
+            rng.restore(self._rng, self._devices)
         self._rng = None
 
     def save(self, *, is_last: bool = False) -> None:
@@ -200,7 +202,7 @@ class Keeper:
         values = {
             "rank": self._grid.rank,
             "stream": self._grid.stream,
-            "rng": self._rng or randomness.snapshot(self._devices),  # not yet put back, or living
+            "rng": self._rng or rng.snapshot(self._devices),  # not yet put back, or living
             "pieces": as_plain(self._buffer.pieces),
             **({"objects": found.own_tree} if found.own_tree else {}),
         }

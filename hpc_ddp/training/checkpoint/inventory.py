@@ -17,7 +17,7 @@ import torch
 
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.training import devices
-from hpc_ddp.training.pieces import OWN, Part, Shape
+from hpc_ddp.training.checkpoint.shards import OWN, Part, Shape
 
 _SHOWN = 4
 

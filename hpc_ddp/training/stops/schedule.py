@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from hpc_ddp.run.journal import Event
-from hpc_ddp.training.checkpoint import Checkpoints
+from hpc_ddp.training.checkpoint.saver import Checkpoints
 
 FIRST_SAVE_S = 5.0  # a guess, until a save has been measured
 RETRY_AFTER_S = 30.0

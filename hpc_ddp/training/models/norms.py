@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from hpc_ddp.training.devices import sum_type
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.sharded import holds_first_copy, is_sharded, reduced
+from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reduced
+from hpc_ddp.training.models.mesh import Grid
 
 
 def clip_(

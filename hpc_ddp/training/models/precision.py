@@ -11,8 +11,8 @@ import torch
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.devices import Transfer, has_float64, name
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.norms import clip_, total_norm
+from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.models.norms import clip_, total_norm
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEAST_SCALE = 2.0**-16  # 32 skipped steps in a row from where GradScaler starts

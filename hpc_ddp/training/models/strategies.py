@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training import devices
-from hpc_ddp.training.evaluating import in_eval_mode
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.meta import Init, materialize
-from hpc_ddp.training.state import unwrap
+from hpc_ddp.training.checkpoint.state import unwrap
+from hpc_ddp.training.models.evaluating import in_eval_mode
+from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.models.meta import Init, materialize
 
 SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from hpc_ddp.training.order import Position
+from hpc_ddp.training.data.order import Position
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
