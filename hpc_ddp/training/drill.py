@@ -90,7 +90,7 @@ class DrilledRun(Run):
             self._manager.settle()
             self._hold("kill")
         if not self._ends_epoch():
-            self._act(self._consensus.hear_all())
+            self._act(self._consensus.decide_now())
 
     def finish(self, **results: float | torch.Tensor) -> None:
         if sys.exc_info()[0] is None and not self._over:

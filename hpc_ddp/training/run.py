@@ -37,9 +37,13 @@ from hpc_ddp.training.process.environment import DistInfo, Surroundings
 from hpc_ddp.training.process.failure import FailureHook, leave_quickly
 from hpc_ddp.training.process.stdio import make_patient
 from hpc_ddp.training.process.watchdog import Watchdog, beat, flight_recorder
-from hpc_ddp.training.stops.consensus import Pace
-from hpc_ddp.training.stops.exchange import Decision
-from hpc_ddp.training.stops.schedule import Schedule, between_failures, slowest_save
+from hpc_ddp.training.stops.consensus import (
+    Decision,
+    SaveSchedule,
+    StopConsensus,
+    between_failures,
+    slowest_save,
+)
 from hpc_ddp.training.stops.signals import NONE, REASONS, Notices
 from hpc_ddp.training.telemetry.metrics import Metrics, check_values, number
 from hpc_ddp.training.telemetry.profiling import Profiler, use_per_sample
@@ -229,7 +233,7 @@ class Run(ModelSetup):
             options.stop_on_nan,
         )
         history = self.folder.events() if is_first and attempt else []
-        self._schedule = Schedule(
+        self._schedule = SaveSchedule(
             self._checkpoints,
             self.rank,
             options.save_every,
@@ -248,7 +252,7 @@ class Run(ModelSetup):
             self._hook.tell,
         )
         self._timer = StepTimer(control, journal, self.position, self.device, nodes)
-        self._consensus = Pace(control, self._notices, self._schedule, self._timer)
+        self._consensus = StopConsensus(control, self._notices, self._schedule, self._timer)
         self._precision = Precision(options.precision, self.device, options.stop_on_nan, self._dims)
         board = self.folder.path / "tensorboard"
         self._board = Board(board, self.position) if options.tensorboard and is_first else None
@@ -411,7 +415,7 @@ class Run(ModelSetup):
                 self._loader.share = None
             beat()
             self._consensus.end_pause()
-            self._act(self._consensus.hear_all())
+            self._act(self._consensus.decide_now())
 
     @property
     def ends_step(self) -> bool:
@@ -510,12 +514,12 @@ class Run(ModelSetup):
             self._metrics.add(self.position, samples, values)
         self._profiler.step_done()
         left = None if self._loader is None else self._loader.steps(self.position.samples)
-        decision = self._consensus.step_done(self.position.step, hear_all=left == 1)
+        decision = self._consensus.step_done(self.position.step, wait_for_all=left == 1)
         self._watch_weights(self._consensus.exchanges)
         if self._ends_epoch():
             # The end of the epoch comes first: a start that finds an epoch without a batch would
             # trip over what a loop leaves behind, the last loss say. What makes all ranks stop
-            # makes them stop there too; most stops come a step earlier, see `hear_all`.
+            # makes them stop there too; most stops come a step earlier, see `decide_now`.
             self._save_due = self._save_due or decision.save
         else:
             self._act(decision)

@@ -28,10 +28,14 @@ from hpc_ddp.training.process import process_group
 from hpc_ddp.training.process.environment import DistInfo
 from hpc_ddp.training.process.failure import FailureHook
 from hpc_ddp.training.process.process_group import Control, choose_backend, choose_devices, leave
-from hpc_ddp.training.stops import consensus, schedule, signals
-from hpc_ddp.training.stops.consensus import Pace
-from hpc_ddp.training.stops.exchange import Decision, Exchange
-from hpc_ddp.training.stops.schedule import Schedule, between_failures, young_daly
+from hpc_ddp.training.stops import consensus, signals
+from hpc_ddp.training.stops.consensus import (
+    Decision,
+    SaveSchedule,
+    StopConsensus,
+    between_failures,
+    young_daly,
+)
 from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.telemetry.step_timing import StepTimer
 from tests.waiting import wait_until
@@ -43,7 +47,7 @@ class LeftError(Exception):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clock(monkeypatch, signals, consensus, schedule)
+    return stop_clock(monkeypatch, signals, consensus)
 
 
 # --- notices -------------------------------------------------------------------------------
@@ -194,23 +198,23 @@ class Effort:
         self.calls.append("gather")
 
 
-def _schedule(saves: Saves | None = None, rank: int = 0, **options: Any) -> Schedule:
+def _schedule(saves: Saves | None = None, rank: int = 0, **options: Any) -> SaveSchedule:
     checkpoints: Any = saves or Saves()
-    return Schedule(checkpoints, rank, **options)
+    return SaveSchedule(checkpoints, rank, **options)
 
 
-def _pace(saves: Saves | None = None, effort: Any = None, **options: Any) -> Pace:
+def _pace(saves: Saves | None = None, effort: Any = None, **options: Any) -> StopConsensus:
     alone: Any = Alone()
-    return Pace(alone, Notices(None), _schedule(saves, **options), effort)
+    return StopConsensus(alone, Notices(None), _schedule(saves, **options), effort)
 
 
-def _play_steps(pace: Pace, clock: Clock, seconds: Sequence[float]) -> None:
+def _play_steps(pace: StopConsensus, clock: Clock, seconds: Sequence[float]) -> None:
     for step, duration in enumerate(seconds, start=1):
         clock.now += duration
         pace.step_done(step)
 
 
-def _reason_with(pace: Pace, clock: Clock, left_s: float) -> int:
+def _reason_with(pace: StopConsensus, clock: Clock, left_s: float) -> int:
     pace._notices.end_time = clock.now + left_s
     return pace._reason()
 
@@ -221,9 +225,9 @@ def test_the_deadline_is_counted_from_steps_and_saves(clock: Clock) -> None:
     saves.slowest_save_s = 4.0
     pace = _pace(saves)
     pace._started_at = clock.now - 1000
-    pace._exchange.period = 1
+    pace._period = 1
     _play_steps(pace, clock, [2.0, 2.0, 2.0])
-    pace._exchange.period = 1
+    pace._period = 1
     need_s = 5.0 + 6.0 + 3 * 2.0
     assert _reason_with(pace, clock, need_s + 0.1) == NONE
     assert _reason_with(pace, clock, need_s) == DEADLINE
@@ -257,7 +261,7 @@ def test_a_pause_is_expected_once(clock: Clock, limit_s: float, steps: list[floa
 def test_steps_that_became_slow_are_all_expected_to_be(clock: Clock) -> None:
     pace = _pace()
     _play_steps(pace, clock, [0.1] * 20 + [10.0] * 4)
-    pace._exchange.period = 1
+    pace._period = 1
     assert _reason_with(pace, clock, 5.0 + 7.5 + 30.0) == DEADLINE
     assert _reason_with(pace, clock, 5.0 + 7.5 + 30.1) == NONE
 
@@ -277,7 +281,7 @@ def test_an_evaluation_may_come_once_more_at_the_end(clock: Clock) -> None:
     _play_steps(pace, clock, [0.0, 0.0])
     clock.now += 40.0
     pace.end_pause()
-    pace._exchange.period = 1
+    pace._period = 1
     assert _reason_with(pace, clock, 5.0 + 7.5 + 40.0) == DEADLINE
     assert _reason_with(pace, clock, 5.0 + 7.5 + 40.1) == NONE
 
@@ -288,20 +292,20 @@ def test_what_is_no_part_of_a_step_is_not_counted(clock: Clock) -> None:
     planner.restart_step()
     clock.now += 3.0
     planner.step_done(1)
-    exchange: Any = planner._exchange
-    assert exchange._control.sent == [NONE, 0, 0, 3_000_000]
+    control: Any = planner._control
+    assert control.sent == [NONE, 0, 0, 3_000_000]
     assert planner.exchanges == 1
 
 
 def test_figures_are_gathered_where_all_have_heard_of_it(clock: Clock) -> None:
     effort = Effort()
     planner = _pace(effort=effort)
-    planner._turn()
+    planner._exchange()
     assert effort.calls == ["report"]
     effort.wanted = False
-    planner._turn()
+    planner._exchange()
     assert effort.calls == ["report", "report", "gather"]
-    planner._turn()
+    planner._exchange()
     assert effort.calls[3:] == ["report"]
 
 
@@ -334,26 +338,29 @@ def test_what_ranks_measured_is_read_when_it_is_there() -> None:
 
 
 def test_an_exchange_takes_two_turns(clock: Clock) -> None:
-    alone: Any = Alone()
-    exchange = Exchange(alone)
-    assert exchange.read() == Decision()
-    exchange.send(NOTICE, True, True, 0.0001)
-    assert alone.sent == [NOTICE, 1, 1, 100]
-    assert exchange.read() == Decision(NOTICE, save=True, gather=True)
-    assert exchange.period == 2
-    assert exchange.read() == Decision()  # what was read is gone
-    assert [exchange.due() for _ in range(4)] == [False, True, True, True]
-    exchange.read()
-    assert [exchange.due() for _ in range(2)] == [False, True]
+    planner = _pace(every=5.0)
+    clock.now += 5.0
+    planner._notices.reason = NOTICE
+    assert planner._exchange() == Decision()
+    control: Any = planner._control
+    assert control.sent == [NOTICE, 1, 0, 0]
+    assert planner._read() == Decision(NOTICE, save=True)
+    assert planner._period == 2
+    assert planner._read() == Decision()  # it has been read
+    exchanges = []
+    for step in range(4):
+        planner.step_done(step)
+        exchanges.append(planner.exchanges)
+    assert exchanges == [1, 2, 2, 3]
 
 
 def test_a_save_that_was_just_decided_is_not_due_again(clock: Clock) -> None:
     planner = _pace(every=5.0)
     clock.now += 5.0
-    planner._turn()
-    assert planner._turn().save
-    exchange: Any = planner._exchange
-    assert exchange._control.sent[1] == 0
+    planner._exchange()
+    assert planner._exchange().save
+    control: Any = planner._control
+    assert control.sent[1] == 0
     decided = _pace(every_steps=2)
     decided._notices.reason = NOTICE
     decided.step_done(1)
@@ -381,12 +388,12 @@ def test_when_a_save_is_due(
     planner, other = _schedule(saves, every=every), _schedule(saves, rank=1, every=every)
     result = []
     for _ in range(200):
-        result.append(planner.due())
-        assert not other.due()
+        result.append(planner.is_due())
+        assert not other.is_due()
         clock.now += 1
     assert (result.index(True) if True in result else None) == due_at
     planner.saved()
-    assert not planner.due()
+    assert not planner.is_due()
 
 
 def test_the_interval_is_within_bounds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -643,7 +650,7 @@ def test_before_the_first_step_no_time_is_kept_for_steps(clock: Clock) -> None:
     for turns in (0, 1):
         planner = _pace()
         for _ in range(turns):
-            planner._turn()
+            planner._exchange()
         assert _reason_with(planner, clock, 5.0 + 1.5 * 5.0 + 0.1) == NONE
 
 
@@ -667,7 +674,7 @@ def test_what_was_printed_is_not_lost_with_a_process_that_hangs(
 def test_a_rank_that_has_no_clock_of_the_saves_sends_that_none_is_due(clock: Clock) -> None:
     planner = _pace(every=1.0, rank=1)
     clock.now += 5.0
-    assert planner.hear_all() == Decision()
+    assert planner.decide_now() == Decision()
 
 
 @pytest.mark.parametrize("by_signal", [True, False])

@@ -14,23 +14,28 @@ from training_fakes import Alone, Saves
 from hpc_ddp.run.journal import Journal, read_events
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.run import Run
-from hpc_ddp.training.stops.consensus import Pace
-from hpc_ddp.training.stops.exchange import Decision, next_period
-from hpc_ddp.training.stops.schedule import Schedule, between_failures, slowest_save
+from hpc_ddp.training.stops.consensus import (
+    Decision,
+    SaveSchedule,
+    StopConsensus,
+    between_failures,
+    next_period,
+    slowest_save,
+)
 from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.telemetry import metrics as metrics_module
 from hpc_ddp.training.telemetry.metrics import Metrics
 from tests.waiting import LIMIT_S
 
 
-def make_schedule(saves: Saves | None = None, **options: Any) -> Schedule:
-    return Schedule(saves or Saves(), 0, **options)  # type: ignore[arg-type]  # a stand-in
+def make_schedule(saves: Saves | None = None, **options: Any) -> SaveSchedule:
+    return SaveSchedule(saves or Saves(), 0, **options)  # type: ignore[arg-type]  # a stand-in
 
 
-def make_pace(notices: Notices, end_time: float | None = None, **options: Any) -> Pace:
+def make_pace(notices: Notices, end_time: float | None = None, **options: Any) -> StopConsensus:
     schedule = make_schedule(**options)
     notices.end_time = end_time
-    return Pace(Alone(), notices, schedule)  # type: ignore[arg-type]  # a stand-in
+    return StopConsensus(Alone(), notices, schedule)  # type: ignore[arg-type]  # a stand-in
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**8))
@@ -56,7 +61,7 @@ def test_a_notice_is_acted_on_at_the_next_exchange() -> None:
     decisions = [pace.step_done(step).reason for step in range(2, 12)]
     assert NOTICE in decisions
     assert decisions[0] == NONE
-    assert pace.hear_all().reason == NOTICE
+    assert pace.decide_now().reason == NOTICE
 
 
 def test_the_deadline_leaves_time_for_a_save() -> None:
@@ -65,7 +70,7 @@ def test_the_deadline_leaves_time_for_a_save() -> None:
         saves.slowest_save_s = save_s
         pace = make_pace(Notices(None), end_time=time.time() + left_s, saves=saves)
         pace._started_at -= 1000
-        assert pace.hear_all().reason == reason
+        assert pace.decide_now().reason == reason
 
 
 def test_saves_are_due_by_steps_and_by_time() -> None:
@@ -75,22 +80,22 @@ def test_saves_are_due_by_steps_and_by_time() -> None:
     due = [pace.step_done(step).save for step in range(1, 4)]
     assert True in due
     assert due != [True] * 3  # not again before the save has been made
-    assert not make_pace(Notices(None), every=1000.0).hear_all().save
+    assert not make_pace(Notices(None), every=1000.0).decide_now().save
 
 
 def test_a_clock_waits_for_the_save_under_way_and_retries_a_failed_one_soon() -> None:
     saves = Saves()
     schedule = make_schedule(saves, every=0.0)
-    assert schedule.due()
+    assert schedule.is_due()
     saves.in_flight = True
-    assert not schedule.due()
+    assert not schedule.is_due()
     saves.slowest_save_s = 7.0
     assert schedule.save_s() == 14.0
     saves.in_flight, saves.failed = False, True
     schedule = make_schedule(saves, every=1000.0)
-    assert not schedule.due()
+    assert not schedule.is_due()
     schedule._last -= 31
-    assert schedule.due()
+    assert schedule.is_due()
 
 
 def test_auto_is_young_and_daly_from_what_was_measured(capsys: Any) -> None:
@@ -108,7 +113,7 @@ def test_auto_is_young_and_daly_from_what_was_measured(capsys: Any) -> None:
         failure_interval_s=between_failures(history),
     )
     assert schedule.save_s() == 3.0
-    assert not schedule.due()
+    assert not schedule.is_due()
     saves.slowest_save_s, saves.stall_s = 1.0, 0.5
     for _ in range(2):
         schedule.saved()
@@ -199,7 +204,7 @@ def test_the_weights_are_read_an_exchange_after_a_look() -> None:
 
 def test_a_save_that_is_due_is_heard_of_where_all_wait() -> None:
     now = make_pace(Notices(None), every=0.0)
-    assert now.hear_all().save  # sent, and read at once
+    assert now.decide_now().save  # sent, and read at once
     before = make_pace(Notices(None), every=0.0)
-    before._turn()
-    assert before.hear_all().save  # sent at the last exchange
+    before._exchange()
+    assert before.decide_now().save  # sent at the last exchange

@@ -23,7 +23,7 @@ from hpc_ddp.training.models.mesh import Grid
 from hpc_ddp.training.models.meta import Init, materialize
 from hpc_ddp.training.models.precision import Precision
 from hpc_ddp.training.process.process_group import Control
-from hpc_ddp.training.stops.consensus import Pace
+from hpc_ddp.training.stops.consensus import StopConsensus
 from hpc_ddp.training.telemetry.step_timing import StepTimer
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ModelSetup:
     device: torch.device
     _dims: Grid
     _control: Control
-    _consensus: Pace
+    _consensus: StopConsensus
     _precision: Precision
     _timer: StepTimer
     _wrapped: list[Any]
