@@ -9,7 +9,7 @@ from typing import Any
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.checkpoint.files import LEAST
 from hpc_ddp.training.models.precision import DTYPES
-from hpc_ddp.training.process.environment import Surroundings
+from hpc_ddp.training.process.environment import LaunchEnv
 
 BACKENDS = ("nccl", "gloo", "mpi")
 
@@ -38,7 +38,7 @@ class Options:
     devices_per_worker: int
 
     @classmethod
-    def chosen(cls, said: Surroundings, **asked: object) -> Options:
+    def chosen(cls, said: LaunchEnv, **asked: object) -> Options:
         """Return what the script asks for, but for what the environment says otherwise."""
         for name in ("save_every", "hang_after", "profile", "backend"):
             if (value := getattr(said, name)) is not None:

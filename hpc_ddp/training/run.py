@@ -21,19 +21,19 @@ from torch.utils.data import Dataset
 from hpc_ddp.run import goodput, process
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.events import Finished, JournalEvent, Stopped, TrainingBegun, WorkerStarted
-from hpc_ddp.training.checkpoint.files import Keep
-from hpc_ddp.training.checkpoint.manager import Keeper
+from hpc_ddp.training.checkpoint.files import Retention
+from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.saver import Checkpoints
 from hpc_ddp.training.data.loader import Loader, Shard
-from hpc_ddp.training.data.order import Position, Share, make_cut
+from hpc_ddp.training.data.order import MicroBatch, Position, make_plan
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.dtensor import gathered, is_sharded, step_apart
-from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.precision import Precision, make_deterministic
 from hpc_ddp.training.models.setup import ModelSetup
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import process_group, run_directory
-from hpc_ddp.training.process.environment import DistInfo, Surroundings
+from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.process.failure import FailureHook, leave_quickly
 from hpc_ddp.training.process.stdio import make_patient
 from hpc_ddp.training.process.watchdog import Watchdog, beat, flight_recorder
@@ -47,7 +47,7 @@ from hpc_ddp.training.stops.consensus import (
 from hpc_ddp.training.stops.signals import NONE, REASONS, Notices
 from hpc_ddp.training.telemetry.metrics import Metrics, check_values, number
 from hpc_ddp.training.telemetry.profiling import Profiler, use_per_sample
-from hpc_ddp.training.telemetry.sinks import Board, Progress
+from hpc_ddp.training.telemetry.sinks import ProgressLines, TensorBoardSink
 from hpc_ddp.training.telemetry.step_timing import StepTimer
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def start(
     hang_after
         seconds without a sign of progress, from the first step on, after which a rank writes
         its threads' stacks into the run's folder and fails, so that the run can be retried;
-        None: never; ``HPC_DDP_HANG_AFTER`` overrides (0: never). Progress is a step, a batch
+        None: never; ``HPC_DDP_HANG_AFTER`` overrides (0: never). ProgressLines is a step, a batch
         of the run's `loader` or of a `shard`, a `sum`, a save, an epoch's end: code between
         steps that takes longer than this calls ``run.sum()`` now and then, on all ranks
     precision
@@ -166,8 +166,8 @@ class Run(ModelSetup):
         Signals first: the rest takes seconds, and may wait for peers.
         """
         called = time.time()
-        FailureHook(DistInfo(), "").install()  # for a wrong environment
-        self._info, env = DistInfo.from_env(), Surroundings.from_env()
+        FailureHook(DistEnv(), "").install()  # for a wrong environment
+        self._info, env = DistEnv.from_env(), LaunchEnv.from_env()
         if env.notice is not None:
             make_patient()
         self._notices = Notices(env.notice)
@@ -190,13 +190,13 @@ class Run(ModelSetup):
         if self.rank == 0:
             atexit.register(self._warn_unless_over)
 
-    def _join(self, options: Options, env: Surroundings, called: float) -> None:
+    def _join(self, options: Options, env: LaunchEnv, called: float) -> None:
         """Join the process group, and open the run's folder."""
         info = self._info
         self.rank, self.world_size, self.seed = info.rank, info.world_size, options.seed
         if options.deterministic:
             make_deterministic()
-        self._dims = Grid(info.rank, info.world_size, options.tp, options.pp)
+        self._dims = ParallelDims(info.rank, info.world_size, options.tp, options.pp)
         self.devices = process_group.choose_devices(info, options.devices_per_worker)
         self.device = self.devices[0]
         self._control = process_group.join(info, self.devices, options.hang_after, options.backend)
@@ -210,7 +210,7 @@ class Run(ModelSetup):
             # One clock: hosts' clocks differ, and rank 0 alone knows how long a whole save takes.
             self._notices.watch_end_time(env.end_time, self.folder.attempt(attempt).end_time)
 
-    def _prepare(self, options: Options, env: Surroundings) -> None:
+    def _prepare(self, options: Options, env: LaunchEnv) -> None:
         """Make the parts of the run that save, measure and watch."""
         control, journal, attempt = self._control, self._journal, self._journal.attempt
         is_first = self.rank == 0
@@ -221,10 +221,10 @@ class Run(ModelSetup):
             control,
             control.another(),
             journal,
-            Keep(options.keep_last, options.keep_every),
+            Retention(options.keep_last, options.keep_every),
             self._before_publishing,
         )
-        self._manager = Keeper(
+        self._manager = CheckpointManager(
             self._checkpoints,
             self.position,
             self.devices,
@@ -255,8 +255,10 @@ class Run(ModelSetup):
         self._consensus = StopConsensus(control, self._notices, self._schedule, self._timer)
         self._precision = Precision(options.precision, self.device, options.stop_on_nan, self._dims)
         board = self.folder.path / "tensorboard"
-        self._board = Board(board, self.position) if options.tensorboard and is_first else None
-        self._progress = Progress() if options.progress and is_first else None
+        self._board = (
+            TensorBoardSink(board, self.position) if options.tensorboard and is_first else None
+        )
+        self._progress = ProgressLines() if options.progress and is_first else None
         use = use_per_sample(options, self.device, self.world_size)
         self._metrics = Metrics(
             journal,
@@ -327,7 +329,7 @@ class Run(ModelSetup):
         dims = self._dims
         self._loader = Loader(
             dataset,
-            make_cut(batch_size, global_batch_size, accumulate, dims.dp_rank, dims.dp, drop_last),
+            make_plan(batch_size, global_batch_size, accumulate, dims.dp_rank, dims.dp, drop_last),
             seed=self.seed,
             position=self.position,
             device=self.device,
@@ -589,7 +591,7 @@ class Run(ModelSetup):
         `Shard`). Ranks that share a model's layers or stages get the same batches.
         """
         dims = self._dims
-        cut = make_cut(batch_size, None, 1, dims.dp_rank, dims.dp)
+        cut = make_plan(batch_size, None, 1, dims.dp_rank, dims.dp)
         return Shard(dataset, cut, seed=self.seed, device=self.device, **options)
 
     def sum(self, *values: float | torch.Tensor) -> list[float]:
@@ -692,7 +694,7 @@ class Run(ModelSetup):
     # -- inside ----------------------------------------------------------------------------
 
     @property
-    def _share(self) -> Share | None:
+    def _share(self) -> MicroBatch | None:
         return None if self._loader is None else self._loader.share
 
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -730,14 +732,14 @@ class Run(ModelSetup):
         """Look at the weights now and then; all ranks do so, and hear of it, at the same steps."""
         if self._look_answers_at is not None and exchanges >= self._look_answers_at:
             self._look_answers_at = None
-            self._refuse_poison()
+            self._refuse_non_finite()
         if exchanges >= self._look_at:
             self._look_at, self._look_answers_at = exchanges + LOOK_EVERY, exchanges + 1
             self._precision.look()
 
-    def _refuse_poison(self) -> None:
-        if self._precision.poisoned():
-            raise self._checkpoints.unsound(self.position.step)
+    def _refuse_non_finite(self) -> None:
+        if self._precision.has_non_finite():
+            raise self._checkpoints.non_finite_error(self.position.step)
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
@@ -765,7 +767,7 @@ class Run(ModelSetup):
             return
         is_stop = isinstance(event, Stopped)
         self._precision.look()
-        self._refuse_poison()
+        self._refuse_non_finite()
         self._manager.save_surely()
         if not is_stop:  # a stop has no time for it, and the next start does it
             self._checkpoints.tidy()

@@ -75,7 +75,7 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.cat([more, noise]), torch.tensor(index % 10)
 
 
-class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+class IterableBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     """The same samples one after the other."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -131,7 +131,7 @@ else:
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 batches = run.loader(
-    Stream() if args.stream else Noisy(),
+    IterableBatches() if args.stream else Noisy(),
     args.batch_size,
     accumulate=args.accumulate,
     num_workers=args.workers,

@@ -22,11 +22,11 @@ from hpc_ddp.run import checkpoints, patience
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.training.checkpoint import files
-from hpc_ddp.training.checkpoint import manager as keeper_module
+from hpc_ddp.training.checkpoint import manager as manager_module
 from hpc_ddp.training.checkpoint import saver as saver_module
-from hpc_ddp.training.checkpoint.files import Keep
+from hpc_ddp.training.checkpoint.files import Retention
 from hpc_ddp.training.checkpoint.inventory import Inventory
-from hpc_ddp.training.checkpoint.manager import Keeper
+from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.saver import (
     Checkpoints,
     Claim,
@@ -40,7 +40,7 @@ from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.export import export
 from hpc_ddp.training.models import rng
-from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.models.mesh import ParallelDims
 from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
@@ -80,10 +80,10 @@ Make = Callable[..., Checkpoints]
 
 @pytest.fixture
 def make(run: RunFolder) -> Make:
-    def build(keep: Keep | None = None, background: Any = None) -> Checkpoints:
+    def build(keep: Retention | None = None, background: Any = None) -> Checkpoints:
         control, background = cast(Any, Alone()), cast(Any, background or Alone())
         journal = run.journal("rank-0")
-        return Checkpoints(run, 0, control, background, journal, keep or Keep(2))
+        return Checkpoints(run, 0, control, background, journal, keep or Retention(2))
 
     return build
 
@@ -92,7 +92,7 @@ def _content(step: int, **values: Any) -> Content:
     fields: dict[str, Any] = {
         **{"facts": {"epoch": 1, "best": None}, "shared": {"tree": {"a": step}}},
         **{"own": {"rank": 0, "pieces": {}}, "data": lambda: ([memoryview(b"")], 0.0)},
-        **{"inventory": lambda: Inventory(0, {}), "is_sound": lambda: True, "stall_s": 0.25},
+        **{"inventory": lambda: Inventory(0, {}), "is_finite": lambda: True, "stall_s": 0.25},
     }
     return Content(step, **{**fields, **values})
 
@@ -138,7 +138,7 @@ def test_what_is_saved_is_restored(run: RunFolder, make: Make) -> None:
 
 
 def test_the_best_checkpoint_stays(run: RunFolder, make: Make) -> None:
-    saver = make(Keep(1))
+    saver = make(Retention(1))
     _save(saver, 3, facts={"best": {"step": 3}})
     _save(saver, 5, 7, facts={"best": {"step": 3}})
     assert _names(run) == ["step-3", "step-7"]
@@ -169,7 +169,7 @@ def test_a_save_that_a_step_waits_for_is_a_stall(run: RunFolder, make: Make) -> 
 def test_what_is_not_finite_is_not_published(run: RunFolder, make: Make) -> None:
     saver = make()
     _save(saver, 3)
-    saver.begin(_content(5, is_sound=lambda: False))
+    saver.begin(_content(5, is_finite=lambda: False))
     with pytest.raises(HpcDdpError, match="at or before step 5; last checkpoint: step-3"):
         saver.settle()
     assert _names(run) == ["step-3"]
@@ -244,7 +244,7 @@ def test_what_the_other_ranks_answer_counts(run: RunFolder, make: Make) -> None:
     assert errors == ["rank 1: no such file", "rank 1: no copy"]
     background.claims = []
     assert _save(saver, 3) == [True]
-    background.peers = ["unsound"]
+    background.peers = ["non-finite"]
     with pytest.raises(HpcDdpError, match="NaN"):
         _save(saver, 4)
     assert _names(run) == ["step-3"]
@@ -283,7 +283,7 @@ def test_a_full_disk_costs_old_checkpoints_and_no_milestone(
 ) -> None:
     """Whatever the system calls the error on the rank that it befalls."""
     background = Alone()
-    saver = make(Keep(9, every=4), background)
+    saver = make(Retention(9, every=4), background)
     _save(saver, 1, 2, 3, 4)
     background.peers = [Failure(error, "Kein Platz")]
     assert _save(saver, 5) == [False]
@@ -309,7 +309,7 @@ def test_room_is_made_before_it_is_written(
 ) -> None:
     """Milestones and the two newest stay; where that is too much, the save is refused."""
     background = Alone()
-    saver = make(Keep(9, every=3), background)
+    saver = make(Retention(9, every=3), background)
     assert _save(saver, 1, 2, 3, 4) == [True] * 4
     background.peers = [{}]
     background.claims = [Claim(1000, 1, Inventory(0, {}).digest)]
@@ -510,8 +510,12 @@ def test_space_and_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 # --- what a run tracks ---------------------------------------------------------------------
 
 
-def _keeper(saver: Checkpoints, position: Position | None = None, seed: int = 1) -> Keeper:
-    return Keeper(saver, position or Position(), [CPU], seed, Grid(), only_finite=True)
+def _keeper(
+    saver: Checkpoints, position: Position | None = None, seed: int = 1
+) -> CheckpointManager:
+    return CheckpointManager(
+        saver, position or Position(), [CPU], seed, ParallelDims(), only_finite=True
+    )
 
 
 class Count:
@@ -619,7 +623,7 @@ def test_a_save_that_fails_is_tried_again(
         slept.append(seconds)
         _break(saver, None)
 
-    monkeypatch.setattr(keeper_module.time, "sleep", wait)  # type: ignore[attr-defined]
+    monkeypatch.setattr(manager_module.time, "sleep", wait)  # type: ignore[attr-defined]
     keeper.save_surely()
     assert (slept, _names(run)) == ([1.0], ["step-1"])
 
@@ -721,7 +725,9 @@ class Begun:
 def test_the_first_rank_of_each_later_stage_tells_of_its_objects(rank: int, tells: bool) -> None:
     """Rank 0 saves what the ranks of its own stage share."""
     begun: Any = Begun()
-    keeper = Keeper(begun, Position(), [CPU], 1, Grid(rank, 6, pp=3), only_finite=True)
+    keeper = CheckpointManager(
+        begun, Position(), [CPU], 1, ParallelDims(rank, 6, pp=3), only_finite=True
+    )
     keeper.track({"count": Count()}, {})
     keeper.save()
     assert ("tree" in begun.content.own) is tells
@@ -735,7 +741,7 @@ def test_weights_are_compared_ever_more_seldom_and_at_the_last_save(
 ) -> None:
     begun: Any = Begun()
     position = Position()
-    keeper = Keeper(begun, position, [CPU], 1, Grid(0, ranks), only_finite=True)
+    keeper = CheckpointManager(begun, position, [CPU], 1, ParallelDims(0, ranks), only_finite=True)
     keeper.track({"model": torch.nn.Linear(2, 2)}, {})
     compared = []
     for good in (False, True, True, True, True, True):  # one that failed does not count
@@ -760,7 +766,7 @@ def test_each_rank_s_optimizer_state_of_its_expert_is_kept(rank: int) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model[: rank + 1](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    keeper = Keeper(begun, Position(), [CPU], 1, Grid(rank, 2), only_finite=True)
+    keeper = CheckpointManager(begun, Position(), [CPU], 1, ParallelDims(rank, 2), only_finite=True)
     keeper.track({"model": model, "optimizer": optimizer}, {})
     keeper.save()
     shared, own = begun.content.shared["tree"]["optimizer"]["state"], begun.content.own
@@ -775,7 +781,7 @@ def test_weights_that_are_not_finite_are_saved_only_where_that_is_asked_for(
     run: RunFolder, make: Make, only_finite: bool
 ) -> None:
     model = torch.nn.Linear(2, 2)
-    keeper = Keeper(make(), Position(step=1), [CPU], 1, Grid(), only_finite)
+    keeper = CheckpointManager(make(), Position(step=1), [CPU], 1, ParallelDims(), only_finite)
     keeper.track({"model": model}, {})
     with torch.no_grad():
         model.weight.fill_(torch.nan)
@@ -844,7 +850,7 @@ def test_a_save_begins_once_the_old_ones_are_removed(
     steps: list[str] = []
     again = threading.Event()
 
-    def prune(folder: Path, keep: Keep, pinned: list[int]) -> None:
+    def prune(folder: Path, keep: Retention, pinned: list[int]) -> None:
         again.wait(0.2)  # for what must not come
         steps.append(f"removed after {pinned[0]}")
 

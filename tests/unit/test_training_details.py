@@ -25,7 +25,7 @@ from hpc_ddp.run.journal import Journal
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.models import dtensor
 from hpc_ddp.training.process import process_group
-from hpc_ddp.training.process.environment import DistInfo
+from hpc_ddp.training.process.environment import DistEnv
 from hpc_ddp.training.process.failure import FailureHook
 from hpc_ddp.training.process.process_group import Control, choose_backend, choose_devices, leave
 from hpc_ddp.training.stops import consensus, signals
@@ -447,7 +447,7 @@ def test_each_worker_has_gpus_of_its_own(
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    info = DistInfo(local, local, 2, 2, launched=True)
+    info = DistEnv(local, local, 2, 2, launched=True)
     if isinstance(first, str):
         with pytest.raises(HpcDdpError) as caught:
             choose_devices(info, per_worker)
@@ -473,7 +473,7 @@ def test_a_hint_names_a_variable_that_is_known_to_work(
 ) -> None:
     give_gpus(monkeypatch, 1, kind)
     with pytest.raises(HpcDdpError) as caught:
-        choose_devices(DistInfo(0, 0, 2, 2, launched=True), 2)
+        choose_devices(DistEnv(0, 0, 2, 2, launched=True), 2)
     assert caught.value.hint == f"take fewer GPUs{hidden}"
 
 
@@ -517,7 +517,7 @@ def test_a_process_joins_its_group(
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(process_group, "_met_at_agents", [])
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    info = DistInfo(1, 1, 2, 2, launched=launched)
+    info = DistEnv(1, 1, 2, 2, launched=launched)
     group_of_all = process_group.join(info, [torch.device("cpu")], hang_after_s)
     timeout = process_group.NEVER if timeout_s is None else timedelta(seconds=timeout_s)
     (backend, values) = calls[0]
@@ -548,7 +548,7 @@ def test_a_group_of_workers_with_several_devices_is_bound_to_none(
     monkeypatch.setattr(dist, "new_group", lambda **values: values)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     gpus = [torch.device("cuda", index) for index in range(count)]
-    process_group.join(DistInfo(1, 1, 2, 2, launched=True), gpus, None)
+    process_group.join(DistEnv(1, 1, 2, 2, launched=True), gpus, None)
     assert calls[0].get("device_id") == (gpus[0] if count == 1 else None)
 
 
@@ -612,7 +612,7 @@ def test_small_talk_goes_through_the_first_rank(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(dist, "broadcast", broadcast)
     first, second = (
-        Control(DistInfo(rank, 0, 2, 1, launched=True), process_group.NEVER) for rank in (0, 1)
+        Control(DistEnv(rank, 0, 2, 1, launched=True), process_group.NEVER) for rank in (0, 1)
     )
     assert first.to_first("x") == [None, "x"]
     assert second.to_first("x") == []
@@ -639,7 +639,7 @@ def test_what_all_ranks_do_is_done_in_their_own_group(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "new_group", lambda **values: "own")
     monkeypatch.setattr(dist, "all_reduce", reduce)
     monkeypatch.setattr(dist, "barrier", lambda group: calls.append((group,)))
-    talk = Control(DistInfo(0, 0, 2, 2, launched=True), process_group.NEVER)
+    talk = Control(DistEnv(0, 0, 2, 2, launched=True), process_group.NEVER)
     assert talk.start_max(torch.tensor([1])) == "work"
     talk.sum(torch.tensor([2]))
     talk.barrier()
@@ -760,7 +760,7 @@ def test_a_forked_process_is_no_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A thread of a loader worker may end by an error once the rank has left."""
-    hook = FailureHook(DistInfo(), "n1")
+    hook = FailureHook(DistEnv(), "n1")
     hook.journal = Journal(tmp_path / "rank-0.jsonl", "rank-0")
     monkeypatch.setattr(os, "getpid", lambda: 1)
     error = ConnectionResetError("by peer")

@@ -10,12 +10,12 @@ from torch import nn
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.checkpoint import state
-from hpc_ddp.training.checkpoint.shards import Buffer, Reader, as_plain
-from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.checkpoint.shards import Reader, StagingBuffer, as_plain
+from hpc_ddp.training.models.mesh import ParallelDims
 
 
 def test_neighbours_share_layers() -> None:
-    ranks = [Grid(rank, 12, tp=2, pp=3) for rank in range(12)]
+    ranks = [ParallelDims(rank, 12, tp=2, pp=3) for rank in range(12)]
     assert ranks[0].dp == 2
     places = [(each.pp_rank, each.dp_rank, each.tp_rank) for each in ranks]
     assert places == [(p, d, t) for p in range(3) for d in range(2) for t in range(2)]
@@ -27,13 +27,13 @@ def test_neighbours_share_layers() -> None:
 
 
 def test_plain_ranks_are_all_data_parallel() -> None:
-    grid = Grid(2, 4)
-    assert (grid.dp, grid.dp_rank, grid.stage_rank, grid.stream, grid.counts) == (4, 2, 2, 2, True)
+    dims = ParallelDims(2, 4)
+    assert (dims.dp, dims.dp_rank, dims.stage_rank, dims.stream, dims.counts) == (4, 2, 2, 2, True)
 
 
 def test_sizes_have_to_divide_the_workers() -> None:
     with pytest.raises(UsageError, match="tp=2 and pp=2 with 6 workers") as caught:
-        Grid(0, 6, tp=2, pp=2)
+        ParallelDims(0, 6, tp=2, pp=2)
     assert caught.value.hint == "start 4 workers, or a multiple of it"
 
 
@@ -82,8 +82,8 @@ def test_stages_make_a_whole_and_a_whole_makes_stages(tmp_path: Any) -> None:
     for rank in range(4):
         found = state.collect(stages[rank // 2])
         trees.append(found.tree)
-        buffer = Buffer(torch.device("cpu"))
-        buffer.fill(state.my_parts(found, Grid(rank, 4, pp=2)))
+        buffer = StagingBuffer(torch.device("cpu"))
+        buffer.fill(state.my_parts(found, ParallelDims(rank, 4, pp=2)))
         path = tmp_path / f"tensors-{rank}"
         path.write_bytes(b"".join(buffer.bytes))
         files.append((path, as_plain(buffer.pieces)))

@@ -16,7 +16,7 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices, drill
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import dtensor, precision, strategies
-from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.meta import materialize
 from hpc_ddp.training.models.precision import Precision
 
@@ -83,10 +83,10 @@ def test_a_look_passes_over_what_is_frozen_or_has_8_bits() -> None:
     watch = Precision("fp32", CPU, stop_on_nan=True)
     watch.watch(model)
     watch.look()
-    assert not watch.poisoned()
+    assert not watch.has_non_finite()
     model.bias.data.fill_(torch.inf)
     watch.look()
-    assert watch.poisoned()
+    assert watch.has_non_finite()
 
 
 def test_an_overflow_of_an_earlier_update_lowers_the_scale() -> None:
@@ -126,7 +126,7 @@ def test_groups_of_a_mesh_wait_as_long_as_the_runs_own(monkeypatch: pytest.Monke
     mesh: Any = SimpleNamespace(get_group=lambda name: group)
     monkeypatch.setattr(strategies, "init_device_mesh", lambda *args, **options: mesh)
     monkeypatch.setattr(strategies, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
-    assert strategies.make_mesh(Grid(), CPU, timedelta(seconds=9)) is mesh
+    assert strategies.make_mesh(ParallelDims(), CPU, timedelta(seconds=9)) is mesh
     assert asked == [timedelta(seconds=9)] * 4
 
 
@@ -169,13 +169,13 @@ def _tensor(*placements: Any, coordinate: list[int] | None, ranks: tuple[int, ..
 
 
 def test_of_copies_on_several_ranks_one_is_saved() -> None:
-    grid = Grid(0, 2)
-    assert dtensor.holds_first_copy(_tensor(_placement(), coordinate=[1]), grid)
-    assert dtensor.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[0]), grid)
-    assert not dtensor.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[1]), grid)
-    assert not dtensor.holds_first_copy(_tensor(_placement(), coordinate=None), grid)
+    dims = ParallelDims(0, 2)
+    assert dtensor.holds_first_copy(_tensor(_placement(), coordinate=[1]), dims)
+    assert dtensor.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[0]), dims)
+    assert not dtensor.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[1]), dims)
+    assert not dtensor.holds_first_copy(_tensor(_placement(), coordinate=None), dims)
     with pytest.raises(HpcDdpError, match="pending reduction"):
-        dtensor.holds_first_copy(_tensor(_placement(partial=True), coordinate=[0]), grid)
+        dtensor.holds_first_copy(_tensor(_placement(partial=True), coordinate=[0]), dims)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -191,7 +191,7 @@ def test_of_meshes_side_by_side_the_first_ranks_one_is_saved(size: int, pp: int)
                 begin = rank - place * step
                 mesh = tuple(range(begin, begin + size * step, step))
                 tensor = _tensor(_placement(), coordinate=[place], ranks=mesh)
-                count += dtensor.holds_first_copy(tensor, Grid(rank, 8, pp=pp))
+                count += dtensor.holds_first_copy(tensor, ParallelDims(rank, 8, pp=pp))
             assert count == size
 
 

@@ -197,7 +197,7 @@ def test_the_weights_are_read_an_exchange_after_a_look() -> None:
     for exchanges in (0, 0, 1, 1, 9, 10, 10, 12, 13):
         precision = SimpleNamespace(look=lambda at=exchanges: calls.append((at, "look")))
         run._precision = precision
-        run._refuse_poison = lambda at=exchanges: calls.append((at, "read"))
+        run._refuse_non_finite = lambda at=exchanges: calls.append((at, "read"))
         Run._watch_weights(run, exchanges)
     assert calls == [(0, "look"), (1, "read"), (10, "look"), (12, "read")]
 

@@ -30,9 +30,17 @@ from training_fakes import Holds
 from hpc_ddp.run import patience
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint import shards, state
-from hpc_ddp.training.checkpoint.shards import OWN, Buffer, Piece, Reader, as_plain, rows, whole
+from hpc_ddp.training.checkpoint.shards import (
+    OWN,
+    Reader,
+    StagingBuffer,
+    StoredShard,
+    as_plain,
+    rows,
+    whole,
+)
 from hpc_ddp.training.data import loader as module
-from hpc_ddp.training.data.iterable import Stream
+from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.loader import (
     Loader,
     Shard,
@@ -41,9 +49,9 @@ from hpc_ddp.training.data.loader import (
     batches_of,
     to_device,
 )
-from hpc_ddp.training.data.order import Cut, Position
-from hpc_ddp.training.models import norms, rng
-from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.data.order import BatchPlan, Position
+from hpc_ddp.training.models import dtensor, rng
+from hpc_ddp.training.models.mesh import ParallelDims
 
 CPU = torch.device("cpu")
 
@@ -70,10 +78,10 @@ class Endless(IterableDataset[float]):
             yield number, self.epoch, offset, random.random()
 
 
-def _loader(dataset: Any = None, cut: Cut | None = None, **options: Any) -> Loader:
+def _loader(dataset: Any = None, cut: BatchPlan | None = None, **options: Any) -> Loader:
     fields: dict[str, Any] = {"position": Position(), "device": CPU, "seed": 1}
     fields |= {"check": lambda: None, "sync": lambda on: None}
-    return Loader(dataset or Numbers(), cut or Cut(4, 0, 1), **{**fields, **options})
+    return Loader(dataset or Numbers(), cut or BatchPlan(4, 0, 1), **{**fields, **options})
 
 
 # --- batches -------------------------------------------------------------------------------
@@ -119,7 +127,7 @@ def test_what_is_in_the_cpus_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -
     """Also a dataclass's tensors; not what a data set has on a device already."""
     there = torch.device("meta")
     data = TensorDataset(torch.ones(8))
-    assert batches_of(data, Cut(4, 0, 1), 0, Position(), there, False).pin_memory
+    assert batches_of(data, BatchPlan(4, 0, 1), 0, Position(), there, False).pin_memory
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 100)
     on_device, sparse = torch.ones(2, device="meta"), torch.ones(2).to_sparse()
     packed = pack_sequence([torch.ones(1)])
@@ -153,7 +161,7 @@ def test_a_named_tuple_stays_one() -> None:
 def test_what_a_loader_does_with_each_batch() -> None:
     position, synced = Position(), list[bool]()
     batches = _loader(
-        cut=Cut(8, 0, 1, accumulate=2), position=position, sync=synced.append, shuffle=False
+        cut=BatchPlan(8, 0, 1, accumulate=2), position=position, sync=synced.append, shuffle=False
     )
     samples = [(len(batch), position.samples) for batch in batches]
     assert samples == [(4, 0), (4, 8), (4, 8), (4, 16), (4, 16), (3, 23)]
@@ -181,7 +189,11 @@ def test_of_a_stream_little_is_known() -> None:
         (Endless(), {"persistent_workers": True}, "persistent_workers is True"),
         (None, {"prefetch_factor": 2}, "torch's DataLoader refuses the options"),
         (None, {"no_such": 2}, "torch's DataLoader refuses the options"),
-        (None, {"cut": Cut(24, 0, 1, drop_last=True)}, "23 samples; accepted: enough for one step"),
+        (
+            None,
+            {"cut": BatchPlan(24, 0, 1, drop_last=True)},
+            "23 samples; accepted: enough for one step",
+        ),
     ],
 )
 def test_options_that_a_loader_can_not_have(
@@ -195,14 +207,14 @@ def test_an_even_shard_fills_up() -> None:
     for even, counts in ((False, [2, 1, 1]), (True, [2, 2, 2])):
         for rank in range(3):
             data = TensorDataset(torch.arange(10))
-            batches = Shard(data, Cut(9, rank, 3), seed=0, device=CPU, even=even)
+            batches = Shard(data, BatchPlan(9, rank, 3), seed=0, device=CPU, even=even)
             flags = [batches.counts for _ in batches]
             assert len(flags) == counts[rank] == len(batches)
             assert flags.count(True) == [2, 1, 1][rank]
     with pytest.raises(UsageError, match="no shuffle, no drop_last"):
-        Shard(Numbers(), Cut(9, 0, 3), seed=0, device=CPU, drop_last=True)
+        Shard(Numbers(), BatchPlan(9, 0, 3), seed=0, device=CPU, drop_last=True)
     with pytest.raises(UsageError, match="no shuffle, no drop_last"):
-        Shard(Numbers(), Cut(9, 0, 3), seed=0, device=CPU, shuffle=True)
+        Shard(Numbers(), BatchPlan(9, 0, 3), seed=0, device=CPU, shuffle=True)
 
 
 def test_tensors_are_fetched_at_once_unless_they_are_collated() -> None:
@@ -356,7 +368,7 @@ def test_a_sentence_that_a_data_set_raises_is_shown_without_torchs_words(
 def _stream(position: Position, seed: int = 1) -> list[Any]:
     with rng.untouched():
         random.seed(position.samples)
-        walk = Stream(Endless(), Cut(3, 0, 1), seed, position, list)
+        walk = IterableBatches(Endless(), BatchPlan(3, 0, 1), seed, position, list)
         return [row for _, batch in walk for row in batch]
 
 
@@ -378,7 +390,7 @@ class Shuffled(IterableDataset[int]):
 
 def test_a_stream_that_shuffles_itself_goes_on_in_its_order() -> None:
     def numbers(position: Position) -> list[int]:
-        walk = Stream(Shuffled(), Cut(3, 0, 1), 1, position, list)
+        walk = IterableBatches(Shuffled(), BatchPlan(3, 0, 1), 1, position, list)
         return [number for _, batch in walk for number in batch]
 
     every = numbers(Position(epoch=2))
@@ -389,7 +401,9 @@ def test_a_stream_that_shuffles_itself_goes_on_in_its_order() -> None:
 def test_what_collate_draws_for_a_stream_depends_on_seed_and_epoch_alone() -> None:
     def draws(position: Position) -> list[float]:
         with rng.untouched():
-            walk = Stream(Endless(), Cut(3, 0, 1), 1, position, lambda batch: random.random())
+            walk = IterableBatches(
+                Endless(), BatchPlan(3, 0, 1), 1, position, lambda batch: random.random()
+            )
             return [drawn for _, drawn in walk]
 
     every = draws(Position(epoch=2))
@@ -405,7 +419,7 @@ def test_a_loader_worker_makes_its_turns_and_hides_itself(monkeypatch: pytest.Mo
                 yield number, get_worker_info() is None
 
     monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(id=1, num_workers=2))
-    walk = list(Stream(Sees(), Cut(2, 0, 1), 1, Position(), list))
+    walk = list(IterableBatches(Sees(), BatchPlan(2, 0, 1), 1, Position(), list))
     assert [batch for _, batch in walk] == [[(2, True), (3, True)], [(6, True), (7, True)]]
 
 
@@ -444,8 +458,8 @@ def test_containers_come_back_as_they_were(tmp_path: Path) -> None:
 def _put_back(
     folder: Path, result: state.State, objects: dict[str, Any], stage: bool = False
 ) -> None:
-    buffer = Buffer(CPU)
-    buffer.fill(state.my_parts(result, Grid()))
+    buffer = StagingBuffer(CPU)
+    buffer.fill(state.my_parts(result, ParallelDims()))
     (folder / "data").write_bytes(b"".join(buffer.bytes))
     reader = Reader([(folder / "data", as_plain(buffer.pieces))])
     state.put_back(objects, result.tree, reader, 7, stage)
@@ -507,7 +521,7 @@ def test_groups_in_another_order_are_others(tmp_path: Path) -> None:
 def test_who_writes_what() -> None:
     model = nn.BatchNorm1d(4)
     result = state.collect({"m": model, "x": Holds(torch.ones(3))})
-    first, second = (state.my_parts(result, Grid(rank, 2)) for rank in (0, 1))
+    first, second = (state.my_parts(result, ParallelDims(rank, 2)) for rank in (0, 1))
     assert "x.value" in first
     assert "x.value" not in second
     assert "m.running_mean" in first
@@ -541,7 +555,7 @@ def test_a_tensor_is_put_together_from_boxes(tmp_path: Path) -> None:
     parts = {"t": rows(full, 0, 24), "u": whole(torch.ones(0, 3)), "v": whole(torch.tensor(7))}
     files = []
     for index, (low, high) in enumerate(((0, 24), (24, 48))):
-        buffer = Buffer(CPU)
+        buffer = StagingBuffer(CPU)
         part = rows(full, low, high)
         assert part is not None
         buffer.fill({**{k: p for k, p in parts.items() if index == 0 and p}, "t": part})
@@ -562,7 +576,7 @@ def test_a_tensor_is_put_together_from_boxes(tmp_path: Path) -> None:
 
 
 def test_each_ranks_own_is_read_where_there_is_one(tmp_path: Path) -> None:
-    buffer = Buffer(CPU)
+    buffer = StagingBuffer(CPU)
     buffer.fill({"b": whole(torch.tensor(1)), f"b{OWN}2": whole(torch.tensor(2))})
     (tmp_path / "data").write_bytes(b"".join(buffer.bytes))
     files = [(tmp_path / "data", as_plain(buffer.pieces))]
@@ -570,7 +584,7 @@ def test_each_ranks_own_is_read_where_there_is_one(tmp_path: Path) -> None:
     assert list(Reader(files)) == ["b"]
     assert buffer.pieces[1].offset == 64
     assert math.prod(buffer.pieces[1].size) == 1
-    assert isinstance(buffer.pieces[0], Piece)
+    assert isinstance(buffer.pieces[0], StoredShard)
 
 
 def test_numbers_that_are_not_finite_are_seen() -> None:
@@ -584,7 +598,7 @@ def test_numbers_that_are_not_finite_are_seen() -> None:
         (torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn), ("a",), False),
         (torch.tensor([1.0, 448.0]).to(torch.float8_e4m3fn), ("a",), True),
     ):
-        buffer = Buffer(CPU)
+        buffer = StagingBuffer(CPU)
         buffer.fill({"n": whole(torch.ones(1)), "a": whole(bad)})
         assert buffer.is_finite(names) is finite
 
@@ -599,11 +613,11 @@ def test_memory_in_blocks_holds_the_same_file(
         "c": whole(torch.randn(3).to(torch.bfloat16)),
         "d": whole(torch.empty(0)),
     }
-    one = Buffer(CPU)
+    one = StagingBuffer(CPU)
     one.fill(parts)
     monkeypatch.setattr(shards, "LEAST_BLOCK", 64)
     monkeypatch.setattr(shards, "LARGEST_BLOCK", 256)
-    blocks = Buffer(torch.device("cuda"))
+    blocks = StagingBuffer(torch.device("cuda"))
     blocks.fill(parts)
     blocks.wait()
     assert blocks.pieces == one.pieces
@@ -624,7 +638,7 @@ def test_each_batch_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "beat", lambda: beats.append(None))
     list(_loader())
     assert len(beats) == 6
-    list(Shard(Numbers(), Cut(4, 0, 1), seed=0, device=CPU))
+    list(Shard(Numbers(), BatchPlan(4, 0, 1), seed=0, device=CPU))
     assert len(beats) == 12
 
 
@@ -633,7 +647,7 @@ def test_each_batch_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_before_the_first_batch_there_is_no_share() -> None:
     assert _loader().share is None
-    assert Shard(Numbers(), Cut(4, 0, 1), seed=0, device=CPU).counts
+    assert Shard(Numbers(), BatchPlan(4, 0, 1), seed=0, device=CPU).counts
 
 
 class Late(Worker):
@@ -690,7 +704,7 @@ def test_any_box_of_a_tensor_is_read(tmp_path: Path) -> None:
     full = torch.arange(18.0).view(6, 3)
     files = []
     for index, low in enumerate((0, 24, 48)):  # two rows each
-        buffer = Buffer(CPU)
+        buffer = StagingBuffer(CPU)
         part = rows(full, low, low + 24)
         assert part is not None
         buffer.fill({"t": part})
@@ -706,7 +720,7 @@ def test_any_box_of_a_tensor_is_read(tmp_path: Path) -> None:
 
 
 def _stored(folder: Path) -> Reader:
-    buffer = Buffer(CPU)
+    buffer = StagingBuffer(CPU)
     buffer.fill({"t": whole(torch.arange(6.0).view(3, 2))})
     (folder / "data").write_bytes(b"".join(buffer.bytes))
     return Reader([(folder / "data", as_plain(buffer.pieces))])
@@ -744,7 +758,7 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shards, "MOST_FILES", 2)
     files = []
     for index in range(5):
-        buffer = Buffer(CPU)
+        buffer = StagingBuffer(CPU)
         buffer.fill({f"t{index}": whole(torch.tensor(index))})
         (tmp_path / str(index)).write_bytes(b"".join(buffer.bytes))
         files.append((tmp_path / str(index), as_plain(buffer.pieces)))
@@ -808,6 +822,6 @@ def test_a_gradient_whose_sum_is_pending_is_clipped(two_ranks: None) -> None:
     mesh: Any = init_device_mesh("cpu", (2,))
     weight: Any = nn.Parameter(DTensor.from_local(torch.ones(4), mesh))
     weight.grad = DTensor.from_local(torch.full((4,), 3.0), mesh, [Partial()])
-    norm = norms.clip_([weight], 1.5, Grid(), CPU)
+    norm = dtensor.clip_([weight], 1.5, ParallelDims(), CPU)
     assert norm.item() == 6.0
     assert weight.grad.to_local().tolist() == pytest.approx([0.75] * 4)

@@ -16,12 +16,12 @@ from training_fakes import Holds, give_gpus
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint import state
-from hpc_ddp.training.checkpoint.shards import OWN, Buffer, Reader, as_plain
+from hpc_ddp.training.checkpoint.shards import OWN, Reader, StagingBuffer, as_plain
 from hpc_ddp.training.data.loader import Loader, Shard, to_device
-from hpc_ddp.training.data.order import Cut, Position
+from hpc_ddp.training.data.order import BatchPlan, Position
 from hpc_ddp.training.models import rng
-from hpc_ddp.training.models.mesh import Grid
-from hpc_ddp.training.process.environment import DistInfo, Surroundings
+from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.process.process_group import choose_devices
 from hpc_ddp.training.run import Run
 
@@ -48,7 +48,7 @@ class Noisy(Dataset[torch.Tensor]):
 
 def make_loader(rank: int = 0, world_size: int = 1, **options: Any) -> Loader:
     place: dict[str, Any] = {"position": Position(), "device": CPU, "check": lambda: None}
-    cut = Cut(4 * world_size, rank, world_size)
+    cut = BatchPlan(4 * world_size, rank, world_size)
     return Loader(Noisy(), cut, seed=1, sync=lambda on: None, **{**place, **options})
 
 
@@ -89,7 +89,7 @@ def test_the_loader_goes_on_where_it_was() -> None:
 
 
 def test_a_shard_pads_nothing() -> None:
-    shards = [Shard(Noisy(), Cut(4 * 5, rank, 5), seed=0, device=CPU) for rank in range(5)]
+    shards = [Shard(Noisy(), BatchPlan(4 * 5, rank, 5), seed=0, device=CPU) for rank in range(5)]
     rows = [int(row[0]) for shard in shards for batch in shard for row in batch]
     assert sorted(rows) == list(range(23))
 
@@ -97,7 +97,7 @@ def test_a_shard_pads_nothing() -> None:
 def test_the_shards_of_a_run_have_each_sample_once() -> None:
     rows = []
     for rank in range(5):
-        dims = Grid(rank, 5)
+        dims = ParallelDims(rank, 5)
         own: Any = SimpleNamespace(_dims=dims, seed=0, device=CPU)
         rows += [int(row[0]) for batch in Run.shard(own, Noisy(), 4) for row in batch]
     assert sorted(rows) == list(range(23))
@@ -167,8 +167,8 @@ def store(folder: Path, objects: dict[str, Any], world_size: int = 1) -> None:
     """Write a state as `world_size` ranks would; no manifest."""
     found = state.collect(objects)
     for rank in range(world_size):
-        buffer = Buffer(CPU)
-        buffer.fill(state.my_parts(found, Grid(rank, world_size)))
+        buffer = StagingBuffer(CPU)
+        buffer.fill(state.my_parts(found, ParallelDims(rank, world_size)))
         (folder / f"tensors-{rank}.bin").write_bytes(b"".join(buffer.bytes))
         torch.save(as_plain(buffer.pieces), folder / f"pieces-{rank}")
     torch.save(found.tree, folder / "tree")
@@ -227,10 +227,10 @@ def test_what_any_number_of_ranks_wrote_is_read_as_it_was(tmp_path: Path, ranks:
 def test_a_buffer_is_allocated_once() -> None:
     model = Many()
     found = state.collect({"model": model})
-    buffer = Buffer(CPU)
+    buffer = StagingBuffer(CPU)
     places = []
     for _ in range(2):
-        buffer.fill(state.my_parts(found, Grid()))
+        buffer.fill(state.my_parts(found, ParallelDims()))
         places.append(buffer._blocks[0].data_ptr())
     assert places[0] == places[1]
     assert buffer._blocks[0].numel() < sum(t.nbytes for t in found.tensors.values()) + 64 * 20
@@ -269,11 +269,11 @@ def test_another_program_is_told_what_differs(
 
 
 def test_rank_facts_come_from_torchrun_or_are_those_of_one_process() -> None:
-    assert DistInfo.from_env({}) == DistInfo(0, 0, 1, 1, launched=False)
+    assert DistEnv.from_env({}) == DistEnv(0, 0, 1, 1, launched=False)
     env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    assert DistInfo.from_env(env) == DistInfo(3, 1, 4, 2, launched=True)
+    assert DistEnv.from_env(env) == DistEnv(3, 1, 4, 2, launched=True)
     with pytest.raises(UsageError, match="WORLD_SIZE is None"):
-        DistInfo.from_env({"RANK": "0", "LOCAL_RANK": "0"})
+        DistEnv.from_env({"RANK": "0", "LOCAL_RANK": "0"})
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
@@ -281,7 +281,7 @@ def test_a_worker_that_srun_lets_see_one_gpu_takes_it(
     gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_gpus(monkeypatch, gpus)
-    info = DistInfo(rank=6, local_rank=2, world_size=8, local_world_size=4, launched=True)
+    info = DistEnv(rank=6, local_rank=2, world_size=8, local_world_size=4, launched=True)
     assert choose_devices(info) == [torch.device("cuda", 0 if gpus == 1 else 2)]
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     if gpus == 1:
@@ -293,11 +293,11 @@ def test_a_worker_that_srun_lets_see_one_gpu_takes_it(
 
 def test_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/a/train me.py", "--lr", "1"])
-    said = Surroundings.from_env({"HPC_DDP_END_TIME": "", "HPC_DDP_NODE": "n1"})
+    said = LaunchEnv.from_env({"HPC_DDP_END_TIME": "", "HPC_DDP_NODE": "n1"})
     assert (said.run, said.attempt, said.end_time, said.node) == (None, None, None, "n1")
     assert said.stem == "train me"
     with pytest.raises(UsageError, match="HPC_DDP_SAVE_EVERY is 'often'"):
-        Surroundings.from_env({"HPC_DDP_SAVE_EVERY": "often"})
+        LaunchEnv.from_env({"HPC_DDP_SAVE_EVERY": "often"})
 
 
 @pytest.mark.parametrize("build", [lambda: make_loader(check=_refuse)])
@@ -404,8 +404,8 @@ def test_each_rank_has_its_buffers_and_others_take_the_first_one_s(
     for rank, model in enumerate(models[:2]):
         model.running_mean = torch.full((2,), rank + 1.0)
         found = state.collect({"model": model})
-        buffer = Buffer(CPU)
-        buffer.fill(state.my_parts(found, Grid(rank, 2)))
+        buffer = StagingBuffer(CPU)
+        buffer.fill(state.my_parts(found, ParallelDims(rank, 2)))
         (tmp_path / f"tensors-{rank}.bin").write_bytes(b"".join(buffer.bytes))
         torch.save(as_plain(buffer.pieces), tmp_path / f"pieces-{rank}")
     files = [
@@ -435,14 +435,14 @@ def test_objects_and_weights_of_each_rank_are_its_own() -> None:
     assert "model.0.weight" in found.equal
     assert not found.equal.keys() & found.own
     for rank in (0, 1):
-        parts = state.my_parts(found, Grid(rank, 2))
+        parts = state.my_parts(found, ParallelDims(rank, 2))
         assert {name for name in parts if OWN in name} == {f"{n}{OWN}{rank}" for n in found.own}
-    buffer = Buffer(CPU)
+    buffer = StagingBuffer(CPU)
     buffer.fill(parts)
     assert buffer.is_finite(found.trained)
     with torch.no_grad():
         model.get_parameter("1.weight").fill_(torch.inf)
-    buffer.fill(state.my_parts(found, Grid(1, 2)))
+    buffer.fill(state.my_parts(found, ParallelDims(1, 2)))
     assert not buffer.is_finite(found.trained)
 
 
@@ -464,7 +464,7 @@ def test_a_frozen_mask_of_infinities_is_sound() -> None:
     model = nn.Linear(2, 2)
     model.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
     found = state.collect({"model": model})
-    buffer = Buffer(CPU)
-    buffer.fill(state.my_parts(found, Grid()))
+    buffer = StagingBuffer(CPU)
+    buffer.fill(state.my_parts(found, ParallelDims()))
     assert buffer.is_finite(found.trained)
     assert not buffer.is_finite(found.replicated)

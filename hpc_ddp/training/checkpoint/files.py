@@ -32,7 +32,7 @@ LEAST = 2  # checkpoints that are kept even where there is no space for another
 
 
 @dataclass(frozen=True)
-class Keep:
+class Retention:
     """What stays: the newest `last`, and of every `every` steps the first checkpoint."""
 
     last: int
@@ -109,7 +109,7 @@ def set_aside(folder: Path, kind: str, attempt: int) -> Path:
     return folder.rename(path)
 
 
-def prune(folder: Path, keep: Keep, pinned: Iterable[int] = ()) -> None:
+def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
     """Remove what `keep` does not name; call it after a newer one is durable.
 
     `pinned` are steps that stay whatever their age: the best one.

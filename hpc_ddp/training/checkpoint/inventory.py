@@ -17,7 +17,7 @@ import torch
 
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.training import devices
-from hpc_ddp.training.checkpoint.shards import OWN, Part, Shape
+from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, Shape
 
 _SHOWN = 4
 
@@ -76,7 +76,7 @@ class Inventory:
 def inventory_of(
     stage: int,
     tensors: Mapping[str, torch.Tensor],
-    parts: Mapping[str, Part],
+    parts: Mapping[str, LocalShard],
     objects: Iterable[str] = (),
 ) -> Inventory:
     """Return the inventory of a rank that has these objects, has these tensors of them, and writes

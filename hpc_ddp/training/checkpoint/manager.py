@@ -16,12 +16,12 @@ from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint import state
 from hpc_ddp.training.checkpoint.inventory import inventory_of, start_checksums
 from hpc_ddp.training.checkpoint.saver import Checkpoints, Content, Restored
-from hpc_ddp.training.checkpoint.shards import Buffer, as_plain
+from hpc_ddp.training.checkpoint.shards import StagingBuffer, as_plain
 from hpc_ddp.training.checkpoint.state import State, joined, my_parts, unwrap
 from hpc_ddp.training.data.order import Position, derive
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.dtensor import is_sharded
-from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.models.mesh import ParallelDims
 
 RETRY_S = 1.0
 
@@ -35,7 +35,7 @@ class Best:
     stale: int = 0
 
 
-class Keeper:
+class CheckpointManager:
     """Saves and restores one rank's part of the run. `position` is shared with the Run."""
 
     def __init__(
@@ -44,12 +44,12 @@ class Keeper:
         position: Position,
         devices: Sequence[torch.device],
         seed: int,
-        grid: Grid,
+        dims: ParallelDims,
         only_finite: bool,
     ) -> None:
         self._checkpoints, self._position = checkpoints, position
         self._devices, self._seed = devices, seed
-        self._grid = grid
+        self._dims = dims
         self._only_finite = only_finite
         self.best = Best()
         self._objects: dict[str, Any] = {}
@@ -58,7 +58,7 @@ class Keeper:
         self._has_begun = False  # a save, of which `settle` has not told yet
         self._saves = 0  # that have succeeded in this attempt
         self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
-        self._buffer = Buffer(devices[0])
+        self._buffer = StagingBuffer(devices[0])
         self._written: tuple[Position, Best] | None = None  # saved, or being saved
         self._names_best = False  # the last save is to be the best checkpoint
 
@@ -93,14 +93,14 @@ class Keeper:
                     hint="start another run, or go on with the same value",
                 )
         tree = self._tree_of(found)
-        anew = self._per_rank if len(found.owns) != self._grid.world_size else ()
+        anew = self._per_rank if len(found.owns) != self._dims.world_size else ()
         objects = {name: each for name, each in objects.items() if name in tree or name not in anew}
-        state.put_back(objects, tree, found.reader, found.step, self._grid.pp > 1)
+        state.put_back(objects, tree, found.reader, found.step, self._dims.pp > 1)
         vars(self._position).update(found.shared["position"])
         self.best = Best(**found.shared["best"])
         self._written = self._now()
         # All ranks of a stream take up the same one, whichever of them wrote it.
-        mine = (own for own in found.owns if own.get("stream", own["rank"]) == self._grid.stream)
+        mine = (own for own in found.owns if own.get("stream", own["rank"]) == self._dims.stream)
         self._rng = next((own["rng"] for own in mine), None)
 
     def _tree_of(self, found: Restored) -> dict[str, Any]:
@@ -110,15 +110,15 @@ class Keeper:
             len(found.owns),
             sorted({n for own in found.owns for n in own.get("objects", ())}),
         )
-        if ranks == self._grid.world_size:
-            own = next(own for own in found.owns if own["rank"] == self._grid.rank)
+        if ranks == self._dims.world_size:
+            own = next(own for own in found.owns if own["rank"] == self._dims.rank)
             tree = joined(tree, own.get("objects", {}))
             return tree
         if not names:
             return tree
         text = (
             f"each of the {ranks} ranks that wrote the checkpoint of step {found.step} had its own"
-            f" {', '.join(names)}, and {self._grid.world_size} run here"
+            f" {', '.join(names)}, and {self._dims.world_size} run here"
         )
         kinds = (torch.nn.Module, torch.optim.Optimizer)
         if any(isinstance(unwrap(self._objects.get(name)), kinds) for name in names):
@@ -130,8 +130,8 @@ class Keeper:
         """Refuse objects that only some ranks have, and DTensors that are not sharded alike on all
         of them, before the training."""
         sharded = {name: tensor for name, tensor in found.shared.items() if is_sharded(tensor)}
-        parts = my_parts(State(tensors=sharded), self._grid)
-        self._checkpoints.check(inventory_of(self._grid.pp_rank, sharded, parts, found.tree))
+        parts = my_parts(State(tensors=sharded), self._dims)
+        self._checkpoints.check(inventory_of(self._dims.pp_rank, sharded, parts, found.tree))
 
     def start_random(self) -> None:
         """Give the generators the state of the checkpoint, or one of this rank's own.
@@ -140,7 +140,7 @@ class Keeper:
         difference to a resume.
         """
         # First for what the checkpoint does not tell of: it may be one of a run on the CPU.
-        seed = derive(self._seed, self._position.step, self._grid.stream)
+        seed = derive(self._seed, self._position.step, self._dims.stream)
         rng.seed_all(seed, self._devices)
         if self._rng is not None:
             rng.restore(self._rng, self._devices)
@@ -170,11 +170,11 @@ class Keeper:
         found = state.collect(self._objects, self._per_rank)
         # Ranks may part later, too: at saves 1, 2, 4, 8, … this costs little in all.
         compares = is_last or (self._saves + 1).bit_count() == 1
-        compares = compares and self._grid.stage_size > 1
+        compares = compares and self._dims.stage_size > 1
         wait_for_checksums = start_checksums(found.equal if compares else {})
-        parts = my_parts(found, self._grid)
+        parts = my_parts(found, self._dims)
         self._buffer.fill(parts)
-        inventory = inventory_of(self._grid.pp_rank, found.shared, parts, found.tree)
+        inventory = inventory_of(self._dims.pp_rank, found.shared, parts, found.tree)
         guarded = found.trained if self._only_finite else ()
         shared = {
             **self._facts(),
@@ -192,7 +192,7 @@ class Keeper:
                 own=self._own_values(found),
                 data=self._bytes,
                 inventory=lambda: replace(inventory, checksums=wait_for_checksums()),
-                is_sound=partial(self._buffer.is_finite, guarded),
+                is_finite=partial(self._buffer.is_finite, guarded),
                 stall_s=time.monotonic() - began,
             )
         )
@@ -200,13 +200,13 @@ class Keeper:
     def _own_values(self, found: State) -> dict[str, Any]:
         """Return what this rank's file of plain values is to hold."""
         values = {
-            "rank": self._grid.rank,
-            "stream": self._grid.stream,
+            "rank": self._dims.rank,
+            "stream": self._dims.stream,
             "rng": self._rng or rng.snapshot(self._devices),  # not yet put back, or living
             "pieces": as_plain(self._buffer.pieces),
             **({"objects": found.own_tree} if found.own_tree else {}),
         }
-        if self._grid.pp_rank and self._grid.stage_rank == 0:
+        if self._dims.pp_rank and self._dims.stage_rank == 0:
             values["tree"] = found.tree  # rank 0 knows of its own stage only
         return values
 
@@ -242,7 +242,7 @@ class Keeper:
         assert self.best.step is not None  # the save has seen to that
         found = self._checkpoints.load(self.best.step)
         tree = {names[0]: self._tree_of(found)[names[0]]}
-        state.put_back({names[0]: model}, tree, found.reader, found.step, self._grid.pp > 1)
+        state.put_back({names[0]: model}, tree, found.reader, found.step, self._dims.pp > 1)
         return found.step
 
     def settle(self) -> bool:

@@ -30,7 +30,7 @@ from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.training.checkpoint import files as disk
-from hpc_ddp.training.checkpoint.files import Keep
+from hpc_ddp.training.checkpoint.files import Retention
 from hpc_ddp.training.checkpoint.inventory import Digest, Inventory, find_fault, fit_together
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.checkpoint.state import joined
@@ -43,7 +43,7 @@ TRIES = 3  # failed saves in a row that end the run, if they are spread over as 
 PATIENCE_S = 30.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
-_SAVED, _SUPERSEDED, _UNSOUND = "saved", "superseded", "unsound"
+_SAVED, _SUPERSEDED, _NON_FINITE = "saved", "superseded", "non-finite"
 _UNFIT = "unfit"  # what the ranks have does not fit together
 _FAILED, _FAILING = "failed", "failing"  # the latter for `PATIENCE_S` already
 
@@ -72,7 +72,7 @@ class Content:
     inventory
         returns the names, shapes and parts of all tensors, for the ranks to compare; called behind
         the training
-    is_sound
+    is_finite
         tells whether it is fit to go on from; asked behind the training
     stall_s
         for how long the host has been held up so far, in seconds
@@ -84,7 +84,7 @@ class Content:
     own: dict[str, Any]
     data: Callable[[], tuple[Sequence[memoryview], float]]
     inventory: Callable[[], Inventory]
-    is_sound: Callable[[], bool]
+    is_finite: Callable[[], bool]
     stall_s: float
 
 
@@ -130,7 +130,7 @@ class Checkpoints:
         control: Control,
         background: Control,
         journal: Journal,
-        keep: Keep,
+        keep: Retention,
         before_publishing: Callable[[int], None] = lambda step: None,  # on rank 0
     ) -> None:
         self._run, self._attempt, self._keep = run, attempt, keep
@@ -199,8 +199,8 @@ class Checkpoints:
                 f"attempt {self._attempt} of {self._run.path} has been superseded by a later one"
                 " and leaves the run alone"
             )
-        if kind == _UNSOUND:
-            raise self.unsound(why)
+        if kind == _NON_FINITE:
+            raise self.non_finite_error(why)
         if self._refusal is not None:
             raise self._refusal
         self._failures = self._failures + 1 if kind in (_FAILED, _FAILING) else 0
@@ -230,7 +230,7 @@ class Checkpoints:
         if first and self._outcome[0] == _SAVED:
             self._prune(content, self._keep)
 
-    def _prune(self, content: Content, keep: Keep) -> None:
+    def _prune(self, content: Content, keep: Retention) -> None:
         """On rank 0: remove old checkpoints, but for the best and what `keep` names."""
         best = content.facts.get("best") or {"step": content.step}
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
@@ -301,9 +301,9 @@ class Checkpoints:
         """Write this rank's files of a draft; return what goes into the manifest."""
         try:
             with ThreadPoolExecutor(1) as pool:  # while the disk is busy
-                sound = pool.submit(content.is_sound)
+                sound = pool.submit(content.is_finite)
                 facts = {n: disk.write_file(made / n, *parts) for n, parts in files.items()}
-            return facts if sound.result() else _UNSOUND
+            return facts if sound.result() else _NON_FINITE
         except Exception as error:  # as above
             return _failure(error)
 
@@ -318,13 +318,13 @@ class Checkpoints:
     def _make_room(self, content: Content) -> None:
         """On rank 0: let all but the newest checkpoints, the best and the milestones give way."""
         if self._run.is_newest(self._attempt):
-            self._prune(content, Keep(disk.LEAST, self._keep.every))
+            self._prune(content, Retention(disk.LEAST, self._keep.every))
 
     def _judge(self, made: Path, content: Content, answers: list[Any]) -> Outcome:
         """On rank 0: complete and publish a draft, or remove it."""
-        if _UNSOUND in answers:
+        if _NON_FINITE in answers:
             disk.remove(made)
-            return _UNSOUND, str(content.step)
+            return _NON_FINITE, str(content.step)
         if any(isinstance(answer, Failure) for answer in answers):
             return self._drop(made, content, answers)
         files: dict[str, FileFacts] = {
@@ -371,7 +371,7 @@ class Checkpoints:
                 CheckpointSaved(content.step, round(stall, 4), round(took, 4), int(detail))
             )
 
-    def unsound(self, step: int | str) -> HpcDdpError:
+    def non_finite_error(self, step: int | str) -> HpcDdpError:
         """Return the error that ends a run whose weights can't be gone on from."""
         found = checkpoints.candidates(self._run.checkpoints)
         last = found[0].name if found else "none"

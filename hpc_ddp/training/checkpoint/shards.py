@@ -31,7 +31,7 @@ LARGEST_BLOCK, LEAST_BLOCK = 1 << 30, 1 << 20  # bytes of pinned memory; multipl
 Shape = tuple[int, ...]
 
 
-class Piece(NamedTuple):  # thousands are made at each save, in the training's time
+class StoredShard(NamedTuple):  # thousands are made at each save, in the training's time
     """A box of the tensor `name`: `size` from `start` on, at byte `offset` of a data file."""
 
     name: str
@@ -42,7 +42,7 @@ class Piece(NamedTuple):  # thousands are made at each save, in the training's t
     offset: int
 
 
-class Part(NamedTuple):
+class LocalShard(NamedTuple):
     """What a rank holds of a tensor: the numbers, the whole shape, start and size of the box."""
 
     numbers: torch.Tensor
@@ -51,17 +51,17 @@ class Part(NamedTuple):
     size: Shape
 
 
-def whole(tensor: torch.Tensor) -> Part:
+def whole(tensor: torch.Tensor) -> LocalShard:
     shape = tuple(tensor.shape)
-    return Part(tensor, shape, (0,) * len(shape), shape)
+    return LocalShard(tensor, shape, (0,) * len(shape), shape)
 
 
-def shard(tensor: Any) -> Part:
+def shard(tensor: Any) -> LocalShard:
     """Return this rank's part of a DTensor."""
-    return Part(tensor.to_local(), tuple(tensor.shape), *local_box(tensor))
+    return LocalShard(tensor.to_local(), tuple(tensor.shape), *local_box(tensor))
 
 
-def rows(tensor: torch.Tensor, low: int, high: int) -> Part | None:
+def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
     """Return the rows of a tensor that begin between two of its bytes, if any."""
     if low <= 0 and tensor.nbytes <= high:
         return whole(tensor)
@@ -72,10 +72,10 @@ def rows(tensor: torch.Tensor, low: int, high: int) -> Part | None:
     if not tensor.dim():
         return whole(tensor)
     _, shape, start, size = whole(tensor)
-    return Part(tensor[first:last], shape, (first, *start[1:]), (last - first, *size[1:]))
+    return LocalShard(tensor[first:last], shape, (first, *start[1:]), (last - first, *size[1:]))
 
 
-class Buffer:
+class StagingBuffer:
     """Memory for one rank's parts: the bytes of its data file, in blocks.
 
     It is allocated anew only when the parts change, in practice at the first save. Where there is
@@ -88,9 +88,9 @@ class Buffer:
         self._blocks: list[torch.Tensor] = []
         self._segments: list[list[torch.Tensor]] = []  # of each piece, in the order of its numbers
         self._copies: list[tuple[torch.Event, torch.Event]] = []  # begin and end, by device
-        self.pieces: list[Piece] = []
+        self.pieces: list[StoredShard] = []
 
-    def fill(self, parts: Mapping[str, Part]) -> None:
+    def fill(self, parts: Mapping[str, LocalShard]) -> None:
         """Begin to copy the parts in; nobody may read the buffer before `wait` meanwhile.
 
         The copies take their place in the devices' current streams. So what the training does
@@ -113,7 +113,7 @@ class Buffer:
             end.synchronize()
         return max((begin.elapsed_time(end) / 1000 for begin, end in self._copies), default=0.0)
 
-    def _allocate(self, pieces: list[Piece], size: int) -> None:
+    def _allocate(self, pieces: list[StoredShard], size: int) -> None:
         self._segments, self._blocks = [], []  # free the old ones first
         pinned = devices.is_accelerator(self._device)
         self._blocks = list(_blocks(size)) if pinned else [_allocate(size)]
@@ -156,7 +156,7 @@ def _allocate(size: int, pin_memory: bool = False) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
 
 
-def _segments(piece: Piece, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the memory of a piece: as many numbers as each block has of it, shapes (numbers,)."""
     dtype = dtype_named(piece.dtype)
     begin, end = piece.offset, piece.offset + math.prod(piece.size) * dtype.itemsize
@@ -189,12 +189,12 @@ def _is_finite(numbers: torch.Tensor) -> bool:
     return bool(torch.isfinite(numbers.sum(dtype=kind)))
 
 
-def _lay_out(parts: Mapping[str, Part]) -> tuple[list[Piece], int]:
+def _lay_out(parts: Mapping[str, LocalShard]) -> tuple[list[StoredShard], int]:
     """Return where each part goes in the data file, and the file's size."""
     pieces, offset = [], 0
     for name, (numbers, shape, start, size) in parts.items():
         dtype = str(numbers.dtype).removeprefix("torch.")
-        pieces.append(Piece(name, dtype, shape, start, size, offset))
+        pieces.append(StoredShard(name, dtype, shape, start, size, offset))
         offset += -(-numbers.nbytes // ALIGNMENT) * ALIGNMENT
     return pieces, offset
 
@@ -204,7 +204,7 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def as_plain(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
+def as_plain(pieces: Iterable[StoredShard]) -> list[tuple[Any, ...]]:
     """Return pieces as values that ``weights_only`` loads."""
     return [tuple(piece) for piece in pieces]
 
@@ -232,12 +232,12 @@ class Reader:
         self, files: Iterable[tuple[Path, Iterable[tuple[Any, ...]]]], rank: int | None = None
     ) -> None:
         self._rank = rank
-        self._pieces: dict[str, list[tuple[Path, Piece]]] = {}
+        self._pieces: dict[str, list[tuple[Path, StoredShard]]] = {}
         self._files: dict[Path, FileIO] = {}
         weakref.finalize(self, _close, self._files)
         for path, pieces in files:
             for each in pieces:
-                self._pieces.setdefault(each[0], []).append((path, Piece(*each)))
+                self._pieces.setdefault(each[0], []).append((path, StoredShard(*each)))
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._pieces if OWN not in name)
@@ -293,7 +293,7 @@ class Reader:
             raise HpcDdpError(f"{name}: only {count} of {box.numel()} numbers are stored")
         return box
 
-    def _fill(self, part: torch.Tensor, path: Path, piece: Piece, low: Shape) -> None:
+    def _fill(self, part: torch.Tensor, path: Path, piece: StoredShard, low: Shape) -> None:
         """Read the part of a tensor that begins at `low` from a piece, whole rows at a time."""
         shape = (*part.shape[:1], *piece.size[1:])
         is_direct = part.is_contiguous() and part.shape == shape
@@ -334,7 +334,7 @@ def _close(files: dict[Path, FileIO]) -> None:
         files.popitem()[1].close()
 
 
-def _overlap(piece: Piece, start: Shape, size: Shape) -> tuple[Shape, Shape]:
+def _overlap(piece: StoredShard, start: Shape, size: Shape) -> tuple[Shape, Shape]:
     """Return where the common part of a piece and a box begins, and its size, not above 0 where
     there is none."""
     low = tuple(map(max, start, piece.start))

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint.shards import (
     OWN,
-    Part,
+    LocalShard,
     Reader,
     UnreadableError,
     rows,
@@ -29,7 +29,7 @@ from hpc_ddp.training.checkpoint.shards import (
     whole,
 )
 from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
-from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.models.mesh import ParallelDims
 
 TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
 KIND = "class"  # an optimizer's, beside its state
@@ -150,7 +150,7 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
     return state
 
 
-def my_parts(state: State, grid: Grid) -> dict[str, Part]:
+def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
     """Return what a rank writes of the tensors, which have the same names on all of its stage.
 
     - sharded (FSDP2, tensor parallel): its own shard, where ranks hold the same the first of them
@@ -160,15 +160,15 @@ def my_parts(state: State, grid: Grid) -> dict[str, Part]:
     - anything else: the first rank of the stage all of it
     """
     shared = {name: tensor.nbytes for name, tensor in state.equal.items()}
-    rank, size = grid.stage_rank, grid.stage_size
+    rank, size = dims.stage_rank, dims.stage_size
     low, high = (sum(shared.values()) * r // size for r in (rank, rank + 1))
-    parts: dict[str, Part] = {}
+    parts: dict[str, LocalShard] = {}
     for name, tensor in state.tensors.items():
         if is_sharded(tensor):
-            if holds_first_copy(tensor, grid):
+            if holds_first_copy(tensor, dims):
                 parts[name] = shard(tensor)
         elif name in state.own:
-            parts[f"{name}{OWN}{grid.rank}"] = whole(tensor)
+            parts[f"{name}{OWN}{dims.rank}"] = whole(tensor)
         elif length := shared.get(name):
             if part := rows(tensor, low, high):
                 parts[name] = part
@@ -176,7 +176,7 @@ def my_parts(state: State, grid: Grid) -> dict[str, Part]:
         elif rank == 0:
             parts[name] = whole(tensor)
         elif name in state.buffers:
-            parts[f"{name}{OWN}{grid.rank}"] = whole(tensor)
+            parts[f"{name}{OWN}{dims.rank}"] = whole(tensor)
     is_empty = {name: not part.numbers.numel() for name, part in parts.items()}
     return {n: part for n, part in parts.items() if rank == 0 or OWN in n or not is_empty[n]}
 

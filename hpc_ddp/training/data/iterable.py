@@ -16,13 +16,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from hpc_ddp.training.data import order
-from hpc_ddp.training.data.order import Cut, Position, Share
+from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position
 from hpc_ddp.training.models import rng
 
 _END = object()
 
 
-class Stream(IterableDataset[tuple[Share, Any]]):
+class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     """Yields batches of what is left of the epoch at `position`.
 
     What the data set draws at random depends on (seed, epoch, number of the sample), and
@@ -33,7 +33,7 @@ class Stream(IterableDataset[tuple[Share, Any]]):
     def __init__(
         self,
         dataset: IterableDataset[Any],
-        cut: Cut,
+        cut: BatchPlan,
         seed: int,
         position: Position,
         collate: Callable[[list[Any]], Any],
@@ -41,7 +41,7 @@ class Stream(IterableDataset[tuple[Share, Any]]):
         self._dataset, self._cut, self._seed = dataset, cut, seed
         self._position, self._collate = position, collate
 
-    def __iter__(self) -> Iterator[tuple[Share, Any]]:
+    def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
         worker = get_worker_info()
         turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
         # The data set must not see the worker: many then yield only a part of themselves.
@@ -95,7 +95,7 @@ class Stream(IterableDataset[tuple[Share, Any]]):
         rng.seed_all(order.derive(self._seed, self._position.epoch, number))
         return next(source, _END)
 
-    def _batch(self, share: Share, samples: dict[int, Any]) -> Any:
+    def _batch(self, share: MicroBatch, samples: dict[int, Any]) -> Any:
         with rng.untouched():
             places = share.places
             seed = order.derive(self._seed, self._position.epoch, places[0], len(places))

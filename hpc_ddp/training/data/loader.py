@@ -25,8 +25,8 @@ from torch.utils.data import (
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training.data import order
-from hpc_ddp.training.data.iterable import Stream
-from hpc_ddp.training.data.order import Cut, Position, Share
+from hpc_ddp.training.data.iterable import IterableBatches
+from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position
 from hpc_ddp.training.devices import CPU, is_accelerator
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.process.watchdog import beat
@@ -46,7 +46,7 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset[Any],
-        cut: Cut,
+        cut: BatchPlan,
         *,
         seed: int,
         position: Position,
@@ -57,7 +57,7 @@ class Loader:
         **options: Any,
     ) -> None:
         self.samples = size_of(dataset)
-        self.share: Share | None = None
+        self.share: MicroBatch | None = None
         self.timed: Callable[[Iterator[Any]], Iterator[Any]] = iter
         self._cut, self._position, self._device = cut, position, device
         self._check, self._sync = check, sync
@@ -108,7 +108,7 @@ class Shard:
     def __init__(
         self,
         dataset: Dataset[Any],
-        cut: Cut,
+        cut: BatchPlan,
         *,
         seed: int,
         device: torch.device,
@@ -156,7 +156,7 @@ def known(samples: int | None) -> int:
 
 def batches_of(
     dataset: Dataset[Any],
-    cut: Cut,
+    cut: BatchPlan,
     seed: int,
     position: Position,
     device: torch.device,
@@ -183,7 +183,7 @@ def batches_of(
                 f"{name} is True; accepted with an iterable data set: False",
                 hint="let the data set shuffle itself; set_epoch(epoch) is called if it has that",
             )
-        source = Stream(dataset, cut, seed, position, collate)
+        source = IterableBatches(dataset, cut, seed, position, collate)
     else:
         source = _Seeded(dataset, seed, collate)
         options["sampler"] = _Keys(len(dataset), cut, seed, position, shuffle)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def batches_of(
         ) from None
 
 
-def _watched(batches: DataLoader[_Batch]) -> Iterator[tuple[Share, Any]]:
+def _watched(batches: DataLoader[_Batch]) -> Iterator[tuple[MicroBatch, Any]]:
     """Yield the batches; say in a word how a loader worker has died, or what a data set said."""
     iterator: Any = None
     try:
@@ -306,12 +306,12 @@ class _Keys:
     """What to fetch, batch by batch: (epoch, indices, share) from the current position on."""
 
     def __init__(
-        self, samples: int, cut: Cut, seed: int, position: Position, shuffle: bool
+        self, samples: int, cut: BatchPlan, seed: int, position: Position, shuffle: bool
     ) -> None:
         self._samples, self._cut, self._seed = samples, cut, seed
         self._position, self._shuffle = position, shuffle
 
-    def __iter__(self) -> Iterator[tuple[int, list[int], Share]]:
+    def __iter__(self) -> Iterator[tuple[int, list[int], MicroBatch]]:
         epoch = self._position.epoch
         shares = self._cut.shares(self._samples, self._position.samples)
         if not self._shuffle:
@@ -323,7 +323,7 @@ class _Keys:
             yield epoch, indices[places].tolist(), share
 
 
-class _Seeded(Dataset[tuple[Share, Any]]):
+class _Seeded(Dataset[tuple[MicroBatch, Any]]):
     """Fetches batches whose randomness depends on (seed, epoch, index) and on nothing else.
 
     Neither the number of ranks or loader workers nor an interruption changes what an
@@ -339,7 +339,7 @@ class _Seeded(Dataset[tuple[Share, Any]]):
         if isinstance(dataset, TensorDataset) and type(dataset) is TensorDataset:
             self._tensors = dataset.tensors if collate is default_collate else None
 
-    def __getitem__(self, key: tuple[int, list[int], Share]) -> tuple[Share, Any]:
+    def __getitem__(self, key: tuple[int, list[int], MicroBatch]) -> tuple[MicroBatch, Any]:
         epoch, indices, share = key
         if self._tensors is not None:  # nothing is drawn, so all come at once
             return share, [_rows(tensor, indices) for tensor in self._tensors]
@@ -364,7 +364,7 @@ class _Batch:
     Not by torch's, which leaves dataclasses alone, and fails for a tensor that is on a device.
     """
 
-    def __init__(self, share: Share, content: Any) -> None:
+    def __init__(self, share: MicroBatch, content: Any) -> None:
         self.share, self.content = share, content
 
     def pin_memory(self, device: object = None) -> _Batch:

@@ -27,21 +27,21 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Share:
+class MicroBatch:
     """One micro-batch of one rank: its part of a global batch, or a piece of that part.
 
     `places` are never empty: a rank that has none left repeats some, with `weight` zero.
     """
 
     places: range  # of its samples in the order of the epoch
-    weight: float  # for the gradient of this rank's mean loss; see `Cut.pieces`
+    weight: float  # for the gradient of this rank's mean loss; see `BatchPlan.pieces`
     total: int  # samples in the global batch
     ends_step: bool  # the last micro-batch before the optimizer's step
     ends_epoch: bool  # in the last step of the epoch
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchPlan:
     """How an epoch is cut into global batches of `size` samples, and those for one rank.
 
     Each optimizer step takes a global batch. A rank has its part of it in at most `accumulate`
@@ -63,14 +63,14 @@ class Cut:
         """Return how many steps `samples` are worth, the same on every rank."""
         return samples // self.size if self.drop_last else _ceil(samples, self.size)
 
-    def shares(self, samples: int, start: int) -> Iterator[Share]:
+    def shares(self, samples: int, start: int) -> Iterator[MicroBatch]:
         """Yield what is left of an epoch of `samples` from position `start` on."""
         stop = min(start + self.steps(samples - start) * self.size, samples)
         for first in range(start, stop, self.size):
             block = range(first, min(first + self.size, stop))
             yield from self.pieces(block, ends_epoch=block.stop == stop)
 
-    def pieces(self, block: range, ends_epoch: bool) -> list[Share]:
+    def pieces(self, block: range, ends_epoch: bool) -> list[MicroBatch]:
         """Return what this rank takes of one global batch, given as places in the epoch's order.
 
         DistributedDataParallel divides the sum of the ranks' gradients by the number of ranks.
@@ -82,7 +82,7 @@ class Cut:
         count = _ceil(_ceil(total, self.world_size), self.batch_size)
         repeated = block[:2]  # two, since batch norm refuses a single one
         return [
-            Share(
+            MicroBatch(
                 places=part or repeated,
                 weight=len(part) * self.world_size / total,
                 total=total,
@@ -94,14 +94,14 @@ class Cut:
         ]
 
 
-def make_cut(
+def make_plan(
     batch_size: int | None,
     global_batch_size: int | None,
     accumulate: int,
     rank: int,
     world_size: int,
     drop_last: bool = False,
-) -> Cut:
+) -> BatchPlan:
     """Return the cut for a batch size per rank and micro-batch, or for one of all ranks' steps.
 
     Raises
@@ -120,7 +120,7 @@ def make_cut(
         if number is not None and (not isinstance(number, int) or number < 1):
             raise UsageError(f"{name} is {number!r}; accepted: a whole number from 1")
     size = global_batch_size or (batch_size or 0) * accumulate * world_size
-    return Cut(size, rank, world_size, accumulate, drop_last)
+    return BatchPlan(size, rank, world_size, accumulate, drop_last)
 
 
 def _ceil(number: int, divisor: int) -> int:

@@ -32,7 +32,7 @@ class _StandIn(torch.nn.Module):
         return total
 
 
-def settle(ddp: DistributedDataParallel) -> None:
+def fix_bucket_order(ddp: DistributedDataParallel) -> None:
     """Run one forward and backward of `ddp` that changes nothing but the packing of gradients.
 
     All ranks must call it. Leaves parameters, buffers, generators as they are and gradients

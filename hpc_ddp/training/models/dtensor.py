@@ -6,13 +6,17 @@ Importing it takes a second, so that is done only where a script has loaded it a
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.devices import sum_type
+from hpc_ddp.training.models.mesh import ParallelDims
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -58,7 +62,7 @@ def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(start), tuple(size)
 
 
-def holds_first_copy(tensor: Any, grid: Grid) -> bool:
+def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:
     """Tell whether this rank is the first of those of its stage that hold a part of a DTensor.
 
     All ranks of a stage have the tensor, on this mesh or on one of other ranks, and each mesh has
@@ -70,7 +74,7 @@ def holds_first_copy(tensor: Any, grid: Grid) -> bool:
     coordinate = tensor.device_mesh.get_coordinate()
     return (
         coordinate is not None
-        and grid.stage_first in _ranks_of(tensor.device_mesh)
+        and dims.stage_first in _ranks_of(tensor.device_mesh)
         and all(
             place == 0
             for place, placement in zip(coordinate, tensor.placements, strict=True)
@@ -137,3 +141,53 @@ def from_local(local: torch.Tensor, like: Any) -> torch.Tensor:
     make: Any = DTensor
     sharded: torch.Tensor = make(local, like._spec, requires_grad=False)
     return sharded
+
+
+# -- norms of tensors that lie on several ranks --------------------------------------------
+
+
+def clip_(
+    parameters: Sequence[torch.Tensor], limit: float, dims: ParallelDims, device: torch.device
+) -> torch.Tensor:
+    """Scale the gradients down to a norm over all ranks; return the one before, a scalar."""
+    if not _is_spread(parameters, dims):
+        return clip_grad_norm_(parameters, limit)
+    grads = [each.grad for each in parameters if each.grad is not None]
+    norm = _norm([reduced(grad) for grad in grads], dims, device)
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    # The gradients themselves: `reduced` returns a copy of one whose sum over ranks is pending.
+    for grad in map(_local, grads):
+        grad.mul_(factor.to(grad.device))
+    return norm
+
+
+def total_norm(
+    tensors: Sequence[torch.Tensor], dims: ParallelDims, device: torch.device
+) -> torch.Tensor:
+    """Return the norm of all tensors of all ranks, each counted once: a scalar, equal on all."""
+    return _norm(tensors, dims, device) if _is_spread(tensors, dims) else get_total_norm(tensors)
+
+
+def _is_spread(tensors: Sequence[torch.Tensor], dims: ParallelDims) -> bool:
+    return dims.pp > 1 or any(map(is_sharded, tensors))
+
+
+def _norm(
+    tensors: Sequence[torch.Tensor], dims: ParallelDims, device: torch.device
+) -> torch.Tensor:
+    """One number travels, whatever the mix: each rank adds up what it has the first copy of."""
+    mine = [_local(each) for each in tensors if _is_first(each, dims)]
+    ours = [each for each in mine if each.numel()]
+    norm = get_total_norm(ours) if ours else torch.zeros((), device=device)
+    square = norm.to(device, sum_type(device)) ** 2
+    dist.all_reduce(square)
+    return square.sqrt().float()
+
+
+def _is_first(tensor: torch.Tensor, dims: ParallelDims) -> bool:
+    return holds_first_copy(tensor, dims) if is_sharded(tensor) else dims.stage_rank == 0
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return local.detach()

@@ -8,7 +8,7 @@ from hpc_ddp.run.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Grid:
+class ParallelDims:
     """The ranks as an array of shape (`pp`, `dp`, `tp`), the last one fastest.
 
     So the ranks of a tensor parallel group, which talk most, are neighbours on a node. A stage

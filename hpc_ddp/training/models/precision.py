@@ -11,8 +11,8 @@ import torch
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.devices import Transfer, has_float64, name
-from hpc_ddp.training.models.mesh import Grid
-from hpc_ddp.training.models.norms import clip_, total_norm
+from hpc_ddp.training.models.dtensor import clip_, total_norm
+from hpc_ddp.training.models.mesh import ParallelDims
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEAST_SCALE = 2.0**-16  # 32 skipped steps in a row from where GradScaler starts
@@ -26,9 +26,9 @@ class Precision:
     """
 
     def __init__(
-        self, kind: str, device: torch.device, stop_on_nan: bool, grid: Grid | None = None
+        self, kind: str, device: torch.device, stop_on_nan: bool, dims: ParallelDims | None = None
     ) -> None:
-        self._device, self._grid, self.dtype = device, grid or Grid(), DTYPES[kind]
+        self._device, self._dims, self.dtype = device, dims or ParallelDims(), DTYPES[kind]
         if kind == "fp16" and not has_float64(device):
             raise UsageError(
                 f"precision is 'fp16' on {name(device)}, which has no float64, and torch's"
@@ -66,7 +66,7 @@ class Precision:
             if self._scaler:
                 self._scaler.unscale_(optimizer)
             ours = [each for group in optimizer.param_groups for each in group["params"]]
-            norm = clip_(ours, clip_norm, self._grid, self._device)
+            norm = clip_(ours, clip_norm, self._dims, self._device)
         if self._step(optimizer) and scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
@@ -122,9 +122,9 @@ class Precision:
         weights = [each for each in trained if each.dtype.itemsize > 1]
         if self._stop_on_nan and self._watched:
             with torch.no_grad():
-                self._norm = Transfer({"norm": total_norm(weights, self._grid, self._device)})
+                self._norm = Transfer({"norm": total_norm(weights, self._dims, self._device)})
 
-    def poisoned(self) -> bool:
+    def has_non_finite(self) -> bool:
         """Tell what the last `look` has seen; the same answer on all ranks.
 
         With fp16 the scaler keeps the weights sound by skipping steps; then it is skipping alone.

@@ -14,12 +14,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.checkpoint.state import unwrap
-from hpc_ddp.training.data.order import Share
+from hpc_ddp.training.data.order import MicroBatch
 from hpc_ddp.training.devices import is_accelerator
-from hpc_ddp.training.models.averaging import averaged
-from hpc_ddp.training.models.ddp_buckets import settle
-from hpc_ddp.training.models.evaluating import in_eval_mode
-from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.models.ddp_buckets import fix_bucket_order
+from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
+from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.meta import Init, materialize
 from hpc_ddp.training.models.precision import Precision
 from hpc_ddp.training.process.process_group import Control
@@ -43,7 +42,7 @@ class ModelSetup:
     world_size: int
     devices: list[torch.device]
     device: torch.device
-    _dims: Grid
+    _dims: ParallelDims
     _control: Control
     _consensus: StopConsensus
     _precision: Precision
@@ -53,7 +52,7 @@ class ModelSetup:
     _stepped: bool
 
     @property
-    def _share(self) -> Share | None:
+    def _share(self) -> MicroBatch | None:
         raise NotImplementedError
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -115,7 +114,7 @@ class ModelSetup:
         if is_accelerator(self.device) and len(self.devices) == 1:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
-        settle(ddp)
+        fix_bucket_order(ddp)
         self._timer.has_ddp = dims.pp == 1
         self._wrapped.append(ddp)
         return ddp
@@ -136,7 +135,7 @@ class ModelSetup:
         *,
         init: Init | None = None,
     ) -> torch.nn.Module:
-        """Share a model's layers among the tensor parallel ranks, on the device.
+        """MicroBatch a model's layers among the tensor parallel ranks, on the device.
 
         `fully_shard` comes after it, and is needed where there are data parallel ranks as well:
         what the plan does not name stays where it is until then.

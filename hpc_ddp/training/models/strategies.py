@@ -24,16 +24,16 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.state import unwrap
-from hpc_ddp.training.models.evaluating import in_eval_mode
-from hpc_ddp.training.models.mesh import Grid
+from hpc_ddp.training.models.evaluation import in_eval_mode
+from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.meta import Init, materialize
 
 SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
 
 
-def make_mesh(grid: Grid, device: torch.device, timeout: timedelta) -> DeviceMesh:
+def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> DeviceMesh:
     """Return the ranks as torch's mesh; all ranks make it at the same time."""
-    sizes = {"pp": grid.pp, "dp": grid.dp, "tp": grid.tp}
+    sizes = {"pp": dims.pp, "dp": dims.dp, "tp": dims.tp}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if devices.is_accelerator(device):
         # torch would make it at the first random operation on a DTensor, and give all ranks rank
@@ -120,7 +120,7 @@ class Pipeline:
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         schedule: str,
         n_microbatches: int,
-        grid: Grid,
+        dims: ParallelDims,
         group: dist.ProcessGroup,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]],
@@ -129,7 +129,7 @@ class Pipeline:
         self.stage = stage
         self._schedule, self._count = schedule, n_microbatches
         self._group, self._device, self._autocast = group, device, autocast
-        self._index, self._last = grid.pp_rank, grid.pp - 1
+        self._index, self._last = dims.pp_rank, dims.pp - 1
         self._losses: list[torch.Tensor] = []
         self._shapes: dict[Any, list[Any]] = {}
         self._schedules: dict[Any, Any] = {}

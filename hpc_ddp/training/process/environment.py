@@ -1,20 +1,23 @@
-"""What a worker is told through its environment."""
+"""The environment variables of a worker, as values."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from hpc_ddp.run.errors import UsageError
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class DistInfo:
-    """Who this process is among its peers; one process alone where nobody has said."""
+class DistEnv:
+    """Rank and world size of this process; a world of one without a launcher."""
 
     rank: int = 0
     local_rank: int = 0
@@ -23,7 +26,7 @@ class DistInfo:
     launched: bool = False  # by torchrun or the like: MASTER_ADDR and MASTER_PORT are set
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> DistInfo:
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> DistEnv:
         """Read torchrun's variables.
 
         Raises
@@ -39,8 +42,8 @@ class DistInfo:
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What hpc-ddp's launcher and supervisor say to the worker; all None under a plain start.
+class LaunchEnv:
+    """The variables of hpc-ddp's launcher and supervisor; all None under a plain start.
 
     `end_time` is in unix seconds, `save_every` in seconds or ``"auto"``, `hang_after` in seconds.
     """
@@ -58,19 +61,20 @@ class Surroundings:
     stem: str
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Surroundings:
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> LaunchEnv:
         """Read the ``HPC_DDP_*`` variables; raises UsageError for a value that is no number."""
         run, notice = environ.get("HPC_DDP_RUN"), environ.get("HPC_DDP_NOTICE")
         script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
+        auto = "auto" if environ.get("HPC_DDP_SAVE_EVERY") == "auto" else None
         return cls(
             run=Path(run) if run else None,
             attempt=_number(environ, "HPC_DDP_ATTEMPT") if run else None,
             node=environ.get("HPC_DDP_NODE") or socket.gethostname(),
             notice=Path(notice) if notice else None,
             end_time=_seconds(environ, "HPC_DDP_END_TIME"),
-            save_every=_interval(environ, "HPC_DDP_SAVE_EVERY"),
+            save_every=auto or _seconds(environ, "HPC_DDP_SAVE_EVERY"),
             hang_after=_seconds(environ, "HPC_DDP_HANG_AFTER"),
-            profile=_window(environ, "HPC_DDP_PROFILE"),
+            profile=_parse(environ, "HPC_DDP_PROFILE", _window, "two steps, like 10:15"),
             backend=environ.get("HPC_DDP_BACKEND") or None,
             runs=Path(environ.get("HPC_DDP_RUNS") or "runs").expanduser().absolute(),
             stem=script if script not in ("", "-", "-c") else "python",
@@ -87,31 +91,24 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         ) from None
 
 
-def _interval(environ: Mapping[str, str], name: str) -> float | str | None:
-    return "auto" if environ.get(name) == "auto" else _seconds(environ, name)
-
-
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+    return _parse(environ, name, float, "a number of seconds")
+
+
+def _window(text: str) -> tuple[int, ...]:
+    return tuple(int(step) for step in text.split(":"))
+
+
+def _parse(
+    environ: Mapping[str, str], name: str, parse: Callable[[str], T], accepted: str
+) -> T | None:
     text = environ.get(name)
     if not text:
         return None
     try:
-        return float(text)
+        return parse(text)
     except ValueError:
         raise UsageError(
-            f"the environment variable {name} is {text!r}; accepted: a number of seconds",
-            hint=f"unset {name}",
-        ) from None
-
-
-def _window(environ: Mapping[str, str], name: str) -> tuple[int, ...] | None:
-    text = environ.get(name)
-    if not text:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(":"))
-    except ValueError:
-        raise UsageError(
-            f"the environment variable {name} is {text!r}; accepted: two steps, like 10:15",
+            f"the environment variable {name} is {text!r}; accepted: {accepted}",
             hint=f"unset {name}",
         ) from None

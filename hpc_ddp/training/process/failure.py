@@ -19,7 +19,7 @@ from hpc_ddp.run.events import RankFailed
 from hpc_ddp.run.journal import Journal
 from hpc_ddp.training.checkpoint.saver import SupersededError
 from hpc_ddp.training.data.order import Position
-from hpc_ddp.training.process.environment import DistInfo
+from hpc_ddp.training.process.environment import DistEnv
 
 
 class FailureHook:
@@ -29,7 +29,7 @@ class FailureHook:
     own. ``sys.exit(n)`` does not pass here and keeps its code.
     """
 
-    def __init__(self, info: DistInfo, node: str) -> None:
+    def __init__(self, info: DistEnv, node: str) -> None:
         self.journal: Journal | None = None
         self.position: Position | None = None
         self._info, self._node, self._told = info, node, False

@@ -15,15 +15,15 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
-from hpc_ddp.training.process.environment import DistInfo
+from hpc_ddp.training.process.environment import DistEnv
 
 TEARDOWN_S = 10.0
 TIMEOUT_S = 1800.0  # torch's own for gloo
 NEVER = timedelta(days=20)  # torch counts milliseconds, in places with 31 bits
-_met_at_agents: list[DistInfo] = []  # this process's runs that use torchrun's store: one at most
+_met_at_agents: list[DistEnv] = []  # this process's runs that use torchrun's store: one at most
 
 
-def choose_devices(info: DistInfo, each: int = 1) -> list[torch.device]:
+def choose_devices(info: DistEnv, each: int = 1) -> list[torch.device]:
     """Return this rank's `each` GPUs and make the first the current one, or the CPU so often.
 
     Raises
@@ -75,7 +75,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def join(
-    info: DistInfo,
+    info: DistEnv,
     devices_of_rank: Sequence[torch.device],
     hang_after_s: float | None,
     asked: str | None = None,
@@ -128,7 +128,7 @@ class Control:
     while a step computes.
     """
 
-    def __init__(self, info: DistInfo, timeout: timedelta) -> None:
+    def __init__(self, info: DistEnv, timeout: timedelta) -> None:
         self.rank = info.rank
         self.world_size = info.world_size
         self._info, self.timeout = info, timeout

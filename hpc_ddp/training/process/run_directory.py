@@ -1,4 +1,4 @@
-"""Where this run lives: as the launcher says, or below ``./runs`` under a plain start."""
+"""The folder of the run: the launcher's, or one below ``./runs`` under a plain start."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.events import Started
 from hpc_ddp.run.folder import RunFolder, write_json
 from hpc_ddp.run.spec import JobSpec
-from hpc_ddp.training.process.environment import DistInfo, Surroundings
+from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.process.process_group import Control
 
 
-def find(said: Surroundings, info: DistInfo, control: Control) -> tuple[RunFolder, int]:
+def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder, int]:
     """Return the run's folder and this attempt's number, the same on all ranks.
 
     Raises
@@ -27,13 +27,13 @@ def find(said: Surroundings, info: DistInfo, control: Control) -> tuple[RunFolde
     HpcDdpError
         another process is at work in the folder
     """
-    if said.run is not None and said.attempt is not None:
-        return RunFolder(said.run), said.attempt
-    # Rank 0 alone looks and claims; its error has to reach the others, who wait for a place.
+    if env.run is not None and env.attempt is not None:
+        return RunFolder(env.run), env.attempt
+    # Rank 0 alone claims it; its error has to reach the other ranks, which wait for a folder.
     answer: Any = None
-    if info.rank == 0:
+    if dist_env.rank == 0:
         try:
-            answer = _claim_local(said, info)
+            answer = _claim_local(env, dist_env)
         except HpcDdpError as error:
             answer = error
     answer = control.from_first(answer)
@@ -43,18 +43,25 @@ def find(said: Surroundings, info: DistInfo, control: Control) -> tuple[RunFolde
     return RunFolder(path), attempt
 
 
-def _claim_local(said: Surroundings, info: DistInfo) -> tuple[Path, int]:
+def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
     """Make ``<runs>/<script's name>/local``, or take it up again where it is unfinished."""
-    run = RunFolder(said.runs / said.stem / "local")
-    kept = _move_away(run.path) if run.path.exists() and run.finished() else None
+    run = RunFolder(env.runs / env.stem / "local")
+    finished = _move_away(run.path) if run.path.exists() and run.finished() else None
     run.make()
     attempt = run.claim_attempt(process.identity(), process.is_live)
-    job = _job(said, info)
+    job = JobSpec(
+        script=os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else env.stem,
+        args=tuple(sys.argv[1:]),
+        job_name=re.sub(r"[^\w .+=,@-]|^\W+", "_", env.stem)[:100],
+        backend="local",
+        nproc_per_node=dist_env.world_size,
+        chdir=os.getcwd(),
+    )
     if not run.job_json.exists():
         write_json(run.job_json, asdict(job))
     else:
         _compare(run, JobSpec.from_json(run.job_json.read_text()), job)
-    moved = f" (the finished one is now {kept})" if kept else ""
+    moved = f" (the finished one is now {finished})" if finished else ""
     print(f"hpc-ddp: run: {run.path}{moved}", file=sys.stderr, flush=True)
     run.journal("rank-0", attempt.number).write(Started(backend="local", **process.identity()))
     return run.path, attempt.number
@@ -62,7 +69,7 @@ def _claim_local(said: Surroundings, info: DistInfo) -> tuple[Path, int]:
 
 def _compare(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
     """Refuse to go on with another script's run. Other arguments are the run's from here on:
-    the script has them in any case; say so where there is something to go on with."""
+    the script has them in any case; with a checkpoint a warning names the earlier ones."""
     if begun.script != job.script:
         raise UsageError(
             f"{run.path} is a run of {begun.script}, and this is {job.script}",
@@ -80,24 +87,9 @@ def _compare(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
         )
 
 
-def _job(said: Surroundings, info: DistInfo) -> JobSpec:
-    return JobSpec(
-        script=_script(said),
-        args=tuple(sys.argv[1:]),
-        job_name=re.sub(r"[^\w .+=,@-]|^\W+", "_", said.stem)[:100],
-        backend="local",
-        nproc_per_node=info.world_size,
-        chdir=os.getcwd(),
-    )
-
-
-def _script(said: Surroundings) -> str:
-    return os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else said.stem
-
-
 def _move_away(path: Path) -> Path:
     number = 1
-    while (kept := path.with_name(f"{path.name}-{number}")).exists():
+    while (target := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
-    path.rename(kept)
-    return kept
+    path.rename(target)
+    return target

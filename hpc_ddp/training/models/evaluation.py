@@ -1,16 +1,31 @@
-"""The exponential moving average of a model's weights."""
+"""Models for evaluation: eval mode, and the exponential moving average of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode, without gradients, and each part back as it was."""
+    were_training = [each for each in model.modules() if each.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for each in were_training:  # frozen parts may have been in eval mode before
+            each.training = True
 
 
 def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
