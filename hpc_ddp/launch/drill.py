@@ -104,7 +104,7 @@ class Report:
 
     def text(self) -> str:
         """Return the result as a person reads it: what was done, what came of it, the verdict."""
-        lines = [" ".join(each).rstrip() for each in _aligned([HEAD, *map(_cells, self.rows)])]
+        lines = [" ".join(cells).rstrip() for cells in _aligned([HEAD, *map(_cells, self.rows)])]
         lines += [f"note: {note}" for note in self.notes]
         name = Path(self.script).name
         verdict = {

@@ -127,14 +127,16 @@ class DrilledRun(Run):
         raise HpcDdpError(f"the drill's {disturbance} did not come")
 
     def _record(self, moment: str, step: int, values: Mapping[str, Any]) -> None:
-        models = [each for each in self._tracked.values() if isinstance(each, torch.nn.Module)]
+        models = [
+            tracked for tracked in self._tracked.values() if isinstance(tracked, torch.nn.Module)
+        ]
         digests, gradients_size = self._steps.take()
         states: dict[str, Any] = {}
-        for name, each in self._tracked.items():
-            state = dict(unwrap(each).state_dict())
-            if isinstance(each, Optimizer):  # a learning rate, say, which a scheduler changes
+        for name, tracked in self._tracked.items():
+            state = dict(unwrap(tracked).state_dict())
+            if isinstance(tracked, Optimizer):  # a learning rate, say, which a scheduler changes
                 states[f"settings {name}"] = state.pop("param_groups")
-            states[f"{_kind(each)} {name}"] = state
+            states[f"{_kind(tracked)} {name}"] = state
         for name, generator in rng.snapshot(self.devices).items():
             states[f"random {name}"] = generator
         weights_size = size_of(weight for model in models for weight in model.parameters())
@@ -185,7 +187,7 @@ class OptimizerSteps:
         gradients = [weight.grad for group in groups for weight in group["params"]]
         # A process may step several optimizers, or one of them twice: all count.
         self._digests["gradients"] = digest_of([self._digests.get("gradients"), gradients])
-        if not any(each is optimizer for each in self._tracked.values()):
+        if not any(tracked is optimizer for tracked in self._tracked.values()):
             self._digests[f"untracked {type(optimizer).__name__}"] = digest_of(
                 optimizer.state_dict()
             )

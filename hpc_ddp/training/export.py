@@ -61,8 +61,8 @@ def export(
         )
     tensors = {key[len(prefix) :]: reader.read(key) for key in reader if key.startswith(prefix)}
     if not tensors:
-        known = sorted({key.partition(".")[0] for key in reader})
-        raise UsageError(f"{folder} has no tensors of {name!r}; accepted: {', '.join(known)}")
+        objects = sorted({key.partition(".")[0] for key in reader})
+        raise UsageError(f"{folder} has no tensors of {name!r}; accepted: {', '.join(objects)}")
     _save_tensors(tensors, out)
     return checkpoints.step_of(folder)
 
@@ -141,16 +141,16 @@ def _replacing(out: Path) -> Iterator[Path]:
 
 
 def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
-    found = checkpoints.published(run.checkpoints)
-    if not found:
+    newest_first = checkpoints.published(run.checkpoints)
+    if not newest_first:
         raise UsageError(f"{run.path} has no checkpoint", hint="name a run's folder")
     if best:
-        step = (checkpoints.read_manifest(found[0]).get("best") or {}).get("step")
+        step = (checkpoints.read_manifest(newest_first[0]).get("best") or {}).get("step")
         if step is None:
             raise UsageError(f"{run.path} has no best checkpoint: its script calls no run.best")
-    wanted = [path for path in found if step is None or checkpoints.step_of(path) == step]
+    wanted = [path for path in newest_first if step is None or checkpoints.step_of(path) == step]
     if not wanted:
-        steps = ", ".join(str(checkpoints.step_of(path)) for path in found)
+        steps = ", ".join(str(checkpoints.step_of(path)) for path in newest_first)
         raise UsageError(f"{run.path} has no checkpoint of step {step}; accepted: {steps}")
     return wanted[0]
 

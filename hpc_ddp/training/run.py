@@ -270,7 +270,7 @@ class Run(ModelSetup):
         )
         trace = f"attempt-{attempt}-rank-{self.rank}.json.gz"
         self._profiler = Profiler(
-            options.profile, self.folder.path / "profile" / trace, told=is_first
+            options.profile, self.folder.path / "profile" / trace, announces=is_first
         )
 
     def loader(
@@ -381,10 +381,10 @@ class Run(ModelSetup):
                 " DataLoader begins the epoch again, and its first samples are seen twice; write"
                 " run.loader(dataset, batch_size) in place of DataLoader(dataset, …)"
             )
-        for each in objects.values():
-            if isinstance(each, torch.optim.Optimizer):
-                step_apart(each)
-                each.register_step_pre_hook(self._check_ends_step)
+        for tracked in objects.values():
+            if isinstance(tracked, torch.optim.Optimizer):
+                step_apart(tracked)
+                tracked.register_step_pre_hook(self._check_ends_step)
 
     # -- the loop --------------------------------------------------------------------------
 
@@ -515,8 +515,8 @@ class Run(ModelSetup):
             samples = self._share.total if self._share else 0
             self._metrics.add(self.position, samples, values)
         self._profiler.step_done()
-        left = None if self._loader is None else self._loader.steps(self.position.samples)
-        decision = self._consensus.step_done(self.position.step, wait_for_all=left == 1)
+        steps_left = None if self._loader is None else self._loader.steps(self.position.samples)
+        decision = self._consensus.step_done(self.position.step, wait_for_all=steps_left == 1)
         self._watch_weights(self._consensus.exchanges)
         if self._ends_epoch():
             # The end of the epoch comes first: a start that finds an epoch without a batch would
@@ -534,12 +534,12 @@ class Run(ModelSetup):
         break`` is an early stop. All ranks call it, after an evaluation: at the end of an epoch,
         or behind `step`. (In the midst of a step, the checkpoint is the one after it.)
         """
-        found = self._manager.judge(number("run.best", "value", value), higher)
-        if found and self._share is not None and self._stepped and not self._ends_epoch():
+        is_best = self._manager.judge(number("run.best", "value", value), higher)
+        if is_best and self._share is not None and self._stepped and not self._ends_epoch():
             self._manager.save()
         else:
-            self._save_due = self._save_due or found
-        return found
+            self._save_due = self._save_due or is_best
+        return is_best
 
     @property
     def stale(self) -> int:
@@ -563,9 +563,11 @@ class Run(ModelSetup):
             a result is no number
         """
         if sys.exc_info()[0] is None:
-            found = {name: number("run.finish", name, each) for name, each in results.items()}
+            scalars = {name: number("run.finish", name, result) for name, result in results.items()}
             # JSON has neither NaN nor infinity.
-            numbers = {name: each if math.isfinite(each) else None for name, each in found.items()}
+            numbers = {
+                name: result if math.isfinite(result) else None for name, result in scalars.items()
+            }
             self._end(Finished(self.position.step, numbers or None))
 
     def __enter__(self) -> Run:
@@ -600,8 +602,8 @@ class Run(ModelSetup):
         Of the ranks that take the same samples one counts: the last stage's, with pipelines.
         """
         counts = self._dims.counts
-        mine = [float(value) if counts else 0.0 for value in values]
-        sums = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        numbers_here = [float(value) if counts else 0.0 for value in values]
+        sums = torch.tensor(numbers_here, dtype=torch.float64, device="cpu")
         self._control.sum(sums)
         beat()
         numbers: list[float] = sums.tolist()
@@ -724,9 +726,13 @@ class Run(ModelSetup):
         """Return the steps of the whole run, where the length of an epoch is known."""
         if self._loader is None or self._epochs is None:
             return None
-        left = self._loader.steps(self.position.samples)
+        steps_left = self._loader.steps(self.position.samples)
         later = self._epochs - self.position.epoch - 1
-        return None if left is None else self.position.step + left + later * len(self._loader)
+        return (
+            None
+            if steps_left is None
+            else self.position.step + steps_left + later * len(self._loader)
+        )
 
     def _watch_weights(self, exchanges: int) -> None:
         """Look at the weights now and then; all ranks do so, and hear of it, at the same steps."""
@@ -776,7 +782,7 @@ class Run(ModelSetup):
             self._metrics.flush()
             self._journal.drain()
             self._journal.write_surely(event)
-        for end in [each.end for each in (self._board, self._progress, self._profiler) if each]:
+        for end in [sink.end for sink in (self._board, self._progress, self._profiler) if sink]:
             end()
         self._over = True
         self._notices.end(then_exit=is_stop)
@@ -790,8 +796,8 @@ class Run(ModelSetup):
 
     def _say_goodput(self) -> None:
         with suppress(OSError):  # all is done: no reason left to fail
-            told = goodput.line(goodput.account(self.folder.events(), time.time()))
-            print(f"hpc-ddp: {told}", file=sys.stderr, flush=True)
+            line = goodput.line(goodput.account(self.folder.events(), time.time()))
+            print(f"hpc-ddp: {line}", file=sys.stderr, flush=True)
 
     def _before_publishing(self, step: int) -> None:
         """Called in the saving thread of rank 0 before a checkpoint appears; for the drill."""

@@ -91,7 +91,7 @@ def make(run: RunFolder) -> Make:
 def _content(step: int, **values: Any) -> Content:
     fields: dict[str, Any] = {
         **{"facts": {"epoch": 1, "best": None}, "shared": {"tree": {"a": step}}},
-        **{"own": {"rank": 0, "pieces": {}}, "data": lambda: ([memoryview(b"")], 0.0)},
+        **{"rank_values": {"rank": 0, "pieces": {}}, "data": lambda: ([memoryview(b"")], 0.0)},
         **{"inventory": lambda: Inventory(0, {}), "is_finite": lambda: True, "stall_s": 0.25},
     }
     return Content(step, **{**fields, **values})
@@ -328,7 +328,12 @@ def test_space_is_looked_for_once_and_for_what_ranks_really_write(
     background.peers = [{}] * 3
     background.claims = [Claim(size, 2, Inventory(0, {}).digest) for size in (70, 0, 5)]
     own = {"rank": 0, "pieces": [("x", "uint8", (1000,), (0,), (1000,), 0)]}
-    _save(make(background=background), 1, data=lambda: ([b"x" * 400, b"x" * 600], 0.5), own=own)
+    _save(
+        make(background=background),
+        1,
+        data=lambda: ([b"x" * 400, b"x" * 600], 0.5),
+        rank_values=own,
+    )
     folder = run.checkpoints / "step-1"
     size = sum(
         (folder / name).stat().st_size for name in ("rank-0.pt", "state.pt", "tensors-0.bin")
@@ -730,7 +735,7 @@ def test_the_first_rank_of_each_later_stage_tells_of_its_objects(rank: int, tell
     )
     keeper.track({"count": Count()}, {})
     keeper.save()
-    assert ("tree" in begun.content.own) is tells
+    assert ("tree" in begun.content.rank_values) is tells
     inventory = begun.content.inventory()
     assert (inventory.stage, inventory.objects) == (rank // 2, ["count"])
 
@@ -769,7 +774,7 @@ def test_each_rank_s_optimizer_state_of_its_expert_is_kept(rank: int) -> None:
     keeper = CheckpointManager(begun, Position(), [CPU], 1, ParallelDims(rank, 2), only_finite=True)
     keeper.track({"model": model, "optimizer": optimizer}, {})
     keeper.save()
-    shared, own = begun.content.shared["tree"]["optimizer"]["state"], begun.content.own
+    shared, own = begun.content.shared["tree"]["optimizer"]["state"], begun.content.rank_values
     assert shared.keys() == {"model.0.weight", "model.0.bias"}
     owns = [own, {**own, "rank": 1 - rank}]
     tree = keeper._tree_of(Restored(1, begun.content.shared, owns, Reader([])))

@@ -427,16 +427,16 @@ def test_objects_and_weights_of_each_rank_are_its_own() -> None:
     objects = {"optimizer": optimizer, "model": model, "loader": Holds(torch.empty(0))}
     found = state.collect(objects, ("loader",))
     of_adam = {f"optimizer.state.model.1.weight.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
-    assert found.own == {"model.1.weight", "loader.value", *of_adam}
+    assert found.private == {"model.1.weight", "loader.value", *of_adam}
     assert sorted(found.tree) == ["model", "optimizer"]
-    assert sorted(found.own_tree) == ["loader", "optimizer"]
+    assert sorted(found.private_tree) == ["loader", "optimizer"]
     assert "model.1.weight" not in found.tree["optimizer"]["state"]
-    assert found.shared.keys() | found.own == found.tensors.keys()
+    assert found.shared.keys() | found.private == found.tensors.keys()
     assert "model.0.weight" in found.equal
-    assert not found.equal.keys() & found.own
+    assert not found.equal.keys() & found.private
     for rank in (0, 1):
         parts = state.my_parts(found, ParallelDims(rank, 2))
-        assert {name for name in parts if OWN in name} == {f"{n}{OWN}{rank}" for n in found.own}
+        assert {name for name in parts if OWN in name} == {f"{n}{OWN}{rank}" for n in found.private}
     buffer = StagingBuffer(CPU)
     buffer.fill(parts)
     assert buffer.is_finite(found.trained)

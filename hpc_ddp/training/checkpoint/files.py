@@ -33,7 +33,7 @@ LEAST = 2  # checkpoints that are kept even where there is no space for another
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays: the newest `last`, and of every `every` steps the first checkpoint."""
+    """The checkpoints that stay: the newest `last`, and the first one of every `every` steps."""
 
     last: int
     every: int | None = None
@@ -47,9 +47,9 @@ def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
     """
     views = [memoryview(part).cast("B") for part in content]
     with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
-        for rest in views:
-            while len(rest):
-                rest = rest[file.write(rest[:CHUNK]) :]
+        for view in views:
+            while len(view):
+                view = view[file.write(view[:CHUNK]) :]
         synced = pool.submit(os.fsync, file.fileno())
         crc32 = 0
         for view in views:  # while the disk is busy
@@ -60,7 +60,7 @@ def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
 
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFacts]) -> None:
     """Write the manifest, which makes the folder a checkpoint, and make both durable."""
-    value = {**facts, "files": {name: asdict(each) for name, each in sorted(files.items())}}
+    value = {**facts, "files": {name: asdict(facts_of) for name, facts_of in sorted(files.items())}}
     value["crc32"] = manifest_crc(value)
     write_file(folder / MANIFEST, json.dumps(value, indent=1).encode())
     sync_folder(folder)
@@ -82,16 +82,16 @@ def draft(folder: Path, step: int, attempt: int) -> Path:
     return folder / f"step-{step}.tmp-{attempt}"
 
 
-def publish(made: Path, attempt: int) -> Path:
+def publish(draft_folder: Path, attempt: int) -> Path:
     """Give a complete draft its final name, durably, and return its path.
 
     A folder that has the name already is moved aside, never written into. It is `.old-`
     when it verifies: the same step before and after the code at the end of an epoch.
     """
-    final = made.with_name(f"step-{step_of(made)}")
+    final = draft_folder.with_name(f"step-{step_of(draft_folder)}")
     if final.exists():
         set_aside(final, "bad" if verify(final) else "old", attempt)
-    made.rename(final)
+    draft_folder.rename(final)
     sync_folder(final.parent)
     return final
 
@@ -114,13 +114,13 @@ def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
 
     `pinned` are steps that stay whatever their age: the best one.
     """
-    found = published(folder)
-    kept = set(found[: keep.last])
-    kept |= {path for path in found if step_of(path) in pinned}
+    newest_first = published(folder)
+    stays = set(newest_first[: keep.last])
+    stays |= {path for path in newest_first if step_of(path) in pinned}
     if keep.every:
-        kept |= set({step_of(path) // keep.every: path for path in found}.values())
+        stays |= set({step_of(path) // keep.every: path for path in newest_first}.values())
     for path in candidates(folder):
-        if path not in kept:
+        if path not in stays:
             remove(path)
 
 
@@ -136,11 +136,11 @@ def remove(path: Path) -> None:
     It loses its name first, since a kill may come in between: half a checkpoint is none. What
     can't be removed (a file that NFS keeps while somebody has it open) is left lying.
     """
-    gone = path.with_name(f"{path.name.partition('.')[0]}.tmp-gone")
+    nameless = path.with_name(f"{path.name.partition('.')[0]}.tmp-gone")
     with suppress(OSError):
-        shutil.rmtree(gone, ignore_errors=True)
-        path.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(nameless, ignore_errors=True)
+        path.rename(nameless)
+    shutil.rmtree(nameless, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

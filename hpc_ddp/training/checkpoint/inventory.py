@@ -1,4 +1,4 @@
-"""What each rank has to save and is about to write, compared before anything is written.
+"""The tensors that each rank has to save and is about to write, compared before any is written.
 
 First a few numbers of each rank go to rank 0. Only where they do not fit together, names and
 numbers of all tensors follow, for a sentence that names one.
@@ -110,7 +110,7 @@ def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[st
     sums: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         sums.setdefault(tensor.device, {})[name] = checksum(tensor)
-    stacks = [(list(each), torch.stack(list(each.values()))) for each in sums.values()]
+    stacks = [(list(sums_of), torch.stack(list(sums_of.values()))) for sums_of in sums.values()]
     marks = [devices.mark(device) for device in sums if devices.is_accelerator(device)]
 
     def wait() -> dict[str, int]:
@@ -138,7 +138,11 @@ def fit_together(digests: Sequence[Digest]) -> bool:
 def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
     """Return what keeps inventories, by rank, from fitting together; names a tensor and ranks."""
     for stage in sorted({inventory.stage for inventory in inventories}):
-        members = {rank: each for rank, each in enumerate(inventories) if each.stage == stage}
+        members = {
+            rank: inventory
+            for rank, inventory in enumerate(inventories)
+            if inventory.stage == stage
+        }
         for look in (_other_objects, _other_tensors, _different_numbers, _uncovered):
             if fault := look(members):
                 return fault
@@ -174,7 +178,9 @@ def _different_numbers(members: Mapping[int, Inventory]) -> HpcDdpError | None:
     first = min(members)
     for name in members[first].shapes:
         expected = members[first].checksums.get(name)
-        ranks = [rank for rank, each in members.items() if each.checksums.get(name) != expected]
+        ranks = [
+            rank for rank, inventory in members.items() if inventory.checksums.get(name) != expected
+        ]
         if ranks:
             word = "ranks" if ranks[1:] else "rank"
             return HpcDdpError(

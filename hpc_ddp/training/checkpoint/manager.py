@@ -1,4 +1,4 @@
-"""What a checkpoint of this run holds, taken from the user's objects and put back into them."""
+"""The content of a checkpoint, collected from the script's objects and put back into them."""
 
 from __future__ import annotations
 
@@ -82,43 +82,47 @@ class CheckpointManager:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
         self._check(state.collect(objects, per_rank))  # what can't be saved is refused now
         self._objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
-        found = self._checkpoints.restore()
-        if found is None:
+        checkpoint = self._checkpoints.restore()
+        if checkpoint is None:
             return
-        for name, here in self._facts().items():
-            if found.shared.get(name) != here:
+        for name, current in self._facts().items():
+            if (stored := checkpoint.shared.get(name)) != current:
                 raise UsageError(
-                    f"{name} is {here}, but {found.shared.get(name)} in the run's checkpoint:"
+                    f"{name} is {current}, but {stored} in the run's checkpoint:"
                     " the data would not go on in the same order",
                     hint="start another run, or go on with the same value",
                 )
-        tree = self._tree_of(found)
-        anew = self._per_rank if len(found.owns) != self._dims.world_size else ()
-        objects = {name: each for name, each in objects.items() if name in tree or name not in anew}
-        state.put_back(objects, tree, found.reader, found.step, self._dims.pp > 1)
-        vars(self._position).update(found.shared["position"])
-        self.best = Best(**found.shared["best"])
+        tree = self._tree_of(checkpoint)
+        anew = self._per_rank if len(checkpoint.owns) != self._dims.world_size else ()
+        objects = {
+            name: tracked for name, tracked in objects.items() if name in tree or name not in anew
+        }
+        state.put_back(objects, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1)
+        vars(self._position).update(checkpoint.shared["position"])
+        self.best = Best(**checkpoint.shared["best"])
         self._written = self._now()
         # All ranks of a stream take up the same one, whichever of them wrote it.
-        mine = (own for own in found.owns if own.get("stream", own["rank"]) == self._dims.stream)
-        self._rng = next((own["rng"] for own in mine), None)
-
-    def _tree_of(self, found: Restored) -> dict[str, Any]:
-        """Return the objects' state dicts: what all ranks share, and what this rank has had."""
-        tree: dict[str, Any] = found.shared["tree"]
-        ranks, names = (
-            len(found.owns),
-            sorted({n for own in found.owns for n in own.get("objects", ())}),
+        records = (
+            record
+            for record in checkpoint.owns
+            if record.get("stream", record["rank"]) == self._dims.stream
         )
+        self._rng = next((record["rng"] for record in records), None)
+
+    def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
+        """Return the objects' state dicts: what all ranks share, and what this rank has had."""
+        tree: dict[str, Any] = checkpoint.shared["tree"]
+        ranks = len(checkpoint.owns)
+        names = sorted({name for record in checkpoint.owns for name in record.get("objects", ())})
         if ranks == self._dims.world_size:
-            own = next(own for own in found.owns if own["rank"] == self._dims.rank)
-            tree = joined(tree, own.get("objects", {}))
+            records = {record["rank"]: record for record in checkpoint.owns}
+            tree = joined(tree, records[self._dims.rank].get("objects", {}))
             return tree
         if not names:
             return tree
         text = (
-            f"each of the {ranks} ranks that wrote the checkpoint of step {found.step} had its own"
-            f" {', '.join(names)}, and {self._dims.world_size} run here"
+            f"each of the {ranks} ranks that wrote the checkpoint of step {checkpoint.step} had its"
+            f" own {', '.join(names)}, and {self._dims.world_size} run here"
         )
         kinds = (torch.nn.Module, torch.optim.Optimizer)
         if any(isinstance(unwrap(self._objects.get(name)), kinds) for name in names):
@@ -126,12 +130,12 @@ class CheckpointManager:
         self._checkpoints.warn(f"WARNING: {text}: it begins anew")
         return tree
 
-    def _check(self, found: State) -> None:
+    def _check(self, current: State) -> None:
         """Refuse objects that only some ranks have, and DTensors that are not sharded alike on all
         of them, before the training."""
-        sharded = {name: tensor for name, tensor in found.shared.items() if is_sharded(tensor)}
+        sharded = {name: tensor for name, tensor in current.shared.items() if is_sharded(tensor)}
         parts = my_parts(State(tensors=sharded), self._dims)
-        self._checkpoints.check(inventory_of(self._dims.pp_rank, sharded, parts, found.tree))
+        self._checkpoints.check(inventory_of(self._dims.pp_rank, sharded, parts, current.tree))
 
     def start_random(self) -> None:
         """Give the generators the state of the checkpoint, or one of this rank's own.
@@ -167,20 +171,20 @@ class CheckpointManager:
         self._names_best = self.best.step is None and self.best.value is not None
         if self._names_best:
             self.best.step = self._position.step
-        found = state.collect(self._objects, self._per_rank)
+        current = state.collect(self._objects, self._per_rank)
         # Ranks may part later, too: at saves 1, 2, 4, 8, … this costs little in all.
         compares = is_last or (self._saves + 1).bit_count() == 1
         compares = compares and self._dims.stage_size > 1
-        wait_for_checksums = start_checksums(found.equal if compares else {})
-        parts = my_parts(found, self._dims)
+        wait_for_checksums = start_checksums(current.equal if compares else {})
+        parts = my_parts(current, self._dims)
         self._buffer.fill(parts)
-        inventory = inventory_of(self._dims.pp_rank, found.shared, parts, found.tree)
-        guarded = found.trained if self._only_finite else ()
+        inventory = inventory_of(self._dims.pp_rank, current.shared, parts, current.tree)
+        guarded = current.trained if self._only_finite else ()
         shared = {
             **self._facts(),
             "position": asdict(self._position),
             "best": asdict(self.best),
-            "tree": found.tree,
+            "tree": current.tree,
         }
         self._written, self._has_begun = self._now(), True
         self._checkpoints.begin(
@@ -189,7 +193,7 @@ class CheckpointManager:
                 facts={"epoch": self._position.epoch, "samples": self._position.samples}
                 | {"best": None if self.best.step is None else asdict(self.best)},
                 shared=shared,
-                own=self._own_values(found),
+                rank_values=self._rank_values(current),
                 data=self._bytes,
                 inventory=lambda: replace(inventory, checksums=wait_for_checksums()),
                 is_finite=partial(self._buffer.is_finite, guarded),
@@ -197,17 +201,17 @@ class CheckpointManager:
             )
         )
 
-    def _own_values(self, found: State) -> dict[str, Any]:
+    def _rank_values(self, current: State) -> dict[str, Any]:
         """Return what this rank's file of plain values is to hold."""
         values = {
             "rank": self._dims.rank,
             "stream": self._dims.stream,
             "rng": self._rng or rng.snapshot(self._devices),  # not yet put back, or living
             "pieces": as_plain(self._buffer.pieces),
-            **({"objects": found.own_tree} if found.own_tree else {}),
+            **({"objects": current.private_tree} if current.private_tree else {}),
         }
         if self._dims.pp_rank and self._dims.stage_rank == 0:
-            values["tree"] = found.tree  # rank 0 knows of its own stage only
+            values["tree"] = current.tree  # rank 0 knows of its own stage only
         return values
 
     def _bytes(self) -> tuple[list[memoryview], float]:
@@ -221,13 +225,15 @@ class CheckpointManager:
         best = self.best
         value = self._checkpoints.agree(value)
         beats = best.value is None or (value > best.value if higher else value < best.value)
-        found = beats and not math.isnan(value)
-        self.best = Best(value) if found else replace(best, stale=best.stale + 1)
-        return found
+        is_best = beats and not math.isnan(value)
+        self.best = Best(value) if is_best else replace(best, stale=best.stale + 1)
+        return is_best
 
     def load_best(self, model: torch.nn.Module) -> int:
         """Save what there is, then see `Run.load_best`."""
-        names = [name for name, each in self._objects.items() if unwrap(each) is unwrap(model)]
+        names = [
+            name for name, tracked in self._objects.items() if unwrap(tracked) is unwrap(model)
+        ]
         if not names:
             raise UsageError(
                 "the model is none that run.track was given",
@@ -240,10 +246,12 @@ class CheckpointManager:
             )
         self.save_surely()
         assert self.best.step is not None  # the save has seen to that
-        found = self._checkpoints.load(self.best.step)
-        tree = {names[0]: self._tree_of(found)[names[0]]}
-        state.put_back({names[0]: model}, tree, found.reader, found.step, self._dims.pp > 1)
-        return found.step
+        checkpoint = self._checkpoints.load(self.best.step)
+        tree = {names[0]: self._tree_of(checkpoint)[names[0]]}
+        state.put_back(
+            {names[0]: model}, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1
+        )
+        return checkpoint.step
 
     def settle(self) -> bool:
         """Wait for the save under way; False after a failure. Raises as `save` does."""

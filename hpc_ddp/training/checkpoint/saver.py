@@ -54,7 +54,7 @@ class SupersededError(HpcDdpError):
 
 @dataclass(frozen=True)
 class Content:
-    """What one rank has to save: nothing in it changes until it is saved.
+    """Everything that one rank has to save: nothing in it changes until it is saved.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Content:
         for the manifest, in plain values; ``best`` (a dict with ``step``, or None) among them
     shared
         what is the same on all ranks, in plain values; rank 0's is written
-    own
+    rank_values
         this rank's own plain values, ``pieces`` of its data file among them
     data
         returns the bytes of the data file, in order, and for how many seconds a device was busy
@@ -81,7 +81,7 @@ class Content:
     step: int
     facts: dict[str, Any]
     shared: dict[str, Any]
-    own: dict[str, Any]
+    rank_values: dict[str, Any]
     data: Callable[[], tuple[Sequence[memoryview], float]]
     inventory: Callable[[], Inventory]
     is_finite: Callable[[], bool]
@@ -89,14 +89,14 @@ class Content:
 
 
 class Failure(NamedTuple):
-    """What a rank tells rank 0 of an error: its code, where it was the system's, and its text."""
+    """An error as a rank sends it to rank 0: its code, if it was the system's, and its text."""
 
     code: int | None
     text: str
 
 
 class Claim(NamedTuple):
-    """What a rank tells rank 0 before it writes: bytes, files, and a digest of its tensors."""
+    """The amount that a rank is to write, sent to rank 0: bytes, files, a digest of its tensors."""
 
     size: int
     files: int
@@ -215,9 +215,9 @@ class Checkpoints:
         """In the thread: take part in a save, and report it."""
         began = time.monotonic()
         first = self._background.rank == 0
-        made = disk.draft(self._run.checkpoints, content.step, self._attempt)
+        draft = disk.draft(self._run.checkpoints, content.step, self._attempt)
         try:
-            self._outcome = self._write_together(made, content)
+            self._outcome = self._write_together(draft, content)
         except Exception as error:  # a peer is gone: the training will find that out, too
             self._outcome = _FAILING, f"the ranks could not agree: {error}"
         took = time.monotonic() - began
@@ -236,7 +236,7 @@ class Checkpoints:
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
             disk.prune(self._run.checkpoints, keep, [content.step, best["step"]])
 
-    def _write_together(self, made: Path, content: Content) -> Outcome:
+    def _write_together(self, draft: Path, content: Content) -> Outcome:
         """Write, where all ranks have what belongs together and there is room for all of it.
 
         Every rank answers each time, be it by a `Failure`, since its peers wait for it.
@@ -245,12 +245,12 @@ class Checkpoints:
         files, claim = self._prepare(content)
         claims = background.to_first(claim)
         outcome = background.from_first(
-            self._refuse_early(made, content, claims) if is_first else None
+            self._refuse_early(draft, content, claims) if is_first else None
         )
         if outcome is None:
-            answers = background.to_first(self._write(made, files, content))
+            answers = background.to_first(self._write(draft, files, content))
             outcome = background.from_first(
-                self._be_patient(self._judge(made, content, answers)) if is_first else None
+                self._be_patient(self._judge(draft, content, answers)) if is_first else None
             )
         elif outcome[0] == _UNFIT:
             self._refusal = _fault(background, content.inventory())
@@ -262,10 +262,10 @@ class Checkpoints:
         """Return what this rank's files are to hold, by name, and how much that is."""
         rank = self._background.rank
         try:
-            files: Files = {f"rank-{rank}.pt": [_dump(content.own)]}
+            files: Files = {f"rank-{rank}.pt": [_dump(content.rank_values)]}
             data, copy_s = content.data()
             self.stall_s = content.stall_s + copy_s
-            if content.own["pieces"]:  # of tensors without numbers it is empty
+            if content.rank_values["pieces"]:  # of tensors without numbers it is empty
                 files[f"tensors-{rank}.bin"] = data
             if rank == 0:
                 files[STATE] = [_dump(content.shared)]
@@ -275,41 +275,41 @@ class Checkpoints:
             return {}, _failure(error)
 
     def _refuse_early(
-        self, made: Path, content: Content, claims: list[Claim | Failure]
+        self, draft: Path, content: Content, claims: list[Claim | Failure]
     ) -> Outcome | None:
         """On rank 0, before anything is written: return why nothing is to be, None to go on."""
         sound = [claim for claim in claims if isinstance(claim, Claim)]
         if len(sound) < len(claims):
-            return self._be_patient(self._drop(made, content, claims))
+            return self._be_patient(self._drop(draft, content, claims))
         if not fit_together([claim.digest for claim in sound]):
             return _UNFIT, ""
         size, files = sum(claim.size for claim in sound), sum(claim.files for claim in sound)
         try:
-            made.mkdir(parents=True, exist_ok=True)
+            draft.mkdir(parents=True, exist_ok=True)
             try:
-                disk.check_space(made, size, files + 1)
+                disk.check_space(draft, size, files + 1)
             except OSError:
                 self._make_room(content)
-                disk.check_space(made, size, files + 1)
+                disk.check_space(draft, size, files + 1)
         except OSError as error:
-            return self._be_patient(self._drop(made, content, [_failure(error)]))
+            return self._be_patient(self._drop(draft, content, [_failure(error)]))
         return None
 
     def _write(
-        self, made: Path, files: Files, content: Content
+        self, draft: Path, files: Files, content: Content
     ) -> dict[str, FileFacts] | str | Failure:
         """Write this rank's files of a draft; return what goes into the manifest."""
         try:
             with ThreadPoolExecutor(1) as pool:  # while the disk is busy
                 sound = pool.submit(content.is_finite)
-                facts = {n: disk.write_file(made / n, *parts) for n, parts in files.items()}
+                facts = {n: disk.write_file(draft / n, *parts) for n, parts in files.items()}
             return facts if sound.result() else _NON_FINITE
         except Exception as error:  # as above
             return _failure(error)
 
-    def _drop(self, made: Path, content: Content, answers: Sequence[object]) -> Outcome:
+    def _drop(self, draft: Path, content: Content, answers: Sequence[object]) -> Outcome:
         """On rank 0: remove a draft of which a rank has failed; see to room if that was why."""
-        disk.remove(made)
+        disk.remove(draft)
         rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
         if failure.code in NO_ROOM:
             self._make_room(content)
@@ -320,13 +320,13 @@ class Checkpoints:
         if self._run.is_newest(self._attempt):
             self._prune(content, Retention(disk.LEAST, self._keep.every))
 
-    def _judge(self, made: Path, content: Content, answers: list[Any]) -> Outcome:
+    def _judge(self, draft: Path, content: Content, answers: list[Any]) -> Outcome:
         """On rank 0: complete and publish a draft, or remove it."""
         if _NON_FINITE in answers:
-            disk.remove(made)
+            disk.remove(draft)
             return _NON_FINITE, str(content.step)
         if any(isinstance(answer, Failure) for answer in answers):
-            return self._drop(made, content, answers)
+            return self._drop(draft, content, answers)
         files: dict[str, FileFacts] = {
             n: facts for answer in answers for n, facts in answer.items()
         }
@@ -338,15 +338,15 @@ class Checkpoints:
         }
         try:
             self._before_publishing(content.step)
-            disk.write_manifest(made, facts, files)
+            disk.write_manifest(draft, facts, files)
             # Looked at as late as can be: from the rename on, a successor would see it.
             if not self._run.is_newest(self._attempt):
-                disk.remove(made)
+                disk.remove(draft)
                 return _SUPERSEDED, ""
-            disk.publish(made, self._attempt)
+            disk.publish(draft, self._attempt)
         except Exception as error:  # as above
-            return self._drop(made, content, [_failure(error)])
-        return _SAVED, str(sum(each.size for each in files.values()))
+            return self._drop(draft, content, [_failure(error)])
+        return _SAVED, str(sum(file_facts.size for file_facts in files.values()))
 
     def _be_patient(self, outcome: Outcome) -> Outcome:
         """On rank 0: tell failures that have lasted from those that may pass."""
@@ -373,8 +373,8 @@ class Checkpoints:
 
     def non_finite_error(self, step: int | str) -> HpcDdpError:
         """Return the error that ends a run whose weights can't be gone on from."""
-        found = checkpoints.candidates(self._run.checkpoints)
-        last = found[0].name if found else "none"
+        newest_first = checkpoints.candidates(self._run.checkpoints)
+        last = newest_first[0].name if newest_first else "none"
         return HpcDdpError(
             "the weights have NaN or infinity in them; it came at or before step"
             f" {step}; last checkpoint: {last}",
@@ -491,7 +491,7 @@ class Checkpoints:
             shared, owns, reader = open_checkpoint(folder, rank, world_size)
         except OSError as error:
             raise _unreadable(folder, error, rank) from error
-        every = [owns[each] for each in sorted(owns)]
+        every = [owns[number] for number in sorted(owns)]
         return Restored(checkpoints.step_of(folder), shared, every, reader)
 
     def _damage_of(self, folder: Path) -> str | None:
@@ -512,10 +512,10 @@ class Checkpoints:
 
     def _set_aside(self, folder: Path, why: str) -> None:
         try:
-            kept = disk.set_aside(folder, "bad", self._attempt).name
+            target = disk.set_aside(folder, "bad", self._attempt).name
         except OSError as error:  # a folder that can be read only: the next start passes it over
-            kept = f"{folder.name}: {error}"
-        _say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {kept}")
+            target = f"{folder.name}: {error}"
+        _say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {target}")
 
     def _report_restore(self, chosen: Path | None, passed_over: list[str], took: float) -> None:
         step = checkpoints.step_of(chosen) if chosen else 0
@@ -568,14 +568,14 @@ def open_checkpoint(
         another version of hpc-ddp has written it
     """
     manifest = checkpoints.read_manifest(folder)
-    if (found := manifest.get("format")) != checkpoints.FORMAT:
+    if (version := manifest.get("format")) != checkpoints.FORMAT:
         raise HpcDdpError(
-            f"{folder} has format {found}; this hpc-ddp reads format {checkpoints.FORMAT}",
+            f"{folder} has format {version}; this hpc-ddp reads format {checkpoints.FORMAT}",
             hint="go on with the hpc-ddp that wrote it: <run>/lib has it",
         )
     names = [name for name in manifest["files"] if name.startswith("rank-")]
-    owns = {own["rank"]: own for own in (_load(folder / name) for name in names)}
-    data = [(folder / f"tensors-{rank}.bin", own["pieces"]) for rank, own in owns.items()]
+    owns = {record["rank"]: record for record in (_load(folder / name) for name in names)}
+    data = [(folder / f"tensors-{rank}.bin", record["pieces"]) for rank, record in owns.items()]
     shared = _load(folder / STATE)
     for rank_of_stage in sorted(owns):
         if "tree" in owns[rank_of_stage]:

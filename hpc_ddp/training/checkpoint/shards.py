@@ -43,7 +43,7 @@ class StoredShard(NamedTuple):  # thousands are made at each save, in the traini
 
 
 class LocalShard(NamedTuple):
-    """What a rank holds of a tensor: the numbers, the whole shape, start and size of the box."""
+    """A rank's part of a tensor: the numbers, the whole shape, start and size of the box."""
 
     numbers: torch.Tensor
     shape: Shape
@@ -99,12 +99,12 @@ class StagingBuffer:
         pieces, size = _lay_out(parts)
         if pieces != self.pieces:
             self._allocate(pieces, size)
-        there = {part.numbers.device for part in parts.values()}
-        there = {device for device in there if devices.is_accelerator(device)}
-        begins = [devices.mark(device, timed=True) for device in there]
+        accelerators = {part.numbers.device for part in parts.values()}
+        accelerators = {device for device in accelerators if devices.is_accelerator(device)}
+        begins = [devices.mark(device, timed=True) for device in accelerators]
         for segments, part in zip(self._segments, parts.values(), strict=True):
             _copy(part.numbers.detach(), segments)
-        ends = [devices.mark(device, timed=True) for device in there]
+        ends = [devices.mark(device, timed=True) for device in accelerators]
         self._copies = list(zip(begins, ends, strict=True))
 
     def wait(self) -> float:
@@ -236,8 +236,8 @@ class Reader:
         self._files: dict[Path, FileIO] = {}
         weakref.finalize(self, _close, self._files)
         for path, pieces in files:
-            for each in pieces:
-                self._pieces.setdefault(each[0], []).append((path, StoredShard(*each)))
+            for stored in pieces:
+                self._pieces.setdefault(stored[0], []).append((path, StoredShard(*stored)))
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._pieces if OWN not in name)
@@ -255,16 +255,16 @@ class Reader:
         return name not in self and any(key.startswith(f"{name}{OWN}") for key in self._pieces)
 
     def _key(self, name: str) -> str:
-        own = f"{name}{OWN}{self._rank}"
-        return own if own in self._pieces else name
+        key = f"{name}{OWN}{self._rank}"
+        return key if key in self._pieces else name
 
     def describe(self, name: str) -> torch.Tensor:
         """Return a tensor of the stored shape and type that holds nothing (on ``meta``)."""
         _, piece = self._pieces[self._key(name)][0]
         return torch.empty(piece.shape, dtype=dtype_named(piece.dtype), device="meta")
 
-    def read(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a new tensor, or, where `like` is a DTensor, this rank's part of it as one.
+    def read(self, name: str, template: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a new tensor, or, where `template` is a DTensor, this rank's part of it as one.
 
         Raises
         ------
@@ -273,8 +273,8 @@ class Reader:
         HpcDdpError
             the files do not hold all of it
         """
-        if like is not None and is_sharded(like):
-            return from_local(self._box(name, *local_box(like)), like)
+        if template is not None and is_sharded(template):
+            return from_local(self._box(name, *local_box(template)), template)
         shape = tuple(self.describe(name).shape)
         return self._box(self._key(name), (0,) * len(shape), shape)
 

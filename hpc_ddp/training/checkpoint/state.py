@@ -70,10 +70,10 @@ class State:
         those of them that the training changes
     buffers
         names of the modules' buffers, of which each rank may have its own: running means, say
-    own_tree
+    private_tree
         the state dicts of the objects that each rank has its own of, and what an optimizer keeps
         for parameters that DDP ignores
-    own
+    private
         names of the tensors that other ranks can't do with: those of such objects, parameters that
         DDP ignores, and an optimizer's state for these
     """
@@ -83,17 +83,17 @@ class State:
     replicated: set[str] = field(default_factory=set)
     trained: set[str] = field(default_factory=set)
     buffers: set[str] = field(default_factory=set)
-    own_tree: dict[str, Any] = field(default_factory=dict)
-    own: set[str] = field(default_factory=set)
+    private_tree: dict[str, Any] = field(default_factory=dict)
+    private: set[str] = field(default_factory=set)
 
     @property
     def shared(self) -> dict[str, torch.Tensor]:
         """The tensors that the ranks of a stage save together, by name."""
-        return {name: each for name, each in self.tensors.items() if name not in self.own}
+        return {name: tensor for name, tensor in self.tensors.items() if name not in self.private}
 
     @property
     def equal(self) -> dict[str, torch.Tensor]:
-        """Of them those that are the same on all ranks, each as a whole."""
+        """The shared tensors that are the same on all ranks, each as a whole."""
         return {
             name: tensor
             for name, tensor in self.shared.items()
@@ -109,43 +109,43 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
     HpcDdpError
         names an entry that ``weights_only`` would refuse to load again
     """
-    for each in map(unwrap, objects.values()):
-        if isinstance(each, torch.nn.Module):
-            reshard(each)
+    for plain in map(unwrap, objects.values()):
+        if isinstance(plain, torch.nn.Module):
+            reshard(plain)
     labels = _labels(objects)
     ignored = set(_ignored_by_ddp(objects))
     state = State()
     for name, wrapped in objects.items():
-        each = unwrap(wrapped)
-        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+        plain = unwrap(wrapped)
+        if not (hasattr(plain, "state_dict") and hasattr(plain, "load_state_dict")):
             raise UsageError(
-                f"{name} is {_kind(each)}; accepted by run.track: objects with state_dict and"
+                f"{name} is {_kind(plain)}; accepted by run.track: objects with state_dict and"
                 " load_state_dict",
                 hint="for a best value there is run.best",
             )
-        found: Any = each.state_dict()
-        if isinstance(each, Optimizer):
-            found = _by_label(found, _params(each, labels)) | {KIND: type(each).__name__}
-            state.trained.update(_like_parameters(name, each, labels))
-        elif isinstance(each, torch.nn.Module):
-            found = {plain_name(key): value for key, value in found.items()} | {
-                VERSIONS: {part: facts.get("version") for _, part, facts in _metadata(found)}
+        content: Any = plain.state_dict()
+        if isinstance(plain, Optimizer):
+            content = _by_label(content, _params(plain, labels)) | {KIND: type(plain).__name__}
+            state.trained.update(_like_parameters(name, plain, labels))
+        elif isinstance(plain, torch.nn.Module):
+            content = {plain_name(key): value for key, value in content.items()} | {
+                VERSIONS: {part: facts.get("version") for _, part, facts in _metadata(content)}
             }
-            for key, parameter in each.named_parameters(remove_duplicate=False):
-                known = state.trained if parameter.requires_grad else state.replicated
-                known.add(f"{name}.{plain_name(key)}")
-            state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in each.named_buffers())
+            for key, parameter in plain.named_parameters(remove_duplicate=False):
+                names = state.trained if parameter.requires_grad else state.replicated
+                names.add(f"{name}.{plain_name(key)}")
+            state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in plain.named_buffers())
         tensors: dict[str, torch.Tensor] = {}
-        tree = state.own_tree if name in per_rank else state.tree
-        tree[name] = _take_apart(found, name, tensors)
+        tree = state.private_tree if name in per_rank else state.tree
+        tree[name] = _take_apart(content, name, tensors)
         state.tensors.update(tensors)
         prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
-        own = {key for key in tensors if key in ignored or key.startswith(prefixes)}
-        state.own.update(key for key in own if not is_sharded(tensors[key]))
-        if isinstance(each, Optimizer) and tree is state.tree:  # an expert may lack it elsewhere
-            kept = tree[name]["state"]
-            if of_rank := {label: kept.pop(label) for label in ignored & kept.keys()}:
-                state.own_tree[name] = {"state": of_rank}
+        private = {key for key in tensors if key in ignored or key.startswith(prefixes)}
+        state.private.update(key for key in private if not is_sharded(tensors[key]))
+        if isinstance(plain, Optimizer) and tree is state.tree:  # an expert may lack it elsewhere
+            states = tree[name]["state"]
+            if of_rank := {label: states.pop(label) for label in ignored & states.keys()}:
+                state.private_tree[name] = {"state": of_rank}
     state.replicated.update(state.trained)
     return state
 
@@ -167,7 +167,7 @@ def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
         if is_sharded(tensor):
             if holds_first_copy(tensor, dims):
                 parts[name] = shard(tensor)
-        elif name in state.own:
+        elif name in state.private:
             parts[f"{name}{OWN}{dims.rank}"] = whole(tensor)
         elif length := shared.get(name):
             if part := rows(tensor, low, high):
@@ -194,19 +194,19 @@ def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
                     yield f"{name}.{plain_name(key)}"
 
 
-def joined(one: Any, other: Any, key: object = None) -> Any:
+def joined(first: Any, second: Any, key: object = None) -> Any:
     """Return the tree of a whole model from those of two of its stages.
 
     What both have is the same in both; the parameters in an optimizer's groups are put together.
     """
-    if isinstance(one, dict):
-        both = {k: joined(one[k], item, k) for k, item in other.items() if k in one}
-        return type(one)({**one, **other, **both})
-    if isinstance(one, list) and key == "params":
-        return one + [each for each in other if each not in one]
-    if isinstance(one, list) and any(isinstance(each, dict) for each in one):
-        return [joined(*pair) for pair in zip(one, other, strict=True)]
-    return one
+    if isinstance(first, dict):
+        common = {k: joined(first[k], item, k) for k, item in second.items() if k in first}
+        return type(first)({**first, **second, **common})
+    if isinstance(first, list) and key == "params":
+        return first + [entry for entry in second if entry not in first]
+    if isinstance(first, list) and any(isinstance(entry, dict) for entry in first):
+        return [joined(*pair) for pair in zip(first, second, strict=True)]
+    return first
 
 
 def plain_name(key: str) -> str:
@@ -218,17 +218,19 @@ def _labels(objects: Mapping[str, Any]) -> dict[int, str]:
     """Return the name of each parameter of the tracked modules, by its id."""
     labels: dict[int, str] = {}
     for name, wrapped in objects.items():
-        each = unwrap(wrapped)
-        if isinstance(each, torch.nn.Module):
-            for key, parameter in each.named_parameters():
+        plain = unwrap(wrapped)
+        if isinstance(plain, torch.nn.Module):
+            for key, parameter in plain.named_parameters():
                 labels.setdefault(id(parameter), f"{name}.{plain_name(key)}")
     return labels
 
 
 def _params(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torch.Tensor]:
     """Return an optimizer's parameters by name, in the order of its state dict's numbers."""
-    params = [each for group in optimizer.param_groups for each in group["params"]]
-    return {labels.get(id(each), f"parameter {i}"): each for i, each in enumerate(params)}
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        labels.get(id(parameter), f"parameter {i}"): parameter for i, parameter in enumerate(params)
+    }
 
 
 def _by_label(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,9 +324,9 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__module__}.{type(value).__name__}"
 
 
-def _refused(where: str, what: str) -> HpcDdpError:
+def _refused(where: str, kind: str) -> HpcDdpError:
     return HpcDdpError(
-        f"{where} is {what}; accepted in a state_dict: tensors, numbers, text, bytes, None, and"
+        f"{where} is {kind}; accepted in a state_dict: tensors, numbers, text, bytes, None, and"
         " lists and dicts of them",
         hint="return plain values from state_dict, for instance float(x) or x.item()",
     )
@@ -353,16 +355,16 @@ def put_back(
         )
     labels = _labels(objects)
     for name, wrapped in objects.items():
-        each = unwrap(wrapped)
+        plain = unwrap(wrapped)
         try:
-            if isinstance(each, torch.nn.Module):
-                each.load_state_dict(_for_module(name, each, tree[name], reader, stage))
-            elif isinstance(each, Optimizer):
-                found = _of_stage(tree[name], _params(each, labels)) if stage else tree[name]
-                each.load_state_dict(_for_optimizer(name, each, labels, found, reader))
+            if isinstance(plain, torch.nn.Module):
+                plain.load_state_dict(_for_module(name, plain, tree[name], reader, stage))
+            elif isinstance(plain, Optimizer):
+                stored = _of_stage(tree[name], _params(plain, labels)) if stage else tree[name]
+                plain.load_state_dict(_for_optimizer(name, plain, labels, stored, reader))
             else:
-                own = _tensors_of(each.state_dict(), name)
-                each.load_state_dict(_assemble(tree[name], name, reader, own=own))
+                current = _tensors_of(plain.state_dict(), name)
+                plain.load_state_dict(_assemble(tree[name], name, reader, current=current))
         except UnreadableError:
             raise
         except HpcDdpError as error:
@@ -376,32 +378,32 @@ def _for_module(
 ) -> OrderedDict[str, Any]:
     """Return what `module` loads."""
     state = module.state_dict()
-    here = {plain_name(key): (key, value) for key, value in state.items()}
+    entries = {plain_name(key): (key, value) for key, value in state.items()}
     versions = tree.get(VERSIONS)
     tree = {key: value for key, value in tree.items() if key != VERSIONS}
-    found = [f"{key} is not in the checkpoint" for key in here if key not in tree]
-    found += [f"{key} is not in the model" for key in tree if key not in here and not stage]
-    for key in here.keys() & tree.keys():
+    problems = [f"{key} is not in the checkpoint" for key in entries if key not in tree]
+    problems += [f"{key} is not in the model" for key in tree if key not in entries and not stage]
+    for key in entries.keys() & tree.keys():
         stored = f"{name}.{key}"
-        mine = getattr(here[key][1], "shape", None)
+        shape = getattr(entries[key][1], "shape", None)
         saved = reader.describe(stored).shape if stored in reader else None
         if reader.is_of_other_ranks(stored):
-            found.append(f"{key} was each rank's own, of as many ranks as do not run here")
-        elif mine != saved:
-            found.append(f"{key} is {_shape(mine)} here and {_shape(saved)} in the checkpoint")
-    if found:
-        more = f", and {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
-        raise HpcDdpError(f"{name}: {', '.join(sorted(found)[:_SHOWN])}{more}")
+            problems.append(f"{key} was each rank's own, of as many ranks as do not run here")
+        elif shape != saved:
+            problems.append(f"{key} is {_shape(shape)} here and {_shape(saved)} in the checkpoint")
+    if problems:
+        more = f", and {len(problems) - _SHOWN} more" if problems[_SHOWN:] else ""
+        raise HpcDdpError(f"{name}: {', '.join(sorted(problems)[:_SHOWN])}{more}")
     loaded = OrderedDict[str, Any](
         (
             key,
             reader.read(f"{name}.{plain}", value)
             if f"{name}.{plain}" in reader
             else _assemble(  # an extra_state
-                tree[plain], where := f"{name}.{plain}", reader, own=_tensors_of(value, where)
+                tree[plain], where := f"{name}.{plain}", reader, current=_tensors_of(value, where)
             ),
         )
-        for plain, (key, value) in here.items()
+        for plain, (key, value) in entries.items()
     )
     if versions is not None:  # without, a part takes its own state for that of an older version
         parts = _metadata(state)
@@ -434,10 +436,12 @@ def _for_optimizer(
 ) -> dict[str, Any]:
     params = _params(optimizer, labels)
     names = iter(params)
-    here = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
-    there = [group["params"] for group in tree["param_groups"]]
-    if list(map(sorted, here)) != list(map(sorted, there)):
-        differing = sorted({*chain(*here)} ^ {*chain(*there)}) or ["they are grouped otherwise"]
+    groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
+    stored_groups = [group["params"] for group in tree["param_groups"]]
+    if list(map(sorted, groups)) != list(map(sorted, stored_groups)):
+        differing = sorted({*chain(*groups)} ^ {*chain(*stored_groups)}) or [
+            "they are grouped otherwise"
+        ]
         more = " …" if differing[_SHOWN:] else ""
         raise HpcDdpError(f"{name}: its parameters differ: {', '.join(differing[:_SHOWN])}{more}")
     if tree[KIND] != (kind := type(optimizer).__name__):
@@ -449,8 +453,8 @@ def _for_optimizer(
             if stored in reader and reader.describe(stored).shape == parameter.shape:
                 shards[stored] = parameter
     saved = {key: value for key, value in tree.items() if key != KIND}
-    own = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # a learning rate, say
-    return _by_number(_assemble(saved, name, reader, shards, own), params, here)
+    settings = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # a learning rate, say
+    return _by_number(_assemble(saved, name, reader, shards, settings), params, groups)
 
 
 def _tensors_of(state: Any, where: str) -> dict[str, torch.Tensor]:
@@ -465,27 +469,33 @@ def _assemble(
     value: Any,
     where: str,
     reader: Reader,
-    like: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    own: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    templates: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    current: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Any:
-    """Undo `_take_apart`. Tensors are new ones, which an object may keep; `like` has those of which
-    this rank wants a part, or the order in memory, `own` those whose devices are to be had again.
+    """Undo `_take_apart`; tensors are new ones, which an object may keep.
+
+    `templates` has tensors whose sharding or order in memory is wanted, `current` those whose
+    devices are.
     """
     if type(value) is str and value == TENSOR:
         if where not in reader:
             raise HpcDdpError(f"{where} is a tensor that no rank has stored for this one")
-        parameter = like.get(where)
+        parameter = templates.get(where)
         tensor = reader.read(where, parameter)
         if parameter is not None and not is_sharded(parameter):
             # Fused optimizers walk a parameter's memory and its state's side by side.
             layout = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device)
             return layout.copy_(tensor)
-        return tensor.to(own[where].device) if where in own else tensor
+        return tensor.to(current[where].device) if where in current else tensor
     if isinstance(value, dict):
-        items = {k: _assemble(v, f"{where}.{k}", reader, like, own) for k, v in value.items()}
+        items = {
+            k: _assemble(v, f"{where}.{k}", reader, templates, current) for k, v in value.items()
+        }
         return type(value)(items)
     if isinstance(value, (list, tuple)):
-        row = [_assemble(v, f"{where}.{i}", reader, like, own) for i, v in enumerate(value)]
+        row = [
+            _assemble(v, f"{where}.{i}", reader, templates, current) for i, v in enumerate(value)
+        ]
         return tuple(row) if isinstance(value, tuple) else row
     return value
 

@@ -79,7 +79,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
 
     def _read(self, source: Iterator[Any], first: int) -> tuple[range, dict[int, Any]]:
         """Read one global batch, less at the end; return its numbers and what may be needed."""
-        cut, kept, number = self._cut, dict[int, Any](), first
+        cut, samples, number = self._cut, dict[int, Any](), first
         with rng.untouched():
             while number < first + cut.size:
                 sample = self._next(source, number)
@@ -87,9 +87,9 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
                     break
                 place = number - first
                 if place % cut.world_size == cut.rank or place < 2:  # two to repeat
-                    kept[number] = sample
+                    samples[number] = sample
                 number += 1
-        return range(first, number), kept
+        return range(first, number), samples
 
     def _next(self, source: Iterator[Any], number: int) -> Any:
         rng.seed_all(order.derive(self._seed, self._position.epoch, number))

@@ -78,7 +78,7 @@ class Loader:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What decides the order of the samples beside the seed, for a resume to compare."""
+        """The values that decide the order of the samples beside the seed, for a resume."""
         return {"size of the training set": self.samples, "shuffle": self._shuffle}
 
     def steps(self, start: int) -> int | None:
@@ -124,8 +124,8 @@ class Shard:
     def __len__(self) -> int:
         if self._even:
             return self._cut.steps(known(self._samples))
-        mine = range(self._cut.rank, known(self._samples), self._cut.world_size)
-        return len(mine[:: self._cut.batch_size])
+        numbers = range(self._cut.rank, known(self._samples), self._cut.world_size)
+        return len(numbers[:: self._cut.batch_size])
 
     def __iter__(self) -> Iterator[Any]:
         for share, batch in _watched(self._batches):
@@ -303,7 +303,7 @@ def _exited(how: str) -> HpcDdpError:
 
 
 class _Keys:
-    """What to fetch, batch by batch: (epoch, indices, share) from the current position on."""
+    """The keys of batches, in order: (epoch, indices, share) from the current position on."""
 
     def __init__(
         self, samples: int, cut: BatchPlan, seed: int, position: Position, shuffle: bool

@@ -78,7 +78,7 @@ class BatchPlan:
         the mean over the samples of the global batch, however unevenly they are spread.
         """
         total = len(block)
-        mine = block[self.rank :: self.world_size]
+        places = block[self.rank :: self.world_size]
         count = _ceil(_ceil(total, self.world_size), self.batch_size)
         repeated = block[:2]  # two, since batch norm refuses a single one
         return [
@@ -90,7 +90,7 @@ class BatchPlan:
                 ends_epoch=ends_epoch,
             )
             # Every count-th one, so that no piece is much smaller than the others.
-            for i, part in enumerate(mine[i::count] for i in range(count))
+            for i, part in enumerate(places[i::count] for i in range(count))
         ]
 
 

@@ -24,9 +24,9 @@ class _StandIn(torch.nn.Module):
         self._parameters_of_model = tuple(parameters)  # a tuple, so nothing is registered
 
     def forward(self, _: None) -> torch.Tensor:
-        first, *others = self._parameters_of_model
+        first, *later = self._parameters_of_model
         total = first.sum() * 0
-        for parameter in others:
+        for parameter in later:
             # autograd runs later nodes first: this term's before those of the terms so far
             total = total + (parameter.sum() * 0).to(total)
         return total
@@ -41,7 +41,7 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> None:
     """
     if ddp.static_graph:
         return
-    parameters = [each for each in ddp.module.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     model: Any = ddp.module
     syncs = ddp.broadcast_buffers
     ddp.module = _StandIn(parameters)

@@ -1,4 +1,4 @@
-"""What there is to know of a DTensor: FSDP2's and tensor parallel's way to shard a tensor.
+"""DTensors, as FSDP2 and tensor parallelism shard them, and norms over ranks.
 
 Importing it takes a second, so that is done only where a script has loaded it already.
 """
@@ -39,7 +39,11 @@ def gathered(value: Any) -> Any:
 def fsdp_modules(model: torch.nn.Module) -> list[Any]:
     """Return the parts of a model that FSDP2 gathers, one at a time."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return [each for each in model.modules() if isinstance(each, fsdp.FSDPModule)] if fsdp else []
+    return (
+        [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+        if fsdp
+        else []
+    )
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -90,12 +94,12 @@ def _ranks_of(mesh: Any) -> frozenset[int]:
 
 def reduced(tensor: Any) -> torch.Tensor:
     """Return a gradient with its reduction done where that is pending (Partial)."""
-    if not is_sharded(tensor) or not any(each.is_partial() for each in tensor.placements):
+    if not is_sharded(tensor) or not any(placement.is_partial() for placement in tensor.placements):
         plain: torch.Tensor = tensor
         return plain
     from torch.distributed.tensor import Replicate
 
-    full = [Replicate() if each.is_partial() else each for each in tensor.placements]
+    full = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
     done: torch.Tensor = tensor.redistribute(placements=full)
     return done
 
@@ -113,7 +117,10 @@ def step_apart(optimizer: torch.optim.Optimizer) -> None:
     def is_mixed(group: dict[str, Any]) -> bool:
         count = len(group["params"])
         if mixed.get(id(group), (-1,))[0] != count:
-            mixed[id(group)] = count, len({is_sharded(each) for each in group["params"]}) == 2
+            mixed[id(group)] = (
+                count,
+                len({is_sharded(parameter) for parameter in group["params"]}) == 2,
+            )
         return mixed[id(group)][1]
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -130,7 +137,7 @@ def step_apart(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_post_hook(after)
 
 
-def from_local(local: torch.Tensor, like: Any) -> torch.Tensor:
+def from_local(local: torch.Tensor, template: Any) -> torch.Tensor:
     """Return a DTensor with this rank's part, sharded as another one is.
 
     The part stays where it is. `DTensor.from_local` would move it to the mesh's device, which may
@@ -139,7 +146,7 @@ def from_local(local: torch.Tensor, like: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     make: Any = DTensor
-    sharded: torch.Tensor = make(local, like._spec, requires_grad=False)
+    sharded: torch.Tensor = make(local, template._spec, requires_grad=False)
     return sharded
 
 
@@ -152,7 +159,7 @@ def clip_(
     """Scale the gradients down to a norm over all ranks; return the one before, a scalar."""
     if not _is_spread(parameters, dims):
         return clip_grad_norm_(parameters, limit)
-    grads = [each.grad for each in parameters if each.grad is not None]
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = _norm([reduced(grad) for grad in grads], dims, device)
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     # The gradients themselves: `reduced` returns a copy of one whose sum over ranks is pending.
@@ -176,9 +183,9 @@ def _norm(
     tensors: Sequence[torch.Tensor], dims: ParallelDims, device: torch.device
 ) -> torch.Tensor:
     """One number travels, whatever the mix: each rank adds up what it has the first copy of."""
-    mine = [_local(each) for each in tensors if _is_first(each, dims)]
-    ours = [each for each in mine if each.numel()]
-    norm = get_total_norm(ours) if ours else torch.zeros((), device=device)
+    first_copies = [_local(tensor) for tensor in tensors if _is_first(tensor, dims)]
+    filled = [tensor for tensor in first_copies if tensor.numel()]
+    norm = get_total_norm(filled) if filled else torch.zeros((), device=device)
     square = norm.to(device, sum_type(device)) ** 2
     dist.all_reduce(square)
     return square.sqrt().float()

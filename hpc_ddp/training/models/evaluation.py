@@ -18,14 +18,14 @@ from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode, without gradients, and each part back as it was."""
-    were_training = [each for each in model.modules() if each.training]
+    were_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for each in were_training:  # frozen parts may have been in eval mode before
-            each.training = True
+        for module in were_training:  # frozen parts may have been in eval mode before
+            module.training = True
 
 
 def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:

@@ -26,14 +26,14 @@ def materialize(module: nn.Module, device: torch.device, init: Init | None = Non
     UsageError
         a parameter or buffer has no numbers after that
     """
-    made: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay one
+    materialized: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay one
     for path, submodule in module.named_modules():
         names = [name for name, tensor in _tensors(submodule) if tensor.is_meta]
         for name in names:
             old = getattr(submodule, name)
-            if old not in made:
-                made[old] = _allocate(old, device)
-            setattr(submodule, name, made[old])
+            if old not in materialized:
+                materialized[old] = _allocate(old, device)
+            setattr(submodule, name, materialized[old])
         if not names:
             continue
         reset = getattr(submodule, "reset_parameters", None)

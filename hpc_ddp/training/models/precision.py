@@ -1,4 +1,4 @@
-"""What precision a step computes in, and what becomes of numbers that left its range."""
+"""The precision of a step, loss scaling, and the check for numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -65,8 +65,10 @@ class Precision:
         if clip_norm is not None:
             if self._scaler:
                 self._scaler.unscale_(optimizer)
-            ours = [each for group in optimizer.param_groups for each in group["params"]]
-            norm = clip_(ours, clip_norm, self._dims, self._device)
+            parameters = [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
+            norm = clip_(parameters, clip_norm, self._dims, self._device)
         if self._step(optimizer) and scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
@@ -106,7 +108,7 @@ class Precision:
 
     def watch(self, model: torch.nn.Module) -> None:
         """Name a model at whose weights `look` looks, on all ranks; twice is once."""
-        if not any(each is model for each in self._watched):
+        if not any(watched is model for watched in self._watched):
             self._watched.append(model)
 
     def look(self) -> None:
@@ -116,10 +118,10 @@ class Precision:
         the weights and stays. A look costs the device the time of reading them once. The host
         waits for nothing: the answer is `poisoned`'s, some steps later.
         """
-        parameters = (each for model in self._watched for each in model.parameters())
+        parameters = (weight for model in self._watched for weight in model.parameters())
         # Those in 8 bits, of which torch has no norm, are looked at by each save alone.
-        trained = (each for each in parameters if each.requires_grad)
-        weights = [each for each in trained if each.dtype.itemsize > 1]
+        trained = (weight for weight in parameters if weight.requires_grad)
+        weights = [weight for weight in trained if weight.dtype.itemsize > 1]
         if self._stop_on_nan and self._watched:
             with torch.no_grad():
                 self._norm = Transfer({"norm": total_norm(weights, self._dims, self._device)})

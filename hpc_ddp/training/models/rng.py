@@ -38,11 +38,11 @@ def snapshot(places: Sequence[torch.device] = ()) -> dict[str, Any]:
         "python": [version, torch.tensor(words, device="cpu"), gauss],
         "torch": torch.get_rng_state(),
     }
-    if own := _accelerators(places):
-        state["devices"] = [devices.random_state(device) for device in own]
+    if accelerators := _accelerators(places):
+        state["devices"] = [devices.random_state(device) for device in accelerators]
     if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [name, torch.tensor(keys.astype("int64"), device="cpu"), *rest]
+        name, keys, *position = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [name, torch.tensor(keys.astype("int64"), device="cpu"), *position]
     return state
 
 
@@ -56,8 +56,8 @@ def restore(state: dict[str, Any], places: Sequence[torch.device] = ()) -> None:
     if "numpy" in state:
         import numpy  # it was loaded when the state was taken
 
-        name, keys, *rest = state["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+        name, keys, *position = state["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), *position))
 
 
 def _accelerators(places: Sequence[torch.device]) -> list[torch.device]:

@@ -1,4 +1,4 @@
-"""What a script does with its models before the loop: where they lie, and who has which part."""
+"""A run's methods on models: onto the device, wrapped, sharded, in stages, evaluated."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class ModelSetup:
             # And kernels that are chosen by their speed, here and now, add up in other orders.
             can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
             model.compile(dynamic=False, options={"deterministic": True} if can else None)
-        if not any(each.requires_grad for each in model.parameters()):
+        if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         if dims.pp > 1:
             options["process_group"] = self.mesh["dp"].get_group()
@@ -290,9 +290,9 @@ class ModelSetup:
         dims = self._dims
         if dims.dp == 1 or dims.dp == self.world_size:
             return
-        averaged = {id(each) for model in self._wrapped for each in model.parameters()}
-        for each in objects:
-            groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
+        averaged = {id(optimizer) for model in self._wrapped for optimizer in model.parameters()}
+        for optimizer in objects:
+            groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
             if any(id(weight) not in averaged for group in groups for weight in group["params"]):
                 raise UsageError(
                     f"tp={dims.tp} and pp={dims.pp} leave {dims.dp} copies of the model, whose"
@@ -304,12 +304,12 @@ class ModelSetup:
     def _check_stages(self, names: list[str]) -> None:
         """Refuse stages of a pipeline that track other objects: a checkpoint would lack them."""
         control = self._control
-        for rank, theirs in enumerate(control.from_first(control.to_first(names))):
-            if theirs != names:
+        for rank, peer_names in enumerate(control.from_first(control.to_first(names))):
+            if peer_names != names:
                 raise UsageError(
                     f"run.track was given {', '.join(names) or 'nothing'} on rank {self.rank}, and"
-                    f" {', '.join(theirs) or 'nothing'} on rank {rank}; accepted: the same names"
-                    " on all ranks",
+                    f" {', '.join(peer_names) or 'nothing'} on rank {rank}; accepted: the same"
+                    " names on all ranks",
                     hint="each stage has its own model and optimizer, under the same names",
                 )
 

@@ -206,16 +206,16 @@ class Pipeline:
         """
         key = tuple(inputs.shape)
         if key not in self._shapes:
-            found: list[Any] = [(inputs.shape, inputs.dtype)]
+            shapes: list[Any] = [(inputs.shape, inputs.dtype)]
             for index in range(self._last + 1):
                 box: list[Any] = [None]
                 if index == self._index:
-                    shape, dtype = found[-1]
+                    shape, dtype = shapes[-1]
                     output = self._forward(torch.zeros(shape, dtype=dtype, device=self._device))
                     box = [(output.shape, output.dtype)]
                 dist.broadcast_object_list(box, group=self._group, group_src=index)
-                found += box
-            self._shapes[key] = found
+                shapes += box
+            self._shapes[key] = shapes
         return [
             torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self._shapes[key]
         ]

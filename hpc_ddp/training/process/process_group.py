@@ -23,8 +23,8 @@ NEVER = timedelta(days=20)  # torch counts milliseconds, in places with 31 bits
 _met_at_agents: list[DistEnv] = []  # this process's runs that use torchrun's store: one at most
 
 
-def choose_devices(info: DistEnv, each: int = 1) -> list[torch.device]:
-    """Return this rank's `each` GPUs and make the first the current one, or the CPU so often.
+def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
+    """Return this rank's `per_worker` GPUs and make the first the current one, or CPUs.
 
     Raises
     ------
@@ -33,23 +33,27 @@ def choose_devices(info: DistEnv, each: int = 1) -> list[torch.device]:
     """
     count = devices.count()
     if not count:
-        return [devices.CPU] * each
+        return [devices.CPU] * per_worker
     # Where each worker is a Slurm task, srun may have given each GPUs of its own to see.
-    own = count == each and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-    first = 0 if own else info.local_rank * each
-    if first + each > count:
-        needs = f" of {each} GPUs" if each > 1 else ""
+    sees_own = count == per_worker and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    first = 0 if sees_own else info.local_rank * per_worker
+    if first + per_worker > count:
+        needs = f" of {per_worker} GPUs" if per_worker > 1 else ""
         words = devices.hiding_words()
         hide = f", or hide the GPUs with {words}" if words else ""
-        fitting = f"start {count // each} workers per node" if count >= each else "take fewer GPUs"
+        fitting = (
+            f"start {count // per_worker} workers per node"
+            if count >= per_worker
+            else "take fewer GPUs"
+        )
         raise HpcDdpError(
             f"{info.local_world_size} workers{needs} on this node, but {count} visible GPU(s)",
             hint=f"{fitting}{hide}",
         )
-    return devices.take(first, each)
+    return devices.take(first, per_worker)
 
 
-def choose_backend(asked: str | None, device: torch.device) -> str:
+def choose_backend(requested: str | None, device: torch.device) -> str:
     """Return what carries gradients: as asked, else the device's own: NCCL for NVIDIA and AMD,
     XCCL for Intel, HCCL for Ascend, Gloo for the CPU.
 
@@ -58,7 +62,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     HpcDdpError
         this torch was built without it, or NCCL is asked for and there is no GPU
     """
-    backend = asked or devices.default_backend(device)
+    backend = requested or devices.default_backend(device)
     why = ""
     if not dist.is_backend_available(backend):
         why = f"this torch was built without {backend.upper()}"
@@ -68,7 +72,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
         raise HpcDdpError(
             f"the backend {backend!r} can't be used: {why}",
             hint=f"leave it out: this run's own is {devices.default_backend(device)!r}"
-            if asked
+            if requested
             else "install a torch that has it; slower: HPC_DDP_BACKEND=gloo",
         )
     return backend
@@ -78,12 +82,12 @@ def join(
     info: DistEnv,
     devices_of_rank: Sequence[torch.device],
     hang_after_s: float | None,
-    asked: str | None = None,
+    requested: str | None = None,
 ) -> Control:
     """Create the default process group and return the control group beside it.
 
     Collectives wait longer than `hang_after_s`: the watchdog comes first, which says more.
-    `asked` names the backend, None for the device's own.
+    `requested` names the backend, None for the device's own.
 
     Raises
     ------
@@ -102,10 +106,10 @@ def join(
             "start() was called again in a process that torchrun has started; accepted: once",
             hint="start the second run in a process of its own",
         )
-    device, *others = devices_of_rank
-    backend = choose_backend(asked, device)
+    device, *more_devices = devices_of_rank
+    backend = choose_backend(requested, device)
     # A group that is bound to one device refuses the tensors of the others.
-    bind = {} if others else devices.bound(backend, device)
+    bind = {} if more_devices else devices.bound(backend, device)
     timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else NEVER
     if at_agents:
         _met_at_agents.append(info)
@@ -122,7 +126,7 @@ def join(
 
 
 class Control:
-    """What ranks tell each other on the CPU, over a gloo group of its own.
+    """Messages of the ranks on the CPU, over a gloo group of its own.
 
     Its own group, so that a flag never waits behind gradients, needs no GPU, and can travel
     while a step computes.
@@ -145,9 +149,11 @@ class Control:
     def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
         """Begin to send a CPU tensor to rank 0: every rank's there, none elsewhere; `wait` on the
         second before reading the first."""
-        found = [torch.empty_like(values) for _ in range(self.world_size if self.rank == 0 else 0)]
-        work = dist.gather(values, found or None, dst=0, group=self._group, async_op=True)
-        return found, work
+        tensors = [
+            torch.empty_like(values) for _ in range(self.world_size if self.rank == 0 else 0)
+        ]
+        work = dist.gather(values, tensors or None, dst=0, group=self._group, async_op=True)
+        return tensors, work
 
     def sum(self, values: torch.Tensor) -> None:
         """Replace a CPU tensor by its sum over ranks."""

@@ -91,9 +91,9 @@ class Metrics:
 
 def check_values(values: dict[str, Any]) -> None:
     """Raise UsageError for a value that is no scalar, or whose name the journal has already."""
-    if taken := TAKEN & values.keys():
+    if reserved := TAKEN & values.keys():
         raise UsageError(
-            f"run.step was given {sorted(taken)[0]!r}, which the journal has already",
+            f"run.step was given {sorted(reserved)[0]!r}, which the journal has already",
             hint="give it another name",
         )
     for name, value in values.items():

@@ -28,7 +28,7 @@ PEAKS = {
 
 def peak_flops(name: str, precision: str) -> float | None:
     """Return the peak of a GPU in FLOP/s, None for a name that is not in the table."""
-    peaks = next((both for known, both in PEAKS.items() if known in name), None)
+    peaks = next((pair for model, pair in PEAKS.items() if model in name), None)
     return peaks and 1e12 * peaks[precision == "fp32"]
 
 
@@ -45,12 +45,12 @@ def use_per_sample(options: Options, device: torch.device, world_size: int) -> f
 class Profiler:
     """Traces the steps of a window (first, last), counted from 1 in this attempt.
 
-    Leaves a Chrome trace at `path`, and says so where it is `told` to.
+    Leaves a Chrome trace at `path`, and prints its path where it `announces`.
     """
 
-    def __init__(self, window: tuple[int, ...] | None, path: Path, told: bool) -> None:
+    def __init__(self, window: tuple[int, ...] | None, path: Path, announces: bool) -> None:
         self._first, self._last = window or (0, 0)
-        self._path, self._told = path, told
+        self._path, self._told = path, announces
         self._steps = 0
         self._profile: torch.profiler.profile | None = None
 
@@ -71,5 +71,5 @@ class Profiler:
         self._profile.export_chrome_trace(str(self._path))
         self._profile = None
         if self._told:
-            said = f"steps {self._first} to {min(self._steps, self._last)} of this attempt"
-            print(f"hpc-ddp: profile of {said}: {self._path}", file=sys.stderr, flush=True)
+            steps = f"steps {self._first} to {min(self._steps, self._last)} of this attempt"
+            print(f"hpc-ddp: profile of {steps}: {self._path}", file=sys.stderr, flush=True)
