@@ -21,7 +21,7 @@ import torch
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.training.checkpoint.saver import open_checkpoint
+from hpc_ddp.training.checkpoint.restorer import open_checkpoint
 
 
 def export(

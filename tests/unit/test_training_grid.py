@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.training.checkpoint import state
+from hpc_ddp.training.checkpoint import loading, state
 from hpc_ddp.training.checkpoint.shards import Reader, StagingBuffer, as_plain
 from hpc_ddp.training.models.mesh import ParallelDims
 
@@ -90,7 +90,7 @@ def test_stages_make_a_whole_and_a_whole_makes_stages(tmp_path: Any) -> None:
     tree, reader = state.joined(trees[0], trees[2]), Reader(files)
 
     whole = objects_of(range(4))
-    state.put_back(whole, tree, reader, step=1)
+    loading.put_back(whole, tree, reader, step=1)
     for stage in stages:
         weights = whole["model"].state_dict()
         assert all(weights[k].equal(v) for k, v in stage["model"].state_dict().items())
@@ -103,7 +103,7 @@ def test_stages_make_a_whole_and_a_whole_makes_stages(tmp_path: Any) -> None:
     assert len(all_moments) == sum(map(len, moments))
 
     other = objects_of(range(1, 3))  # cut elsewhere
-    state.put_back(other, tree, reader, step=1, stage=True)
+    loading.put_back(other, tree, reader, step=1, stage=True)
     weights = whole["model"].state_dict()
     assert all(weights[k].equal(v) for k, v in other["model"].state_dict().items())
 

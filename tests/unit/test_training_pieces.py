@@ -29,7 +29,7 @@ from training_fakes import Holds
 
 from hpc_ddp.run import patience
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
-from hpc_ddp.training.checkpoint import shards, state
+from hpc_ddp.training.checkpoint import loading, shards, state
 from hpc_ddp.training.checkpoint.shards import (
     OWN,
     Reader,
@@ -40,6 +40,8 @@ from hpc_ddp.training.checkpoint.shards import (
     whole,
 )
 from hpc_ddp.training.data import loader as module
+from hpc_ddp.training.data import worker_death
+from hpc_ddp.training.data.batches import to_device
 from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.loader import (
     Loader,
@@ -47,7 +49,6 @@ from hpc_ddp.training.data.loader import (
     UnknownLengthError,
     _Batch,
     batches_of,
-    to_device,
 )
 from hpc_ddp.training.data.order import BatchPlan, Position
 from hpc_ddp.training.models import dtensor, rng
@@ -262,7 +263,7 @@ def _watch(error: BaseException, *exit_codes: int | None) -> BaseException:
     workers = [Worker(code) for code in exit_codes]
     seen: BaseException | None = None
     try:
-        list(module._watched(cast(Any, Batches(error, *workers))))
+        list(worker_death.watched(cast(Any, Batches(error, *workers))))
     except Exception as raised:
         seen = raised
     for worker in workers:
@@ -307,7 +308,7 @@ def test_a_worker_that_has_died_is_named_by_its_exit_code(
 def test_no_worker_is_waited_for_where_torch_has_named_the_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_exit_code", pytest.fail)
+    monkeypatch.setattr(worker_death, "_exit_code", pytest.fail)
     assert "signal: Killed" in str(_watch(RuntimeError(KILLED), None))
 
 
@@ -320,7 +321,7 @@ def test_workers_that_persist_may_fail_before_there_is_an_iterator() -> None:
     batches = Persistent(RuntimeError(GONE))
     batches._iterator = Batches(KeyError(), worker)
     with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
-        list(module._watched(cast(Any, batches)))
+        list(worker_death.watched(cast(Any, batches)))
     worker.close()
 
 
@@ -343,7 +344,7 @@ def test_the_cause_of_an_error_may_name_the_worker() -> None:
 def test_another_error_stays_as_it_is(
     error: BaseException, exit_codes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DEATH_S", 0.0)
+    monkeypatch.setattr(worker_death, "DEATH_S", 0.0)
     assert _watch(error, *exit_codes) is error
 
 
@@ -462,7 +463,7 @@ def _put_back(
     buffer.fill(state.my_parts(result, ParallelDims()))
     (folder / "data").write_bytes(b"".join(buffer.bytes))
     reader = Reader([(folder / "data", as_plain(buffer.pieces))])
-    state.put_back(objects, result.tree, reader, 7, stage)
+    loading.put_back(objects, result.tree, reader, 7, stage)
 
 
 def test_trees_of_stages_are_put_together() -> None:
@@ -664,7 +665,7 @@ class Late(Worker):
 def test_a_worker_that_has_just_ended_is_waited_for() -> None:
     worker = Late(-9)
     with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
-        list(module._watched(cast(Any, Batches(RuntimeError(GONE), worker))))
+        list(worker_death.watched(cast(Any, Batches(RuntimeError(GONE), worker))))
     worker.close()
 
 
@@ -680,7 +681,7 @@ def test_a_handler_that_interrupts_the_search_for_the_dead_is_heard() -> None:
     batches = Batches(RuntimeError(GONE))
     batches._workers = cast(Any, [Interrupted()])
     with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
-        list(module._watched(cast(Any, batches)))
+        list(worker_death.watched(cast(Any, batches)))
 
 
 def test_batches_made_in_a_worker_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -749,7 +750,7 @@ def test_a_data_file_that_can_not_be_read_is_not_of_another_program(
     with pytest.raises(
         shards.UnreadableError, match=r"data can't be read.*it ends too early"
     ) as caught:
-        state.put_back({"t": holds}, {"t": state.TENSOR}, reader, 1)
+        loading.put_back({"t": holds}, {"t": state.TENSOR}, reader, 1)
     assert caught.value.exit_code == CAN_GO_ON  # another attempt may find that the disk answers
     assert sum(clock.slept) >= patience.PATIENCE_S
 

@@ -15,9 +15,10 @@ from torch.utils.data import Dataset
 from training_fakes import Holds, give_gpus
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.training.checkpoint import state
+from hpc_ddp.training.checkpoint import loading, state
 from hpc_ddp.training.checkpoint.shards import OWN, Reader, StagingBuffer, as_plain
-from hpc_ddp.training.data.loader import Loader, Shard, to_device
+from hpc_ddp.training.data.batches import to_device
+from hpc_ddp.training.data.loader import Loader, Shard
 from hpc_ddp.training.data.order import BatchPlan, Position
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims
@@ -180,7 +181,7 @@ def put_back(folder: Path, objects: dict[str, Any], step: int = 1) -> None:
         for path in folder.glob("tensors-*")
     ]
     tree = torch.load(folder / "tree", weights_only=True)
-    state.put_back(objects, tree, Reader(files), step)
+    loading.put_back(objects, tree, Reader(files), step)
 
 
 class Many(nn.Module):
@@ -448,7 +449,7 @@ def test_objects_and_weights_of_each_rank_are_its_own() -> None:
 
 def test_a_tensor_that_no_rank_has_stored_is_named(tmp_path: Path) -> None:
     with pytest.raises(HpcDdpError, match=r"x\.value is a tensor that no rank has stored"):
-        state.put_back({"x": Holds()}, {"x": {"value": state.TENSOR}}, Reader([]), 1)
+        loading.put_back({"x": Holds()}, {"x": {"value": state.TENSOR}}, Reader([]), 1)
 
 
 def test_what_was_other_ranks_own_is_refused(tmp_path: Path) -> None:

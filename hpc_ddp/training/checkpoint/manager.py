@@ -13,9 +13,10 @@ import torch
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
-from hpc_ddp.training.checkpoint import state
+from hpc_ddp.training.checkpoint import loading, state
 from hpc_ddp.training.checkpoint.inventory import inventory_of, start_checksums
-from hpc_ddp.training.checkpoint.saver import Checkpoints, Content, Restored
+from hpc_ddp.training.checkpoint.restorer import Restored
+from hpc_ddp.training.checkpoint.saver import Checkpoints, Content
 from hpc_ddp.training.checkpoint.shards import StagingBuffer, as_plain
 from hpc_ddp.training.checkpoint.state import State, joined, my_parts, unwrap
 from hpc_ddp.training.data.order import Position, derive
@@ -97,7 +98,7 @@ class CheckpointManager:
         objects = {
             name: tracked for name, tracked in objects.items() if name in tree or name not in anew
         }
-        state.put_back(objects, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1)
+        loading.put_back(objects, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1)
         vars(self._position).update(checkpoint.shared["position"])
         self.best = Best(**checkpoint.shared["best"])
         self._written = self._now()
@@ -248,7 +249,7 @@ class CheckpointManager:
         assert self.best.step is not None  # the save has seen to that
         checkpoint = self._checkpoints.load(self.best.step)
         tree = {names[0]: self._tree_of(checkpoint)[names[0]]}
-        state.put_back(
+        loading.put_back(
             {names[0]: model}, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1
         )
         return checkpoint.step

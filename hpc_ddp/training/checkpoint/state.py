@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,8 +19,6 @@ from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint.shards import (
     OWN,
     LocalShard,
-    Reader,
-    UnreadableError,
     rows,
     shard,
     whole,
@@ -39,7 +34,7 @@ COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _DICTS = (dict, Counter, OrderedDict)  # those that weights_only knows; others become a dict
 _LARGEST = 1 << 2039  # weights_only reads whole numbers below it
-_SHOWN = 8
+SHOWN = 8
 
 
 def unwrap(thing: Any) -> Any:
@@ -112,7 +107,7 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
     for plain in map(unwrap, objects.values()):
         if isinstance(plain, torch.nn.Module):
             reshard(plain)
-    labels = _labels(objects)
+    labels = labels_of(objects)
     ignored = set(_ignored_by_ddp(objects))
     state = State()
     for name, wrapped in objects.items():
@@ -125,11 +120,11 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
             )
         content: Any = plain.state_dict()
         if isinstance(plain, Optimizer):
-            content = _by_label(content, _params(plain, labels)) | {KIND: type(plain).__name__}
+            content = _by_label(content, params_of(plain, labels)) | {KIND: type(plain).__name__}
             state.trained.update(_like_parameters(name, plain, labels))
         elif isinstance(plain, torch.nn.Module):
             content = {plain_name(key): value for key, value in content.items()} | {
-                VERSIONS: {part: facts.get("version") for _, part, facts in _metadata(content)}
+                VERSIONS: {part: facts.get("version") for _, part, facts in metadata_of(content)}
             }
             for key, parameter in plain.named_parameters(remove_duplicate=False):
                 names = state.trained if parameter.requires_grad else state.replicated
@@ -137,7 +132,7 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
             state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in plain.named_buffers())
         tensors: dict[str, torch.Tensor] = {}
         tree = state.private_tree if name in per_rank else state.tree
-        tree[name] = _take_apart(content, name, tensors)
+        tree[name] = take_apart(content, name, tensors)
         state.tensors.update(tensors)
         prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
         private = {key for key in tensors if key in ignored or key.startswith(prefixes)}
@@ -214,7 +209,7 @@ def plain_name(key: str) -> str:
     return key.replace(COMPILED, "")
 
 
-def _labels(objects: Mapping[str, Any]) -> dict[int, str]:
+def labels_of(objects: Mapping[str, Any]) -> dict[int, str]:
     """Return the name of each parameter of the tracked modules, by its id."""
     labels: dict[int, str] = {}
     for name, wrapped in objects.items():
@@ -225,7 +220,7 @@ def _labels(objects: Mapping[str, Any]) -> dict[int, str]:
     return labels
 
 
-def _params(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torch.Tensor]:
+def params_of(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torch.Tensor]:
     """Return an optimizer's parameters by name, in the order of its state dict's numbers."""
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {
@@ -240,19 +235,19 @@ def _by_label(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any
     """
     names = dict(enumerate(params))
     groups = [[names[number] for number in group["params"]] for group in state["param_groups"]]
-    return _with_keys(state, names, groups)
+    return with_keys(state, names, groups)
 
 
-def _by_number(
+def by_number(
     state: dict[str, Any], params: Mapping[str, Any], groups: list[list[str]]
 ) -> dict[str, Any]:
     """Undo `_by_label`; `groups` has the names in the order of the groups they are to go to,
     since torch pairs them by their places."""
     numbers = {label: number for number, label in enumerate(params)}
-    return _with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
+    return with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
 
 
-def _with_keys(
+def with_keys(
     state: dict[str, Any], keys: Mapping[Any, Any], groups: list[list[Any]]
 ) -> dict[str, Any]:
     """Return an optimizer's state dict with other keys, and these parameters in its groups."""
@@ -268,13 +263,13 @@ def _with_keys(
 
 def _like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> Iterator[str]:
     """Yield the names of the state that is shaped like the parameter it belongs to."""
-    for label, parameter in _params(optimizer, labels).items():
+    for label, parameter in params_of(optimizer, labels).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
                 yield f"{name}.state.{label}.{key}"
 
 
-def _take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Return `value` with its tensors moved to `tensors`, by their place."""
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized:
@@ -286,16 +281,16 @@ def _take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any
     if isinstance(value, Mapping):
         for key in value:
             _check_atom(key, f"a key of {where}")
-        items: Any = {k: _take_apart(item, f"{where}.{k}", tensors) for k, item in value.items()}
+        items: Any = {k: take_apart(item, f"{where}.{k}", tensors) for k, item in value.items()}
         kind: Any = type(value)
         return kind(items) if kind in _DICTS else items
     if type(value) is list and _is_of_numbers(value):  # a million of them, one by one, take 1 s
         return value.copy()
     if isinstance(value, (list, tuple)):
-        row = [_take_apart(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+        row = [take_apart(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
         return tuple(row) if isinstance(value, tuple) else row
     if isinstance(value, set):
-        return {_take_apart(item, f"{where}.{item}", tensors) for item in value}
+        return {take_apart(item, f"{where}.{item}", tensors) for item in value}
     _check_atom(value, where)
     return value
 
@@ -332,180 +327,8 @@ def _refused(where: str, kind: str) -> HpcDdpError:
     )
 
 
-def put_back(
-    objects: Mapping[str, Any],
-    tree: Mapping[str, Any],
-    reader: Reader,
-    step: int,
-    stage: bool = False,
-) -> None:
-    """Load the state of a checkpoint (made at `step`) into the objects.
-
-    Sharded objects take their own part of each tensor, however it was stored; with `stage` the
-    models are parts of those that were stored, and leave the rest.
-
-    Raises
-    ------
-    HpcDdpError
-        the checkpoint belongs to other objects: names the keys and shapes that differ
-    """
-    if set(objects) != set(tree):
-        raise _other(
-            step, f"it holds {', '.join(sorted(tree))}, tracked are {', '.join(sorted(objects))}"
-        )
-    labels = _labels(objects)
-    for name, wrapped in objects.items():
-        plain = unwrap(wrapped)
-        try:
-            if isinstance(plain, torch.nn.Module):
-                plain.load_state_dict(_for_module(name, plain, tree[name], reader, stage))
-            elif isinstance(plain, Optimizer):
-                stored = _of_stage(tree[name], _params(plain, labels)) if stage else tree[name]
-                plain.load_state_dict(_for_optimizer(name, plain, labels, stored, reader))
-            else:
-                current = _tensors_of(plain.state_dict(), name)
-                plain.load_state_dict(_assemble(tree[name], name, reader, current=current))
-        except UnreadableError:
-            raise
-        except HpcDdpError as error:
-            raise _other(step, error.message) from None
-        except (ValueError, RuntimeError, KeyError) as error:
-            raise _other(step, f"{name}: {error}") from error
-
-
-def _for_module(
-    name: str, module: torch.nn.Module, tree: Mapping[str, Any], reader: Reader, stage: bool
-) -> OrderedDict[str, Any]:
-    """Return what `module` loads."""
-    state = module.state_dict()
-    entries = {plain_name(key): (key, value) for key, value in state.items()}
-    versions = tree.get(VERSIONS)
-    tree = {key: value for key, value in tree.items() if key != VERSIONS}
-    problems = [f"{key} is not in the checkpoint" for key in entries if key not in tree]
-    problems += [f"{key} is not in the model" for key in tree if key not in entries and not stage]
-    for key in entries.keys() & tree.keys():
-        stored = f"{name}.{key}"
-        shape = getattr(entries[key][1], "shape", None)
-        saved = reader.describe(stored).shape if stored in reader else None
-        if reader.is_of_other_ranks(stored):
-            problems.append(f"{key} was each rank's own, of as many ranks as do not run here")
-        elif shape != saved:
-            problems.append(f"{key} is {_shape(shape)} here and {_shape(saved)} in the checkpoint")
-    if problems:
-        more = f", and {len(problems) - _SHOWN} more" if problems[_SHOWN:] else ""
-        raise HpcDdpError(f"{name}: {', '.join(sorted(problems)[:_SHOWN])}{more}")
-    loaded = OrderedDict[str, Any](
-        (
-            key,
-            reader.read(f"{name}.{plain}", value)
-            if f"{name}.{plain}" in reader
-            else _assemble(  # an extra_state
-                tree[plain], where := f"{name}.{plain}", reader, current=_tensors_of(value, where)
-            ),
-        )
-        for plain, (key, value) in entries.items()
-    )
-    if versions is not None:  # without, a part takes its own state for that of an older version
-        parts = _metadata(state)
-        facts_of = {key: {**facts, "version": versions.get(part)} for key, part, facts in parts}
-        loaded._metadata = facts_of  # type: ignore[attr-defined]
-    return loaded
-
-
-def _metadata(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def metadata_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield what torch tells of each part of a module beside its state dict: its key there, its
     plain name, and the facts."""
     for key, facts in getattr(state, "_metadata", {}).items():
         yield key, plain_name(f"{key}.")[:-1], facts
-
-
-def _of_stage(tree: Mapping[str, Any], params: Container[str]) -> dict[str, Any]:
-    """Return an optimizer's tree with these parameters only."""
-    return {
-        **tree,
-        "state": {label: value for label, value in tree["state"].items() if label in params},
-        "param_groups": [
-            {**group, "params": [label for label in group["params"] if label in params]}
-            for group in tree["param_groups"]
-        ],
-    }
-
-
-def _for_optimizer(
-    name: str, optimizer: Optimizer, labels: Mapping[int, str], tree: Any, reader: Reader
-) -> dict[str, Any]:
-    params = _params(optimizer, labels)
-    names = iter(params)
-    groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
-    stored_groups = [group["params"] for group in tree["param_groups"]]
-    if list(map(sorted, groups)) != list(map(sorted, stored_groups)):
-        differing = sorted({*chain(*groups)} ^ {*chain(*stored_groups)}) or [
-            "they are grouped otherwise"
-        ]
-        more = " …" if differing[_SHOWN:] else ""
-        raise HpcDdpError(f"{name}: its parameters differ: {', '.join(differing[:_SHOWN])}{more}")
-    if tree[KIND] != (kind := type(optimizer).__name__):
-        raise HpcDdpError(f"{name}: it is of {tree[KIND]}, and here of {kind}")
-    shards = {}
-    for label, parameter in params.items():
-        for key in tree["state"].get(label, {}):
-            stored = f"{name}.state.{label}.{key}"
-            if stored in reader and reader.describe(stored).shape == parameter.shape:
-                shards[stored] = parameter
-    saved = {key: value for key, value in tree.items() if key != KIND}
-    settings = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # a learning rate, say
-    return _by_number(_assemble(saved, name, reader, shards, settings), params, groups)
-
-
-def _tensors_of(state: Any, where: str) -> dict[str, torch.Tensor]:
-    """Return the tensors in an object's state by their places, as far as it can be saved."""
-    tensors: dict[str, torch.Tensor] = {}
-    with suppress(HpcDdpError):
-        _take_apart(state, where, tensors)
-    return tensors
-
-
-def _assemble(
-    value: Any,
-    where: str,
-    reader: Reader,
-    templates: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    current: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> Any:
-    """Undo `_take_apart`; tensors are new ones, which an object may keep.
-
-    `templates` has tensors whose sharding or order in memory is wanted, `current` those whose
-    devices are.
-    """
-    if type(value) is str and value == TENSOR:
-        if where not in reader:
-            raise HpcDdpError(f"{where} is a tensor that no rank has stored for this one")
-        parameter = templates.get(where)
-        tensor = reader.read(where, parameter)
-        if parameter is not None and not is_sharded(parameter):
-            # Fused optimizers walk a parameter's memory and its state's side by side.
-            layout = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device)
-            return layout.copy_(tensor)
-        return tensor.to(current[where].device) if where in current else tensor
-    if isinstance(value, dict):
-        items = {
-            k: _assemble(v, f"{where}.{k}", reader, templates, current) for k, v in value.items()
-        }
-        return type(value)(items)
-    if isinstance(value, (list, tuple)):
-        row = [
-            _assemble(v, f"{where}.{i}", reader, templates, current) for i, v in enumerate(value)
-        ]
-        return tuple(row) if isinstance(value, tuple) else row
-    return value
-
-
-def _shape(shape: Any) -> str:
-    return "no tensor" if shape is None else str(tuple(shape))
-
-
-def _other(step: int, how: str) -> HpcDdpError:
-    return HpcDdpError(
-        f"the checkpoint of step {step} is not of this program's objects: {how}",
-        hint="start another run, or undo the change to the script",
-    )

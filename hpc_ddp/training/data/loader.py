@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import multiprocessing.connection
-import re
-import signal
-import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -23,17 +16,16 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.errors import UsageError
 from hpc_ddp.training.data import order
+from hpc_ddp.training.data.batches import pinned, rows_of, to_device
 from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position
-from hpc_ddp.training.devices import CPU, is_accelerator
+from hpc_ddp.training.data.worker_death import watched
+from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.process.watchdog import beat
 from hpc_ddp.training.stops.signals import ignore_in_loader
-
-_SHOWN_HERE = "num_workers=0 shows where: the data set then runs in this process"
-DEATH_S = 10.0  # the connection to a worker may break before the kernel says that it has ended
 
 
 class Loader:
@@ -87,7 +79,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self._check()
-        for share, batch in self.timed(_watched(self._batches)):
+        for share, batch in self.timed(watched(self._batches)):
             self.share = share
             self._sync(share.ends_step)
             if share.ends_step:
@@ -128,7 +120,7 @@ class Shard:
         return len(numbers[:: self._cut.batch_size])
 
     def __iter__(self) -> Iterator[Any]:
-        for share, batch in _watched(self._batches):
+        for share, batch in watched(self._batches):
             beat()
             self.counts = share.weight > 0
             if self.counts or self._even:
@@ -205,103 +197,6 @@ def batches_of(
         ) from None
 
 
-def _watched(batches: DataLoader[_Batch]) -> Iterator[tuple[MicroBatch, Any]]:
-    """Yield the batches; say in a word how a loader worker has died, or what a data set said."""
-    iterator: Any = None
-    try:
-        try:
-            with torch.device("cpu"):  # it draws by a generator of the CPU
-                iterator = iter(batches)
-            for batch in iterator:
-                yield batch.share, batch.content
-        except HpcDdpError as error:
-            if "in DataLoader worker process" in error.message:  # and a traceback in front of it
-                error.message = error.message.strip().splitlines()[-1].partition("Error: ")[2]
-            raise
-        except (ConnectionError, EOFError) as error:
-            _raise_death(error, _workers(batches, iterator))
-            raise
-    except RuntimeError as error:  # torch's own; its handler may interrupt what is done above
-        _raise_death(error, _workers(batches, iterator))
-        raise
-
-
-def _workers(batches: DataLoader[Any], iterator: Any) -> Sequence[BaseProcess]:
-    """Return the worker processes; those that persist may fail before there is an iterator."""
-    if iterator is None:
-        iterator = getattr(batches, "_iterator", None)
-    return getattr(iterator, "_workers", ())
-
-
-def _raise_death(error: BaseException, workers: Sequence[BaseProcess]) -> None:
-    """Raise an HpcDdpError that says how a loader worker has ended, if that is what `error` is."""
-    try:
-        _explain_death(error, workers)
-    except RuntimeError as later:  # torch's handler, which raises once for each loader
-        _explain_death(later, workers)
-
-
-def _explain_death(error: BaseException, workers: Sequence[BaseProcess]) -> None:
-    """Raise the HpcDdpError, or return.
-
-    torch's handler of SIGCHLD names the signal, also of another loader's worker, if it is the first
-    to notice. It raises wherever the main thread happens to be, also where Python drops the
-    exception; then the exit codes of this loader's workers tell.
-    """
-    texts = (str(error.__cause__), str(error))
-    report = next((text for text in texts if text.startswith("DataLoader worker (pid")), "")
-    killed = re.search(r"killed by signal: ([^.]+)\.", report)
-    exited = re.search(r"with exit code (\d+)", report)
-    if killed:
-        raise _killed(killed[1]) from error
-    if exited:
-        raise _exited(f" with code {exited[1]}") from error
-    raised_by_data_set = "in DataLoader worker process" in str(error)
-    if not report and (raised_by_data_set or isinstance(error, RuntimeError)):
-        return
-    code = _exit_code(workers)
-    if code is not None and code < 0:
-        raise _killed(signal.strsignal(-code) or f"signal {-code}") from error
-    if code is not None:
-        raise _exited(f" with code {code}") from error
-    if report:
-        raise _exited("") from error
-
-
-def _exit_code(workers: Sequence[BaseProcess]) -> int | None:
-    """Return the exit code of a worker that has failed, None where none fails within `DEATH_S`.
-
-    One that has reached the end of its part of a stream ends with 0.
-    """
-    deadline = time.monotonic() + DEATH_S
-    while candidates := [worker for worker in workers if worker.exitcode != 0]:
-        sentinels = [worker.sentinel for worker in candidates]
-        left_s = max(deadline - time.monotonic(), 0.0)
-        ended = multiprocessing.connection.wait(sentinels, left_s)
-        if not ended:
-            return None
-        for worker in candidates:
-            if worker.sentinel in ended:
-                worker.join()
-                if worker.exitcode:
-                    return worker.exitcode
-    return None
-
-
-def _killed(name: str) -> HpcDdpError:
-    hints = {
-        "Killed": "was it out of memory? try fewer num_workers, or more memory for the job",
-        "Bus error": "is /dev/shm full? try fewer num_workers, or smaller batches",
-    }
-    return HpcDdpError(
-        f"DataLoader worker is killed by signal: {name}", hint=hints.get(name, _SHOWN_HERE)
-    )
-
-
-def _exited(how: str) -> HpcDdpError:
-    return HpcDdpError(f"DataLoader worker exited unexpectedly{how}", hint=_SHOWN_HERE)
-
-
 class _Keys:
     """The keys of batches, in order: (epoch, indices, share) from the current position on."""
 
@@ -342,7 +237,7 @@ class _Seeded(Dataset[tuple[MicroBatch, Any]]):
     def __getitem__(self, key: tuple[int, list[int], MicroBatch]) -> tuple[MicroBatch, Any]:
         epoch, indices, share = key
         if self._tensors is not None:  # nothing is drawn, so all come at once
-            return share, [_rows(tensor, indices) for tensor in self._tensors]
+            return share, [rows_of(tensor, indices) for tensor in self._tensors]
         if get_worker_info() is not None:
             return share, self._batch(epoch, indices)
         with rng.untouched():
@@ -368,7 +263,7 @@ class _Batch:
         self.share, self.content = share, content
 
     def pin_memory(self, device: object = None) -> _Batch:
-        return _Batch(self.share, _changed(self.content, _pinned))
+        return _Batch(self.share, pinned(self.content))
 
 
 def _as_batch(pair: Any) -> _Batch:
@@ -379,61 +274,3 @@ def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
     ignore_in_loader(worker)
     if then is not None:
         then(worker)
-
-
-def _rows(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Return rows of a tensor; the host does not wait for a device that has it."""
-    if not is_accelerator(tensor.device):
-        return tensor[indices]
-    index = torch.tensor(indices, device="cpu").pin_memory()
-    return tensor[index.to(tensor.device, non_blocking=True)]
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on `device`.
-
-    They are looked for in tuples, lists, dicts, other mappings and dataclasses. What moves itself,
-    by a method ``to``, does so: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
-    """
-    return _changed(batch, partial(_moved, device=device))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if not callable(getattr(value, "to", None)):
-        return None
-    try:
-        return value.to(device, non_blocking=True)
-    except TypeError:  # it knows of a device alone
-        return value.to(device)
-
-
-def _pinned(value: Any) -> Any:
-    """Return a copy in pinned memory, where the value is in memory that can be."""
-    if isinstance(value, torch.Tensor):
-        is_plain = value.device == CPU and value.layout == torch.strided
-        return value.pin_memory() if is_plain else value
-    return value.pin_memory() if callable(getattr(value, "pin_memory", None)) else None
-
-
-def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a batch whose parts are changed; `change` returns None for what is not one of them."""
-    changed = change(batch)
-    if changed is not None:
-        return changed
-    if isinstance(batch, dict):
-        return {key: _changed(value, change) for key, value in batch.items()}
-    if isinstance(batch, MutableMapping):  # a UserDict
-        mapping = copy.copy(batch)
-        mapping.update({key: _changed(value, change) for key, value in batch.items()})
-        return mapping
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_changed(value, change) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_changed(value, change) for value in batch)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        result = copy.copy(batch)  # its fields need not be arguments of its class
-        for field in fields(batch):
-            value = _changed(getattr(batch, field.name), change)
-            object.__setattr__(result, field.name, value)  # it may be frozen
-        return result
-    return batch
