@@ -67,6 +67,27 @@ def export(
     return checkpoints.step_of(folder)
 
 
+def check_export(example: object, *, is_part: bool, is_over: bool) -> None:
+    """Raise UsageError for a call of `Run.export` that makes no sense."""
+    if is_part:
+        raise UsageError(
+            "run.export was given a part of a model; accepted: one that each rank has whole",
+            hint="python -m hpc_ddp.training.export writes the weights of a checkpoint",
+        )
+    if not isinstance(example, torch.Tensor) or example.dim() < 1:
+        scalar = " of no dimension" if isinstance(example, torch.Tensor) else ""
+        raise UsageError(
+            f"run.export was given a {type(example).__name__}{scalar} as an example; accepted:"
+            " a tensor, of which the first dimension counts samples",
+            hint="run.export(model, inputs), or inputs[None] for one sample",
+        )
+    if is_over:
+        raise UsageError(
+            "run.export was called after run.finish, when the ranks have parted",
+            hint="call it before run.finish()",
+        )
+
+
 def export_model(model: torch.nn.Module, example: torch.Tensor, folder: Path) -> None:
     """Write ``model.safetensors`` and ``model.pt2`` into `folder`, each in one step.
 

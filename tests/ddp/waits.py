@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hpc_ddp.training import run, start
+from hpc_ddp.training import start, worker
 from hpc_ddp.training.process import watchdog
 from hpc_ddp.training.telemetry import metrics
 
@@ -24,7 +24,7 @@ parser.add_argument("--save-every-steps", type=int)
 parser.add_argument("--accumulate", type=int, default=1)
 args = parser.parse_args()
 metrics.EVERY_S = 0.0  # a line of the journal after each step, but the first
-run.LOOK_EVERY = 1 if args.look else 1 << 40
+worker.LOOK_EVERY = 1 if args.look else 1 << 40
 
 C: Any = sys.modules["sim.backend"].C
 C.set_stream_delay(0)  # with a line each step, a late device would be waited for

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,18 +13,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.data.order import MicroBatch
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp_buckets import fix_bucket_order
+from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
-from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.meta import Init, materialize
-from hpc_ddp.training.models.precision import Precision
-from hpc_ddp.training.process.process_group import Control
-from hpc_ddp.training.stops.consensus import StopConsensus
-from hpc_ddp.training.telemetry.step_timing import StepTimer
+from hpc_ddp.training.process.watchdog import beat
+from hpc_ddp.training.worker import Worker
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,35 +31,22 @@ if TYPE_CHECKING:
     from hpc_ddp.training.models.strategies import Pipeline
 
 
-class ModelSetup:
-    """The methods of a `Run` on models; `Run` sets the attributes.
+class ModelSetup(Worker):
+    """The methods of a `Run` on models."""
 
-    `device` is this rank's (`devices` all of them).
-    """
-
-    rank: int
-    world_size: int
-    devices: list[torch.device]
-    device: torch.device
-    _dims: ParallelDims
-    _control: Control
-    _consensus: StopConsensus
-    _precision: Precision
-    _timer: StepTimer
-    _wrapped: list[Any]
-    _mesh: DeviceMesh | None
-    _stepped: bool
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__(arguments)
+        self._wrapped: list[Any] = []
+        self._mesh: DeviceMesh | None = None
 
     @property
     def _share(self) -> MicroBatch | None:
+        """The current micro-batch of the run's loader."""
         raise NotImplementedError
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes in the run's precision; it does nothing for fp32."""
         return self._precision.autocast()
-
-    def _say(self, text: str) -> None:
-        raise NotImplementedError
 
     def wrap(
         self,
@@ -318,9 +304,64 @@ class ModelSetup:
 
         For DDP what its `no_sync` switches, which counts in forward already.
         """
-        self._stepped = False
         for model in self._wrapped:
             if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
                 model.set_requires_gradient_sync(on)
             else:
                 model.require_backward_grad_sync = on
+
+    def export(self, model: torch.nn.Module, example: torch.Tensor) -> Path:
+        """Write the model, as it is now, for programs without hpc-ddp; return the folder.
+
+        ``<run folder>/export`` then has ``model.safetensors``, the weights, and ``model.pt2``,
+        which `torch.export.load` reads, for batches of any size. Rank 0 writes; all ranks call it.
+
+        Parameters
+        ----------
+        example
+            a batch of inputs, on any device
+
+        Raises
+        ------
+        UsageError
+            torch.export can't trace the model, or it is in parts (FSDP2, tensor parallel, stages);
+            the example is no batch; or the run is finished
+        HpcDdpError
+            a file can't be written
+        """
+        from hpc_ddp.training.export import check_export, export_model  # a program of its own, too
+
+        is_part = self._dims.pp > 1 or any(map(is_sharded, model.parameters()))
+        check_export(example, is_part=is_part, is_over=self._over)
+        folder = self.folder.path / "export"
+        failure: HpcDdpError | None = None
+        with self.evaluating(model) as plain:
+            if self.rank == 0:
+                try:
+                    export_model(plain, example, folder)
+                except HpcDdpError as error:
+                    failure = error
+                except Exception as error:  # the other ranks wait for an answer
+                    failure = HpcDdpError(f"the model can't be exported into {folder}: {error}")
+        failure = self._control.from_first(failure)
+        beat()
+        if failure is not None:
+            raise failure
+        return folder
+
+    def load_best(self, model: torch.nn.Module) -> int:
+        """Put the weights of the best checkpoint (see `best`) into the model; return its step.
+
+        All ranks call it, behind the loop. The last state is saved first, so a run that is
+        stopped from here on starts behind the loop, and can be given more epochs later.
+
+        Raises
+        ------
+        UsageError
+            `best` was never called, or `track` does not know the model
+        HpcDdpError
+            the best checkpoint is not there any more, or damaged
+        """
+        step = self._manager.load_best(model)
+        beat()
+        return step
