@@ -94,7 +94,7 @@ def start(
     tensorboard
         writes what goes to `Run.step` into ``<run folder>/tensorboard`` as well
     progress
-        shows a line with step, values, speed and time left on stderr
+        prints a line with step, values, speed and time left on stderr now and then
     profile
         the first step of this attempt to trace, from 2, and the last; ``HPC_DDP_PROFILE=10:15``
         overrides
