@@ -56,20 +56,26 @@ def slow_rank(events: Sequence[Event]) -> Slow | None:
 
 
 def _slow_in(event: Event) -> dict[int, Slow]:
-    """Return the ranks that were slow, by rank; none where an event is not as we write it."""
+    """Return the ranks that were slow, by rank; none where an event is not as we write it.
+
+    By their own work, or else by their wait for data alone: behind a rank 0 that waits for data the
+    others may wait for its buffers in what counts as their own work.
+    """
     data, step_s = _numbers(event.get("data_s")), event.get("step_s")
-    own = _numbers(event.get("busy_s")) or data
-    if not own or not isinstance(step_s, (int, float)):
-        return {}
-    usual = _median(own)
-    found = {}
-    for rank, seconds in enumerate(own):
-        more = seconds - usual
-        if seconds >= FACTOR * usual and more >= LEAST_SHARE * step_s and more > 0:
-            waits = len(data) == len(own) and data[rank] - _median(data) >= more / 2
-            node = event.get("node") if rank == event.get("slowest") else None
-            found[rank] = Slow(rank, node, seconds, usual, waits)
-    return found
+    slow: dict[int, Slow] = {}
+    if not isinstance(step_s, (int, float)):
+        return slow
+    for own_s in (_numbers(event.get("busy_s")), data):
+        usual = _median(own_s) if own_s else 0.0
+        for rank, seconds in enumerate(own_s):
+            more = seconds - usual
+            if seconds >= FACTOR * usual and more >= LEAST_SHARE * step_s and more > 0:
+                waits = len(data) == len(own_s) and data[rank] - _median(data) >= more / 2
+                node = event.get("node") if rank == event.get("slowest") else None
+                slow[rank] = Slow(rank, node, seconds, usual, waits)
+        if slow:
+            break
+    return slow
 
 
 def _median(values: list[float]) -> float:
