@@ -32,9 +32,9 @@ class Slow:
     def __str__(self) -> str:
         """The slow rank as a part of a sentence: ``rank 3 on n2 is slow: 0.9 s per step …``."""
         where = f" on {self.node}" if self.node else ""
-        what = "waits for data" if self.data else "is slow"
-        own, others = brief_duration(self.own_s), brief_duration(self.others_s)
-        return f"rank {self.rank}{where} {what}: {own} a step of its own, others {others}"
+        problem = "waits for data" if self.data else "is slow"
+        seconds, usual = brief_duration(self.own_s), brief_duration(self.others_s)
+        return f"rank {self.rank}{where} {problem}: {seconds} a step of its own, others {usual}"
 
 
 def slow_rank(events: Sequence[Event]) -> Slow | None:
@@ -46,9 +46,9 @@ def slow_rank(events: Sequence[Event]) -> Slow | None:
     last = [event for event in events[begun:] if event["event"] == "ranks"][-IN_A_ROW:]
     if len(last) < IN_A_ROW:
         return None
-    found = [_slow_in(event) for event in last]
-    always = set(found[0]).intersection(*found)
-    for event, slow in zip(reversed(last), reversed(found), strict=True):
+    slow_ranks = [_slow_in(event) for event in last]
+    always = set(slow_ranks[0]).intersection(*slow_ranks)
+    for event, slow in zip(reversed(last), reversed(slow_ranks), strict=True):
         rank = event.get("slowest")
         if isinstance(rank, int) and rank in always:
             return slow[rank]
@@ -83,5 +83,5 @@ def _median(values: list[float]) -> float:
 
 
 def _numbers(value: Any) -> list[float]:
-    good = isinstance(value, list) and all(isinstance(each, (int, float)) for each in value)
+    good = isinstance(value, list) and all(isinstance(number, (int, float)) for number in value)
     return value if good else []
