@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils.data import Dataset
 
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.events import Finished, TrainingBegun
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.journal.events import Finished, TrainingBegun
 from hpc_ddp.training.data.loader import Loader, Shard
 from hpc_ddp.training.data.order import MicroBatch, make_plan
 from hpc_ddp.training.models.dtensor import gathered, step_apart

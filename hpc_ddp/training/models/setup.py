@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.data.order import MicroBatch
 from hpc_ddp.training.devices import is_accelerator
