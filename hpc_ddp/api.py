@@ -24,10 +24,10 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.logs.files import log_files
 from hpc_ddp.report.status.run_status import Status, cancel, status_of
 from hpc_ddp.report.status.state import Queue, describe_work, jobs_in_queue
-from hpc_ddp.submit import backends
-from hpc_ddp.submit import sweep as launch_sweep
-from hpc_ddp.submit.plan import plan_new
-from hpc_ddp.submit.settings import config
+from hpc_ddp.submission import backends
+from hpc_ddp.submission import sweep as launch_sweep
+from hpc_ddp.submission.plan import plan_new
+from hpc_ddp.submission.settings import config
 
 __all__ = ["Handle", "HpcDdpError", "JobSpec", "Status", "UsageError", "find", "submit"]
 

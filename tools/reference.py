@@ -14,7 +14,7 @@ import click
 from hpc_ddp.cli.main import main as commands
 from hpc_ddp.core.job.options import GROUPS, TABLE, Option
 from hpc_ddp.core.journal.events import EVENTS
-from hpc_ddp.submit.settings.config import OPTIONS
+from hpc_ddp.submission.settings.config import OPTIONS
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
 HEAD = """# Reference

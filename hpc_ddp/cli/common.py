@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submit.settings import config
+from hpc_ddp.submission.settings import config
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

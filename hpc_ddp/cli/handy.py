@@ -18,7 +18,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import find_run
 from hpc_ddp.report import bundle as report_bundle
 from hpc_ddp.report import clean as report_clean
-from hpc_ddp.submit import attach as launch_attach
+from hpc_ddp.submission import attach as launch_attach
 
 OLD = "30d"
 

@@ -26,11 +26,11 @@ from hpc_ddp.cli.options import (
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.run_folder import find_run
 from hpc_ddp.report import tables
-from hpc_ddp.submit import backends
-from hpc_ddp.submit import drill as rehearsal
-from hpc_ddp.submit import preflight as launch_preflight
-from hpc_ddp.submit import sweep as launch_sweep
-from hpc_ddp.submit.plan import (
+from hpc_ddp.submission import backends
+from hpc_ddp.submission import drill as rehearsal
+from hpc_ddp.submission import preflight as launch_preflight
+from hpc_ddp.submission import sweep as launch_sweep
+from hpc_ddp.submission.plan import (
     Plan,
     PreparedRun,
     bring_back,
@@ -40,7 +40,7 @@ from hpc_ddp.submit.plan import (
     plan_rerun,
     set_aside,
 )
-from hpc_ddp.submit.settings import config, origin
+from hpc_ddp.submission.settings import config, origin
 
 PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
 

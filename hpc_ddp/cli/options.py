@@ -18,7 +18,7 @@ from hpc_ddp.core.job.options import (
     TABLE,
     Option,
 )
-from hpc_ddp.submit.settings import config
+from hpc_ddp.submission.settings import config
 
 Command = Callable[..., Any]
 OTHERS = "Others"

@@ -11,7 +11,7 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.ownership import is_executable
 from hpc_ddp.core.run_folder import write_whole
 from hpc_ddp.report.html import page
-from hpc_ddp.submit.resources import folder
+from hpc_ddp.submission.resources import folder
 
 
 @click.command()

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from hpc_ddp.cli.common import say
-from hpc_ddp.submit.settings import config, operators, sites
-from hpc_ddp.submit.site_detect import infer, probe
+from hpc_ddp.submission.settings import config, operators, sites
+from hpc_ddp.submission.site_detect import infer, probe
 
 
 @click.group()

@@ -18,9 +18,9 @@ from hpc_ddp.core.run_folder import RunFolder, all_runs
 from hpc_ddp.node.batch import task_of
 from hpc_ddp.report.explain.explain import explain_run
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.submit import plan
-from hpc_ddp.submit.plan import PreparedRun, with_values
-from hpc_ddp.submit.settings import config
+from hpc_ddp.submission import plan
+from hpc_ddp.submission.plan import PreparedRun, with_values
+from hpc_ddp.submission.settings import config
 from tests.waiting import LIMIT_S
 
 REPO = Path(__file__).parents[2]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.submit.drill import compare
-from hpc_ddp.submit.drill.compare import Curve, Difference, explain, first_difference
-from hpc_ddp.submit.drill.disturb import LEAST_STEPS, choose
-from hpc_ddp.submit.drill.report import Report, Row
+from hpc_ddp.submission.drill import compare
+from hpc_ddp.submission.drill.compare import Curve, Difference, explain, first_difference
+from hpc_ddp.submission.drill.disturb import LEAST_STEPS, choose
+from hpc_ddp.submission.drill.report import Report, Row
 
 Record = dict[str, Any]
 STATE = {

@@ -10,8 +10,8 @@ import pytest
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import parse_signal
 from hpc_ddp.core.job.spec import JobSpec, directives
-from hpc_ddp.submit.script import container
-from hpc_ddp.submit.settings.config import Settings, runs_dir
+from hpc_ddp.submission.script import container
+from hpc_ddp.submission.settings.config import Settings, runs_dir
 
 
 @pytest.mark.parametrize(

@@ -17,19 +17,19 @@ STDLIB = set(sys.stdlib_module_names)
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "core": ({"core"}, set()),
     "slurm": ({"core"}, set()),
-    "submit": ({"core", "slurm", "submit"}, {"jinja2", "submitit", "tomli"}),
+    "submission": ({"core", "slurm", "submission"}, {"jinja2", "submitit", "tomli"}),
     "node": ({"core", "slurm", "node"}, set()),
     "training": ({"core", "training"}, {"torch", "numpy", "safetensors"}),
     "report": ({"core", "slurm", "report"}, {"jinja2"}),
-    "cli": ({"core", "slurm", "submit", "report", "cli"}, {"click"}),
-    "api": ({"core", "slurm", "submit", "report"}, set()),
+    "cli": ({"core", "slurm", "submission", "report", "cli"}, {"click"}),
+    "api": ({"core", "slurm", "submission", "report"}, set()),
 }
 # The agent is torchrun, so it runs where torch is, and the bandwidth is that of torch's own
 # collectives; submitit is given the supervisor by name.
 EXCEPTIONS = {
     ("node/agent.py", "torch"),
     ("node/bandwidth.py", "torch"),
-    ("submit/backends.py", "hpc_ddp.node.task"),
+    ("submission/backends.py", "hpc_ddp.node.task"),
 }
 
 

@@ -14,11 +14,11 @@ import pytest
 from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submit import plan
-from hpc_ddp.submit.plan import Plan
-from hpc_ddp.submit.settings import config, operators, origin, sites
-from hpc_ddp.submit.settings.config import Settings
-from hpc_ddp.submit.settings.operators import comment_pairs
+from hpc_ddp.submission import plan
+from hpc_ddp.submission.plan import Plan
+from hpc_ddp.submission.settings import config, operators, origin, sites
+from hpc_ddp.submission.settings.config import Settings
+from hpc_ddp.submission.settings.operators import comment_pairs
 from tests.skips import skip_or_fail
 
 LIMITS = """

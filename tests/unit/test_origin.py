@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.submit import plan
-from hpc_ddp.submit.plan import Plan
-from hpc_ddp.submit.settings import config, origin
-from hpc_ddp.submit.settings.config import Settings
+from hpc_ddp.submission import plan
+from hpc_ddp.submission.plan import Plan
+from hpc_ddp.submission.settings import config, origin
+from hpc_ddp.submission.settings.config import Settings
 
 
 @pytest.fixture

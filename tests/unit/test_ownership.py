@@ -15,10 +15,10 @@ from hpc_ddp.core import ownership
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.ownership import check_folder
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submit import backends, plan, snapshot
-from hpc_ddp.submit.resources import PACKAGE
-from hpc_ddp.submit.settings import sites, trust
-from hpc_ddp.submit.settings.config import Settings
+from hpc_ddp.submission import backends, plan, snapshot
+from hpc_ddp.submission.resources import PACKAGE
+from hpc_ddp.submission.settings import sites, trust
+from hpc_ddp.submission.settings.config import Settings
 from tests.raw_events import raw
 from tests.skips import skip_or_fail
 

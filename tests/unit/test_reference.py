@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from hpc_ddp.core.job.options import GROUPS, key_of
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.submit.settings.config import OPTIONS, Placement
+from hpc_ddp.submission.settings.config import OPTIONS, Placement
 from tools import reference
 
 

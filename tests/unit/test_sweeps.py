@@ -10,7 +10,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.journal import Event, node_seconds
-from hpc_ddp.submit.sweep import settings
+from hpc_ddp.submission.sweep import settings
 
 
 def test_each_combination_is_a_task_with_its_arguments() -> None:

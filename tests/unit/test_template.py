@@ -11,9 +11,9 @@ import pytest
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submit.resources import folder
-from hpc_ddp.submit.script import template
-from hpc_ddp.submit.script.render import Rendering
+from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.script import template
+from hpc_ddp.submission.script.render import Rendering
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXTENDS = "{% extends 'job.sbatch.j2' %}\n"

@@ -438,7 +438,7 @@ def test_a_fresh_start_that_is_refused_leaves_the_run_as_it_was(
         assert (checkpoints.lost(run), _names(run)) == ([], ["aside-0"])
         raise HpcDdpError("sbatch: error: invalid partition")
 
-    monkeypatch.setattr("hpc_ddp.submit.backends.start", start)
+    monkeypatch.setattr("hpc_ddp.submission.backends.start", start)
     prepared: Any = SimpleNamespace(run=run, spec=SimpleNamespace(array=None))
     with pytest.raises(HpcDdpError, match="invalid partition"):
         jobs._begin(prepared, fresh=True)

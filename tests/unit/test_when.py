@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.submit.settings.config import load
+from hpc_ddp.submission.settings.config import load
 
 SITE = """\
 partition = "low"

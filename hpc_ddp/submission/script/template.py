@@ -17,8 +17,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpc_ddp.core.errors import UsageError, closest
-from hpc_ddp.submit.resources import folder
-from hpc_ddp.submit.settings import trust
+from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.settings import trust
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from hpc_ddp.core.job.options import key_of
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.submit.plan import Plan
-from hpc_ddp.submit.resources import folder
-from hpc_ddp.submit.settings.config import Layer, Settings
-from hpc_ddp.submit.settings.fabrics import fabric_env
+from hpc_ddp.submission.plan import Plan
+from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.settings.config import Layer, Settings
+from hpc_ddp.submission.settings.fabrics import fabric_env
 
 
 @dataclass(frozen=True)

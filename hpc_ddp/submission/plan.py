@@ -31,9 +31,15 @@ from hpc_ddp.core.run_folder import (
     write_json,
     written_by_owner,
 )
-from hpc_ddp.submit import snapshot
-from hpc_ddp.submit.script.render import Rendering
-from hpc_ddp.submit.settings.config import EXCLUSIVE, JOINED, Settings, job_spec, working_directory
+from hpc_ddp.submission import snapshot
+from hpc_ddp.submission.script.render import Rendering
+from hpc_ddp.submission.settings.config import (
+    EXCLUSIVE,
+    JOINED,
+    Settings,
+    job_spec,
+    working_directory,
+)
 
 
 @dataclass(frozen=True)

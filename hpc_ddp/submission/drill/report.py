@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.submit.drill.compare import Curve, Difference
+from hpc_ddp.submission.drill.compare import Curve, Difference
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError, closest
-from hpc_ddp.submit.resources import folder, is_shipped
-from hpc_ddp.submit.settings import trust
+from hpc_ddp.submission.resources import folder, is_shipped
+from hpc_ddp.submission.settings import trust
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import parse_time
-from hpc_ddp.submit.script.container import DEFAULT_TOOL
+from hpc_ddp.submission.script.container import DEFAULT_TOOL
 
 Record = Mapping[str, str]
 

@@ -20,9 +20,9 @@ from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.journal.events import Queued, Submitted
 from hpc_ddp.core.run_folder import link_job, written_by_owner
-from hpc_ddp.submit.plan import Plan, PreparedRun
-from hpc_ddp.submit.script import template
-from hpc_ddp.submit.script.render import job_env, node_command, step_options
+from hpc_ddp.submission.plan import Plan, PreparedRun
+from hpc_ddp.submission.script import template
+from hpc_ddp.submission.script.render import job_env, node_command, step_options
 
 Output = int | IO[bytes] | None  # as Popen takes it; None: to where this process prints
 

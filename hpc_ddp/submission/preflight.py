@@ -13,9 +13,9 @@ from typing import Any
 from hpc_ddp.core.accelerators import VENDORS, device_files, visible
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.journal.journal import Event, last_event
-from hpc_ddp.submit.plan import PreparedRun, plan_new
-from hpc_ddp.submit.resources import PACKAGE, folder
-from hpc_ddp.submit.settings.config import Settings
+from hpc_ddp.submission.plan import PreparedRun, plan_new
+from hpc_ddp.submission.resources import PACKAGE, folder
+from hpc_ddp.submission.settings.config import Settings
 
 TEMPLATE = "preflight.sh.j2"
 NAME = "preflight"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_ddp import slurm
-from hpc_ddp.submit.site_detect.infer import ClusterFacts
+from hpc_ddp.submission.site_detect.infer import ClusterFacts
 
 # Variables of sites for a disk that all nodes see, the fastest first.
 SCRATCH = ("SCRATCH", "PSCRATCH", "CINECA_SCRATCH", "FAST", "WORK", "GROUP_SCRATCH")

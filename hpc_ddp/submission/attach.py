@@ -12,7 +12,7 @@ from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.ownership import check_executable
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
-from hpc_ddp.submit.script import container
+from hpc_ddp.submission.script import container
 
 # The first Python that runs there: this one, or the worker's; as the batch script has it.
 _PYTHON = """\

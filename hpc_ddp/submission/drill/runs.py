@@ -25,10 +25,10 @@ from typing import Any
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.journal.journal import Event, last_event, read_events
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submit.backends import LocalBackend
-from hpc_ddp.submit.drill import compare
-from hpc_ddp.submit.drill.compare import Difference, Record
-from hpc_ddp.submit.drill.disturb import (
+from hpc_ddp.submission.backends import LocalBackend
+from hpc_ddp.submission.drill import compare
+from hpc_ddp.submission.drill.compare import Difference, Record
+from hpc_ddp.submission.drill.disturb import (
     LEAST_STEPS,
     Disturbance,
     Leg,
@@ -39,9 +39,9 @@ from hpc_ddp.submit.drill.disturb import (
     legs,
     terminate,
 )
-from hpc_ddp.submit.drill.report import Report, Row
-from hpc_ddp.submit.plan import PreparedRun, plan_new
-from hpc_ddp.submit.settings.config import Settings
+from hpc_ddp.submission.drill.report import Report, Row
+from hpc_ddp.submission.plan import PreparedRun, plan_new
+from hpc_ddp.submission.settings.config import Settings
 
 PLAN = "HPC_DDP_DRILL"
 TRAINING_S = 30.0  # of an undisturbed run, without --steps

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError, closest
-from hpc_ddp.submit.resources import folder
-from hpc_ddp.submit.settings import operators
-from hpc_ddp.submit.settings.fabrics import read_toml
+from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.settings import operators
+from hpc_ddp.submission.settings.fabrics import read_toml
 
 KEYS = ("title", "match")  # of site files only
 
