@@ -114,7 +114,7 @@ def measure(model_name: str, way: str, small: bool) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     from hpc_ddp.training import devices, start
-    from hpc_ddp.training.profiling import peak_flops
+    from hpc_ddp.training.telemetry.profiling import peak_flops
 
     precision, compiled = WAYS[way]
     run = start(precision=precision, save_every=None, progress=False, hang_after=None)
@@ -153,7 +153,7 @@ def measure(model_name: str, way: str, small: bool) -> dict[str, Any]:
             times[side].append(seconds(side, steps))
         run._save_due = True
         times["saving"].append(seconds("ours", steps) * steps - times["ours"][-1] * steps)
-        run._parts.keeper.settle()
+        run._manager.settle()
         times["copy"].append(_copy_seconds(wrapped, run.device))
     medians = {name: statistics.median(values) for name, values in times.items()}
     name = devices.name(run.device) or run.device.type

@@ -54,8 +54,8 @@ class Subject:
         self.optimizer.zero_grad()
         self.objects: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.run.track(**self.objects)
-        self.keeper = self.run._parts.keeper
-        self.checkpoints = self.run._parts.keeper._checkpoints
+        self.keeper = self.run._manager
+        self.checkpoints = self.run._manager._checkpoints
 
     @property
     def tensors(self) -> list[Any]:
@@ -120,7 +120,7 @@ def part_stall(device: str, folder: Path) -> dict[str, list[float]]:
 
 def part_durable(device: str, folder: Path) -> dict[str, list[float]]:
     subject = Subject(device)
-    control, rank = subject.run._parts.control, subject.run.rank
+    control, rank = subject.run._control, subject.run.rank
     subject.save()
     subject.wait()
     mine = b"".join(subject.keeper._buffer.bytes)
@@ -148,7 +148,7 @@ def part_durable(device: str, folder: Path) -> dict[str, list[float]]:
 
 
 def part_load(device: str, folder: Path) -> dict[str, list[float]]:
-    from hpc_ddp.training import state
+    from hpc_ddp.training.checkpoint import loading
 
     subject = Subject(device)
     subject.save()
@@ -158,7 +158,7 @@ def part_load(device: str, folder: Path) -> dict[str, list[float]]:
     def load() -> None:
         restored = subject.checkpoints.restore()
         assert restored
-        state.put_back(subject.keeper._objects, restored.shared["tree"], restored.reader, 1)
+        loading.put_back(subject.keeper._objects, restored.shared["tree"], restored.reader, 1)
 
     def raw() -> None:
         zlib.crc32(path.read_bytes())

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp import slurm
-from hpc_ddp.launch import backends, config, prepare
+from hpc_ddp.launch import backends, config
 from hpc_ddp.launch import sweep as launch_sweep
+from hpc_ddp.launch.plan import plan_new
 from hpc_ddp.report.logs.files import log_files
 from hpc_ddp.report.status.run_status import Status, cancel, status_of
 from hpc_ddp.report.status.state import Queue, describe_work, jobs_in_queue
@@ -181,7 +182,7 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     sweep = layer.pop("sweep", None)
     merged = config.load(_as_file(layer) | _sweep(sweep), cwd, Path.home())
     root = config.runs_dir(merged, os.environ)
-    prepared = prepare.new_run(merged, cwd, root)
+    prepared = plan_new(merged, cwd, root).write()
     with contextlib.ExitStack() as stack:
         output = None
         if prepared.spec.backend in ("local", "salloc"):  # where Slurm would put it

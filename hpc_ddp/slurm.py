@@ -10,7 +10,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.terminal import say
 
 TIMEOUT_S = 60.0
 PATIENCE_S = 120.0  # how long a controller that is being restarted is waited for
@@ -94,7 +94,7 @@ def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[s
                     if options_of_job
                     else "a job of hpc-ddp has its own way"
                 )
-                print(f"hpc-ddp: {name}={value} is not used: {reason}", file=sys.stderr)
+                say(f"{name}={value} is not used: {reason}")
     return env
 
 
@@ -185,7 +185,7 @@ def _patiently(argv: Sequence[str]) -> str:
 
 
 def _say_again(error: HpcDdpError) -> None:
-    print(f"hpc-ddp: {error.message}; trying again", file=sys.stderr, flush=True)
+    say(f"{error.message}; trying again")
 
 
 def sbatch(
@@ -437,7 +437,7 @@ LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")
 
 
 @dataclass(frozen=True)
-class Queued:
+class QueuedJob:
     """A line of the queue; `reason` is Slurm's word for why a job waits."""
 
     state: str
@@ -446,7 +446,7 @@ class Queued:
     time_left: str
 
 
-def queue() -> dict[str, Queued]:
+def queue() -> dict[str, QueuedJob]:
     """Return the user's jobs that Slurm still knows, by job id, with one call of squeue.
 
     %A is a task's own id, %F its array's. Pending tasks, and the one that starts last, have the
@@ -454,13 +454,13 @@ def queue() -> dict[str, Queued]:
     the array's id then maps to a task that is live.
     """
     printed = _run(["squeue", "--me", "--noheader", "--format=%F|%A|%T|%r|%N|%L", "--states=all"])
-    jobs: dict[str, Queued] = {}
-    live_tasks: dict[str, Queued] = {}
+    jobs: dict[str, QueuedJob] = {}
+    live_tasks: dict[str, QueuedJob] = {}
     for fields in (line.split("|") for line in printed.splitlines()):
         if len(fields) != 6:
             continue
         array_id, job_id, state, *details = fields
-        jobs[job_id] = job = Queued(_state(state), *details)
+        jobs[job_id] = job = QueuedJob(_state(state), *details)
         if job.state in LIVE:
             live_tasks[array_id] = job
     for array_id, job in live_tasks.items():

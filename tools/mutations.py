@@ -21,10 +21,7 @@ else:
     import tomli as tomllib
 
 PACKAGE = "hpc_ddp"
-TRAINING_CORE = (
-    *("checkpoint", "storage", "state", "pieces", "keeper", "order", "loader", "stream"),
-    *("notice", "exchange", "pace", "schedule", "control"),
-)
+TRAINING_CORE = ("checkpoint", "data", "process", "stops")  # its folders
 CORE = ("node", "slurm", "run", "training")
 FLIPPED: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
@@ -301,7 +298,8 @@ def files_of(room: str, repo: Path = REPO) -> list[str]:
     if room == "core":
         return sorted(file for part in CORE for file in files_of(part, repo))
     if room == "training":
-        paths: Iterable[Path] = (package / "training" / f"{name}.py" for name in TRAINING_CORE)
+        cores = (package / "training" / name for name in TRAINING_CORE)
+        paths: Iterable[Path] = (path for folder in cores for path in folder.rglob("*.py"))
     elif room == "slurm":
         paths = [package / "slurm.py"]
     elif room in folders:

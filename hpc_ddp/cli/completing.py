@@ -45,13 +45,13 @@ def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
     with suppress(HpcDdpError, OSError), redirect_stderr(io.StringIO()):
         for name in os.scandir(folder_of(ctx.params.get("runs_dir"))):
             if name.is_dir() and not name.name.startswith("."):
-                mine = [run.name for run in os.scandir(name) if run.is_dir()]
-                ids |= dict.fromkeys(mine, name.name)
-                names |= {name.name: max(mine)} if mine else {}
+                run_ids = [run.name for run in os.scandir(name) if run.is_dir()]
+                ids |= dict.fromkeys(run_ids, name.name)
+                names |= {name.name: max(run_ids)} if run_ids else {}
     offered = sorted(names, key=lambda name: names[name], reverse=True)
-    found = [CompletionItem(name, help="the newest of that name") for name in offered]
-    found += [CompletionItem(id, help=ids[id]) for id in sorted(ids, reverse=True)]
-    return [item for item in found if item.value.startswith(incomplete)]
+    run_names = [CompletionItem(name, help="the newest of that name") for name in offered]
+    run_names += [CompletionItem(id, help=ids[id]) for id in sorted(ids, reverse=True)]
+    return [item for item in run_names if item.value.startswith(incomplete)]
 
 
 def _stems(*folders: Path) -> Callable[[click.Context, str], list[CompletionItem]]:

@@ -23,11 +23,20 @@ from hpc_ddp.cli.options import (
     node_options,
     settings_of,
 )
-from hpc_ddp.launch import backends, config, origin, prepare
+from hpc_ddp.launch import backends, config, origin
 from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch import sweep as launch_sweep
-from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.launch.plan import (
+    Plan,
+    PreparedRun,
+    bring_back,
+    find_mistakes,
+    plan_continuation,
+    plan_new,
+    plan_rerun,
+    set_aside,
+)
 from hpc_ddp.report import tables
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.run.folder import find_run
@@ -40,23 +49,23 @@ _fresh = click.option(
 )
 
 
-def _prepare(options: dict[str, Any], fresh: bool = False, **forced: Any) -> Prepared:
+def _prepare(options: dict[str, Any], fresh: bool = False, **forced: Any) -> PreparedRun:
     if fresh and options["run_text"] is None:
         raise UsageError(
             "--fresh needs --run RUN: a new run begins at step 0 in any case",
             hint="hpc-ddp submit --run RUN --fresh",
         )
-    planned, settings = _plan(options, **forced)
-    return prepare.make(planned, settings, Path.cwd())
+    plan, _ = _plan(options, **forced)
+    return plan.write()
 
 
-def _begin(prepared: Prepared, fresh: bool) -> backends.Started:
+def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
     """Start a run, from step 0 where it is to be `fresh`; a failure leaves it as it was."""
-    folders = prepare.set_aside(prepared) if fresh else []  # before, since a job may start at once
+    folders = set_aside(prepared) if fresh else []  # before, since a job may start at once
     try:
         started = backends.start(prepared)
     except HpcDdpError:
-        prepare.bring_back(folders)
+        bring_back(folders)
         raise
     for folder in folders:
         say(f"its checkpoints are kept in {folder}")
@@ -72,7 +81,7 @@ def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
             say(f"note: {name} stands behind {script}, so it goes to the script")
 
 
-def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Settings]:
+def _plan(options: dict[str, Any], **forced: Any) -> tuple[Plan, config.Settings]:
     _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")
     layer = settings_of(options) | forced
@@ -84,14 +93,13 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Sett
     if settings.recognised:
         say(f"site: {settings.recognised}")
     if run_text is None:
-        prepared = prepare.planned_run(settings, cwd, root_of(settings))
+        plan = plan_new(settings, cwd, root_of(settings))
     else:
         run = find_run(root_of(settings), run_text)
-        prepared = prepare.planned_continuation(run, layer, settings, cwd)
-    spec = prepared.spec
-    for text in (*prepared.rendering.left_out(), *prepare.doubts(spec)):
+        plan = plan_continuation(run, layer, settings, cwd)
+    for text in (*plan.rendering.left_out(), *find_mistakes(plan.spec)):
         say(f"warning: {text}")
-    return prepared, settings
+    return plan, settings
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
@@ -102,7 +110,7 @@ def submit(as_json: bool, fresh: bool, **options: Any) -> None:
     _start(_prepare(options, fresh), as_json, fresh)
 
 
-def _start(prepared: Prepared, as_json: bool, fresh: bool = False) -> None:
+def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     started = _begin(prepared, fresh)
     if started.process:
         sys.exit(_foreground(started))
@@ -260,10 +268,11 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
     settings = config.load(layer, cwd, Path.home())
     root = root_of(settings)
     old = find_run(root, run)
-    _start(prepare.rerun(old, changes, layer, settings, cwd, root, same_code), as_json)
+    plan = plan_rerun(old, changes, layer, settings, cwd, root, same_code)
+    _start(plan.write(), as_json)
 
 
-def _foreground(started: backends.Started) -> int:
+def _foreground(started: backends.StartedRun) -> int:
     """Wait for a run in the foreground; Ctrl-C and SIGTERM are passed on to it as a notice."""
     process = started.process
     assert process is not None

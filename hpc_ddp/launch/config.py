@@ -15,7 +15,7 @@ from string import Template
 from typing import Any, Literal, TypeVar
 
 from hpc_ddp.launch import operators, sites
-from hpc_ddp.launch.fabric import read_toml
+from hpc_ddp.launch.fabrics import read_toml
 from hpc_ddp.run.errors import UsageError, closest
 from hpc_ddp.run.folder import RunFolder, find_run
 from hpc_ddp.run.options import ENVIRONMENT, FLAG, LIST, TEXT, Kind, option, options_of

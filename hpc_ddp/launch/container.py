@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_ddp.launch.fabric import read_toml
+from hpc_ddp.launch.fabrics import read_toml
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError, closest
 from hpc_ddp.run.spec import JobSpec

@@ -6,8 +6,8 @@ One undisturbed run, and one that is disturbed three times and resumed after eac
 2. killed hard, some steps after a checkpoint
 3. killed while it saves; then a byte of the newest checkpoint is flipped
 
-`hpc_ddp.training.drill` writes down in both what each step consumed and left behind. As soon as an
-attempt parts from the undisturbed run the drill is over, since the disturbance before is to blame.
+`hpc_ddp.training.drill` records each step of both as digests. As soon as an attempt differs from
+the undisturbed run the drill is over, since the disturbance before is the cause.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.launch import compare, prepare
+from hpc_ddp.launch import compare
 from hpc_ddp.launch.backends import LocalBackend
 from hpc_ddp.launch.compare import Curve, Difference, Record
 from hpc_ddp.launch.config import Settings
-from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.launch.plan import PreparedRun, plan_new
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
@@ -40,11 +40,11 @@ PLAN = "HPC_DDP_DRILL"
 LEAST_STEPS = 8
 TRAINING_S = 30.0  # of an undisturbed run, without --steps
 PLAIN_S = 600.0  # in this time a script has to call `start`, or to end by itself
-TELL_EVERY_S = 15.0
+PRINT_EVERY_S = 15.0
 LOG_LINES = 30
 TOO_LONG = 124  # as the code of timeout(1)
 
-NOTHING = Curve()
+Disturbance = Callable[[subprocess.Popen[bytes], RunFolder], None]
 NOT_RESTORED: Event = {"step": None, "passed_over": []}
 Say = Callable[[str], None]
 
@@ -59,14 +59,27 @@ class Points:
 
 
 @dataclass(frozen=True)
+class Leg:
+    """One attempt of the disturbed run: the recorder's plan, and how the attempt is ended.
+
+    The run has to resume from step `least_step` at the earliest.
+    """
+
+    name: str
+    plan: dict[str, Any]
+    disturbance: Disturbance | None = None
+    least_step: int = 0
+
+
+@dataclass(frozen=True)
 class Row:
-    """What was done, and what came of it. `went_on` is the step that the run resumed from."""
+    """A disturbance and its outcome; `resumed_from` is the step of the checkpoint taken up."""
 
     done: str
     survived: bool
-    went_on: int | None = None
+    resumed_from: int | None = None
     passed_over: tuple[str, ...] = ()
-    curve: Curve = NOTHING
+    curve: Curve = field(default_factory=Curve)
     difference: Difference | None = None
 
 
@@ -91,7 +104,7 @@ class Report:
 
     def text(self) -> str:
         """Return the result as a person reads it: what was done, what came of it, the verdict."""
-        lines = [" ".join(each).rstrip() for each in _aligned([HEAD, *map(_cells, self.rows)])]
+        lines = [" ".join(cells).rstrip() for cells in _aligned([HEAD, *map(_cells, self.rows)])]
         lines += [f"note: {note}" for note in self.notes]
         name = Path(self.script).name
         verdict = {
@@ -172,6 +185,20 @@ def choose(total: int, epoch_ends: Sequence[int]) -> Points:
     return Points(stop, save, min(total - 2, save + max(1, (total - save) // 3)))
 
 
+def _legs(points: Points, end: int | None) -> list[Leg]:
+    """Return the attempts of the disturbed run, which end at step `end`, or with the script."""
+    plan = {} if end is None else {"end": end}
+    stop = {**plan, "hold": "stop", "at": points.stop}
+    kill = {**plan, "hold": "kill", "at": points.kill, "save": points.save}
+    save = {**plan, "hold": "save", "at": points.kill}
+    return [
+        Leg(f"stopped politely (SIGTERM) at step {points.stop}", stop, _terminate),
+        Leg(f"killed (SIGKILL) at step {points.kill}", kill, _kill, points.stop),
+        Leg(f"killed while saving step {points.kill}", save, _kill, points.save),
+        Leg("", plan),
+    ]
+
+
 class _Drill:
     """The runs of one drill, below `folder`."""
 
@@ -184,14 +211,16 @@ class _Drill:
         self._base = self._make("undisturbed")
         self._report = Report(str(self._base.spec.script), folder)
 
-    def _make(self, name: str) -> Prepared:
+    def _make(self, name: str) -> PreparedRun:
         """Make another run of the same code."""
         first = getattr(self, "_base", None)
         values = {**self._settings.values, "job-name": name, "max-failures": 0}
         if first is not None:
             values["snapshot"] = False
-        made = prepare.new_run(Settings(values), self._cwd, self._folder)
-        return made if first is None else replace(made, code=first.code, script=first.script)
+        prepared = plan_new(Settings(values), self._cwd, self._folder).write()
+        return (
+            prepared if first is None else replace(prepared, code=first.code, script=first.script)
+        )
 
     def play(self) -> Report:
         report = self._report
@@ -216,14 +245,11 @@ class _Drill:
         return report
 
     def _notes(self, base: list[Record], epoch_ends: list[int]) -> None:
-        last = base[-1]
         if not epoch_ends:
             self._report.notes.append(
                 f"all {self._report.steps} steps lie in the first epoch: what the script does at"
                 " an epoch's end was not tried (more with --steps)"
             )
-            for name in last["untracked"]:
-                self._report.notes.append(f"{compare.call(name)} is not named in run.track")
         if not any(record["values"] for record in base):
             self._report.notes.append(
                 "run.step was given no values, so there is no loss curve to compare; with"
@@ -233,103 +259,86 @@ class _Drill:
     # -- with hpc_ddp.training -------------------------------------------------------------
 
     def _disturb(self, base: list[Record], points: Points, end: int | None) -> None:
-        report, prepared = self._report, self._make("disturbed")
-        run = prepared.run
-        plan = {} if end is None else {"end": end}
-        stop = {**plan, "hold": "stop", "at": points.stop}
-        kill = {**plan, "hold": "kill", "at": points.kill, "save": points.save}
-        save = {**plan, "hold": "save", "at": points.kill}
-        legs: list[tuple[str, dict[str, Any], Callable[..., None] | None]] = [
-            (f"stopped politely (SIGTERM) at step {points.stop}", stop, _terminate),
-            (f"killed (SIGKILL) at step {points.kill}", kill, _kill),
-            (f"killed while saving step {points.kill}", save, _kill),
-            ("", plan, None),
-        ]
-        before, unsteady = "", frozenset[str]()
-        for number, (doing, its_plan, disturbance) in enumerate(legs):
-            self._say(f"disturbed: to be {doing}" if doing else f"{before}; now to the end")
-            code = self._launch(prepared, its_plan, disturbance)
-            events = [e for e in run.events() if e["attempt"] == number]
+        prepared = self._make("disturbed")
+        run, before = prepared.run, ""
+        for number, leg in enumerate(_legs(points, end)):
+            self._say(f"disturbed: to be {leg.name}" if leg.name else f"{before}; now to the end")
+            code = self._launch(prepared, leg.plan, leg.disturbance)
+            events = [event for event in run.events() if event["attempt"] == number]
             written = self._records(run)
-            records = compare.attempt(written, number)
-            restored = last_event(events, "restored") or NOT_RESTORED
-            earlier = [r for r in written if r["attempt"] < number]
-            found = compare.first_difference(base, records, unsteady, earlier)
-            broke = self._broke(run, number, events, code, disturbance, its_plan)
-            least = (None, points.stop, points.save, None)[number]
-            if not broke and least and restored["step"] < least:
-                broke = f"it went on from step {restored['step']} and not from step {least}"
-            if number == 0:
-                unsteady = compare.unsteady_variables(base, records)
-            else:
-                report.rows.append(
+            records = [record for record in written if record["attempt"] == number]
+            earlier = [record for record in written if record["attempt"] < number]
+            difference = compare.first_difference(base, records, earlier)
+            fault = self._find_fault(run, number, leg, events, code)
+            if number > 0:
+                restored = last_event(events, "restored") or NOT_RESTORED
+                self._report.rows.append(
                     Row(
                         before,
-                        survived=not broke,
-                        went_on=restored["step"],
+                        survived=not fault,
+                        resumed_from=restored["step"],
                         passed_over=tuple(restored["passed_over"]),
                         curve=compare.curve(base, records),
-                        difference=found,
+                        difference=difference,
                     )
                 )
-            if broke:
-                self._tell_log(run)
-                report.verdict, report.why = "broken", f"When it was {before or doing}, {broke}"
+            if fault:
+                self._print_log(run)
+                self._report.verdict = "broken"
+                self._report.why = f"When it was {before or leg.name}, {fault}"
                 return
-            if found and not self._is_harmless(found, base, before):
+            if difference and not self._is_harmless(difference, base, before):
                 return
-            before = doing
+            before = leg.name
             if number == 2:
                 before += f", and a byte flipped in {_flip(run)}"
 
-    def _is_harmless(self, found: Difference, base: list[Record], before: str) -> bool:
+    def _is_harmless(self, difference: Difference, base: list[Record], before: str) -> bool:
         """Take a difference into the report; True when the drill can go on."""
         report = self._report
-        if found.is_rounding:
+        if difference.is_rounding:
             report.verdict = "sums"
-            report.why = report.why or compare.rounding(found)
+            report.why = report.why or compare.rounding(difference)
             return True
         report.verdict = "wrong"
-        if found.attempt == 0:
+        if difference.attempt == 0:
             report.verdict = "unsteady"
-        elif not found.at_start:  # else the state alone tells
+        elif not difference.at_start:  # else the state alone shows it
             self._say("something differs: once more undisturbed, to see if it is the script itself")
             again = self._make("again")
-            self._launch(again, {"end": found.step})
-            own = compare.first_difference(base, self._records(again.run))
-            if own is not None and not own.is_rounding:
-                found, report.verdict = own, "unsteady"
-        report.why, report.hint = compare.explain(found, report.verdict != "unsteady", before)
+            self._launch(again, {"end": difference.step})
+            undisturbed = compare.first_difference(base, self._records(again.run))
+            if undisturbed is not None and not undisturbed.is_rounding:
+                difference, report.verdict = undisturbed, "unsteady"
+        is_steady = report.verdict != "unsteady"
+        report.why, report.hint = compare.explain(difference, is_steady, before)
         return False
 
-    def _broke(
-        self,
-        run: RunFolder,
-        number: int,
-        events: list[Event],
-        code: int,
-        disturbance: Callable[..., None] | None,
-        plan: dict[str, Any],
+    def _find_fault(
+        self, run: RunFolder, number: int, leg: Leg, events: list[Event], code: int
     ) -> str | None:
         """Return in what an attempt was not what it has to be, None when it was."""
         restored = last_event(events, "restored") or NOT_RESTORED
-        verdict = last_event(events, "verdict")
+        why = (last_event(events, "verdict") or {}).get("why")
         if code == TOO_LONG:
             return f"it did not get through within {self._limit_s:.0f} s"
         if number and restored["step"] is None:
             return "it starts from its beginning, since no checkpoint was found"
         if number == 3 and not restored["passed_over"]:
             return "the damaged checkpoint was not passed over"
-        if disturbance is _kill:
+        if leg.disturbance is _kill:
             ready = run.path / "drill" / f"ready-{number}"
-            return None if ready.exists() else (verdict or {}).get("why") or "it ended too early"
-        if disturbance is _terminate:
+            fault = None if ready.exists() else why or "it ended too early"
+        elif leg.disturbance is _terminate:
             stopped = last_event(events, "stopped")
-            if code == CAN_GO_ON and stopped and stopped["step"] == plan["at"]:
-                return None
-            return f"a polite stop ended it with code {code}"
-        last = last_event(events, "finished" if "end" not in plan else "stopped")
-        return None if last else (verdict or {}).get("why") or f"it ended with code {code}"
+            is_polite = code == CAN_GO_ON and stopped and stopped["step"] == leg.plan["at"]
+            fault = None if is_polite else f"a polite stop ended it with code {code}"
+        else:
+            last = last_event(events, "stopped" if "end" in leg.plan else "finished")
+            fault = None if last else why or f"it ended with code {code}"
+        if not fault and restored["step"] is not None and restored["step"] < leg.least_step:
+            fault = f"it went on from step {restored['step']} and not from step {leg.least_step}"
+        return fault
 
     # -- without ---------------------------------------------------------------------------
 
@@ -338,7 +347,7 @@ class _Drill:
         report = self._report
         report.verdict = "plain"
         if code == TOO_LONG:
-            self._tell_log(self._base.run)
+            self._print_log(self._base.run)
             raise UsageError(
                 f"in {PLAIN_S:.0f} s the script has neither called start() nor ended",
                 hint="give it arguments with which it ends sooner",
@@ -348,24 +357,23 @@ class _Drill:
         report.rows.append(Row(f"undisturbed, {took_s:.0f} s", survived=True))
         prepared = self._make("disturbed")
         run, before = prepared.run, ""
-        doings: list[tuple[str, Callable[..., None] | None]] = [
-            ("stopped politely (SIGTERM)", _terminate),
-            ("killed (SIGKILL)", _kill),
-            ("", None),
-        ]
-        for doing, disturbance in doings:
-            self._say(f"disturbed: to be {doing} half-way" if doing else "now to the end")
-            code = self._launch(prepared, {}, disturbance, after_s=took_s / 2)
-            if disturbance and run.finished():
+        legs = (
+            Leg("stopped politely (SIGTERM)", {}, _terminate),
+            Leg("killed (SIGKILL)", {}, _kill),
+        )
+        for leg in (*legs, Leg("", {})):
+            self._say(f"disturbed: to be {leg.name} half-way" if leg.name else "now to the end")
+            code = self._launch(prepared, {}, leg.disturbance, after_s=took_s / 2)
+            if leg.disturbance and run.finished():
                 raise UsageError(
-                    f"the script was through before it could be {doing}: this run took less than"
+                    f"the script was through before it could be {leg.name}: this run took less than"
                     f" half of the first one's {took_s:.0f} s",
                     hint="the same again: torch and data are in the machine's memory now; or"
                     " arguments with which it takes longer",
                 )
             if before:
-                report.rows.append(Row(before, survived=disturbance is not None or code == 0))
-            before = doing
+                report.rows.append(Row(before, survived=bool(leg.disturbance) or code == 0))
+            before = leg.name
         if run.finished() and code == 0:
             report.why = (
                 "it uses nothing of hpc_ddp.training, so only survival and the end could be"
@@ -373,7 +381,7 @@ class _Drill:
                 " undisturbed run does"
             )
         else:
-            self._tell_log(run)
+            self._print_log(run)
             report.verdict, report.why = "broken", f"started again it ended with code {code}"
         return report
 
@@ -381,9 +389,9 @@ class _Drill:
 
     def _launch(
         self,
-        prepared: Prepared,
+        prepared: PreparedRun,
         plan: dict[str, Any],
-        disturbance: Callable[[subprocess.Popen[bytes], RunFolder], None] | None = None,
+        disturbance: Disturbance | None = None,
         after_s: float | None = None,
     ) -> int:
         """Run until it ends, and disturb it when it is ready, or after a time."""
@@ -393,7 +401,7 @@ class _Drill:
         with open(_log(run), "ab") as log:
             drilled = replace(prepared, spec=replace(spec, env=env))
             process = LocalBackend().launch(drilled, log)
-        began = told = time.monotonic()
+        began = printed_at = time.monotonic()
         limit_s = math.inf
         try:
             while process.poll() is None:
@@ -401,9 +409,9 @@ class _Drill:
                 if disturbance and (now - began > after_s if after_s else ready.exists()):
                     disturbance(process, run)
                     disturbance = None
-                if now - told > TELL_EVERY_S:
-                    told = now
-                    self._tell_step(run)
+                if now - printed_at > PRINT_EVERY_S:
+                    printed_at = now
+                    self._print_step(run)
                     if self._limit_s is None and not last_event(run.events(), "worker"):
                         limit_s = PLAIN_S
                     else:
@@ -416,7 +424,7 @@ class _Drill:
                 _kill(process, run)
         return process.returncode
 
-    def _tell_step(self, run: RunFolder) -> None:
+    def _print_step(self, run: RunFolder) -> None:
         number = len(run.attempts()) - 1
         events = [event for event in run.events() if event["attempt"] == number]
         step = last_event(events, "metrics", "first_step", "restored")
@@ -426,7 +434,7 @@ class _Drill:
         return compare.records(read_events(run.path / "drill"))
 
     def _failed(self, run: RunFolder, when: str) -> HpcDdpError:
-        self._tell_log(run)
+        self._print_log(run)
         verdict = last_event(run.events(), "verdict") or {}
         why = verdict.get("why") or "no reason is known"
         return HpcDdpError(
@@ -434,7 +442,7 @@ class _Drill:
             hint=f"get it through `hpc-ddp dry-run` first; its log: {_log(run)}",
         )
 
-    def _tell_log(self, run: RunFolder) -> None:
+    def _print_log(self, run: RunFolder) -> None:
         lines = _log(run).read_text(errors="replace").splitlines()
         for line in lines[-LOG_LINES:]:
             self._say(f"| {line}")
@@ -448,17 +456,19 @@ HEAD = ["done", "survived", "went on from", "loss curve", "state"]
 
 
 def _cells(row: Row) -> list[str]:
-    if row.went_on is None:
+    if row.resumed_from is None:
         return [row.done, "yes" if row.survived else "NO", "", "", ""]
-    over = ", ".join(each.partition(":")[0] for each in row.passed_over)
-    found, curve = row.difference, row.curve
-    state = "equal" if found is None else f"{found.kind} from step {found.step}"
+    damaged = ", ".join(text.partition(":")[0] for text in row.passed_over)
+    difference, curve, state = row.difference, row.curve, "equal"
+    if difference is not None:
+        judgement = "rounding" if difference.is_rounding else "DIFFERS"
+        state = f"{judgement}: {difference.label} from step {difference.step}"
     return [
         row.done,
         "yes" if row.survived else "NO",
-        f"step {row.went_on}" + (f", past {over}" if over else ""),
+        f"step {row.resumed_from}" + (f", past {damaged}" if damaged else ""),
         f"{curve.equal} of {curve.steps} steps equal" if curve.steps else "-",
-        "equal" if found is None else f"{'rounding' if found.is_rounding else 'DIFFERS'}: {state}",
+        state,
     ]
 
 

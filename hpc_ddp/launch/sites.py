@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_ddp.launch import operators
-from hpc_ddp.launch.fabric import read_toml
+from hpc_ddp.launch.fabrics import read_toml
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import HpcDdpError, UsageError, closest
 

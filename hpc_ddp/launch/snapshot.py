@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from hpc_ddp.launch.fabric import for_auto
+from hpc_ddp.launch.fabrics import for_auto
 from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder, close_to_others
-from hpc_ddp.run.progress import Progress
+from hpc_ddp.run.progress import ProgressBar
 
 LIMIT_BYTES = 50 * 10**6
 LIMIT_FILES = 20_000
@@ -65,7 +65,7 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
     root, names = files(script, run, exclude)
     target, inside = place(script, run)
     folders: set[Path] = set()
-    with Progress("copying the code", len(names)) as progress:
+    with ProgressBar("copying the code", len(names)) as progress:
         for name in names:
             copy = target / name
             if copy.parent not in folders:

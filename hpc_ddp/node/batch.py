@@ -23,10 +23,10 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.node import continuation
-from hpc_ddp.node.continuation import ask, say
+from hpc_ddp.node.continuation import ask
 from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.verdict import (
-    Facts,
+    AttemptFacts,
     Verdict,
     decide,
     over_budget,
@@ -42,6 +42,7 @@ from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_seconds
 from hpc_ddp.run.journal import Event
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.terminal import say
 from hpc_ddp.run.vocabulary import Action, Cause, NoticeSource
 
 ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again
@@ -325,13 +326,13 @@ def verdict(environ: dict[str, str]) -> int:
 
 def judge(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: slurm.Job | None
-) -> tuple[Facts, Verdict]:
+) -> tuple[AttemptFacts, Verdict]:
     """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
     env, records = AttemptEnv.from_env(environ), attempt.records()
     nodes = list(env.nodes)
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
     silent = silent_nodes(spec, nodes, records)
-    facts = Facts(
+    facts = AttemptFacts(
         spec=spec,
         attempt=attempt.number,
         cancelled=run.cancelled.exists(),
@@ -376,7 +377,7 @@ def _since_submit(events: list[Event]) -> list[Event]:
     return [event for event in events if event["attempt"] >= first]
 
 
-def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict) -> None:
+def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict) -> None:
     """Write the verdict to the journal, and for people to the job's output.
 
     The output ends with what went wrong, where people look first.

@@ -8,16 +8,16 @@ whether the job still is in this very attempt.
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import time
 
 from hpc_ddp import slurm
-from hpc_ddp.node.verdict import Facts, Verdict
+from hpc_ddp.node.verdict import AttemptFacts, Verdict
 from hpc_ddp.run.attempt_env import INTERACTIVE
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_json, write_json
 from hpc_ddp.run.journal import Event
+from hpc_ddp.run.terminal import say
 from hpc_ddp.run.vocabulary import Action, Cause
 
 REQUEUE_PATIENCE_S = 600.0
@@ -25,11 +25,6 @@ PAUSE_S = 5.0
 EARLY_MOST = 5  # jobs of a chain in a row that ended in their set-up lines, of unknown cause
 TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
-
-
-def say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the job's output may lie on a disk that is full
-        os.write(2, f"hpc-ddp: {text}\n".encode())
 
 
 def ask(job_id: str, is_quiet: bool = False) -> slurm.Job | None:
@@ -156,7 +151,11 @@ def _queue_link(run: RunFolder, environ: dict[str, str]) -> str | None:
 
 
 def go_on(
-    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts, decided: Verdict
+    run: RunFolder,
+    attempt: AttemptFolder,
+    environ: dict[str, str],
+    facts: AttemptFacts,
+    decided: Verdict,
 ) -> int:
     """Do what was decided, and return the exit code for the batch script."""
     if facts.spec.continue_by == "resubmit":
@@ -172,7 +171,9 @@ def go_on(
     return decided.exit_code
 
 
-def _requeue(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts) -> int:
+def _requeue(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: AttemptFacts
+) -> int:
     """Requeue the job, if it still is ours to requeue; Slurm then ends the batch shell, too."""
     job_id = own_id(environ)
     give_up = time.monotonic() + REQUEUE_PATIENCE_S
@@ -232,7 +233,11 @@ def _left_to_the_user(run: RunFolder) -> int:
 
 
 def _end_link(
-    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts, decided: Verdict
+    run: RunFolder,
+    attempt: AttemptFolder,
+    environ: dict[str, str],
+    facts: AttemptFacts,
+    decided: Verdict,
 ) -> int:
     """End one job of a chain: the next one waits already, unless there is nothing left to do."""
     link = read_json(attempt.path / "next.json").get("job_id")

@@ -21,7 +21,6 @@ from typing import Any
 
 from hpc_ddp.node import preflight
 from hpc_ddp.node.batch import attempt_env, check_budget, judge, task_of
-from hpc_ddp.node.continuation import say
 from hpc_ddp.node.network import LOOPBACK, free_port
 from hpc_ddp.node.supervisor import expand
 from hpc_ddp.node.verdict import Verdict
@@ -32,6 +31,7 @@ from hpc_ddp.run.events import Started
 from hpc_ddp.run.folder import AttemptFolder, RunFolder
 from hpc_ddp.run.slurm_values import array_indexes
 from hpc_ddp.run.spec import JobSpec, trial_args
+from hpc_ddp.run.terminal import say
 from hpc_ddp.run.vocabulary import Action
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit

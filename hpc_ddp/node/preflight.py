@@ -18,7 +18,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -37,6 +36,7 @@ from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.events import PreflightEnded
 from hpc_ddp.run.folder import RunFolder, read_word
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.terminal import say
 
 # How long a stage may take after the last node that has come to it, in seconds. All but the import
 # take less than two on healthy nodes; where many are busy, they come one after the other.
@@ -52,10 +52,6 @@ NEEDED_BYTES = 100 << 20  # in the run folder, as long as no checkpoint tells wh
 _TASK = re.compile(r"srun: error: .*?: tasks? ([\d,-]+): (.*)")
 _LAUNCH = re.compile(r"srun: error: Task launch for \S+ failed on node (\S+): (.*)")
 _LABEL = re.compile(r"\s*(\d+): ")
-
-
-def say(text: str) -> None:
-    print(f"hpc-ddp: preflight: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -592,12 +588,13 @@ def conclude(run: RunFolder, attempt: int, result: dict[str, Any]) -> bool:
     run.journal("batch", attempt).write(PreflightEnded(**result))
     for node, report in result["report"].items():
         for bad in report["bad"]:
-            say(f"{node}: {bad['why']}")
+            say(f"preflight: {node}: {bad['why']}")
         for note in report["notes"]:
-            say(f"{node}: note: {note}")
+            say(f"preflight: {node}: note: {note}")
     if result["ok"]:
         count = len(result["report"])
-        say(f"{count} node{'s are' if count > 1 else ' is'} fit, after {result['seconds']} s")
+        are = "nodes are" if count > 1 else "node is"
+        say(f"preflight: {count} {are} fit, after {result['seconds']} s")
     return bool(result["ok"])
 
 
@@ -624,5 +621,5 @@ def main(argv: list[str]) -> int:
         why = f"the preflight could not be made: {error}"
         result = {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
         result["seconds"] = 0.0
-        say(why)
+        say(f"preflight: {why}")
     return 0 if conclude(run, attempt.number, result) else 1

@@ -44,6 +44,7 @@ from hpc_ddp.run.folder import (
 )
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.run.process import signal_recorded
+from hpc_ddp.run.terminal import say
 from hpc_ddp.run.vocabulary import NoticeSource
 
 LOOK_EVERY_S = 1.0
@@ -332,7 +333,7 @@ class Supervisor:
             place.attempt.fabric.write_text(json.dumps(asdict(interconnect)))
         if interconnect != fabrics.Found():
             words = " ".join(f"{key}={value}" for key, value in variables.items())
-            _say(f"fabric: {place.node}: {interconnect}; {words or 'nothing is set for it'}")
+            say(f"fabric: {place.node}: {interconnect}; {words or 'nothing is set for it'}")
         return variables
 
     def _compare_fabric(self) -> None:
@@ -343,7 +344,7 @@ class Supervisor:
         if noted:
             self._fabric, first = None, fabrics.Found(**noted)
             if not fabric.is_like(first):
-                _say(
+                say(
                     f"WARNING: the interconnect of {place.node} is {fabric}, and of"
                     f" {place.nodes[0]} {first}: NCCL will fail, hang or be slow"
                 )
@@ -492,7 +493,7 @@ class Supervisor:
         try:
             patiently(write)
         except OSError as error:  # the verdict will say that nothing was heard of this node
-            print(f"hpc-ddp: {self._name()} can't tell how it ended: {error}", file=sys.stderr)
+            say(f"{self._name()} can't record how it ended: {error}")
 
     def _failures(self, code: int) -> list[dict[str, Any]]:
         noted, now = read_json(self.folder.failures), time.time()
@@ -530,15 +531,11 @@ class Supervisor:
             time.sleep(0.2)
 
 
-def _say(text: str) -> None:
-    print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
-
-
 def supervise(kind: type[Supervisor], command: list[str]) -> int:
     try:
         return kind(Place.from_env(dict(os.environ)), command).run()
     except OSError as error:
-        print(f"hpc-ddp: this node can't take part: {error}", file=sys.stderr)
+        say(f"this node can't take part: {error}")
         return 1
 
 

@@ -39,7 +39,7 @@ CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
 
 
 @dataclass(frozen=True)
-class Facts:
+class AttemptFacts:
     """The facts on which a verdict is based.
 
     Attributes
@@ -158,7 +158,7 @@ def silent_nodes(
     return sorted(node for node in nodes if heard[node] < spec.tasks_per_node)
 
 
-def decide(facts: Facts) -> Verdict:
+def decide(facts: AttemptFacts) -> Verdict:
     """Return what follows from the facts. The order of the questions matters:
     who else has already decided, then what the user wanted, then what went wrong."""
     cause = _cause(facts)
@@ -178,7 +178,7 @@ def decide(facts: Facts) -> Verdict:
     return Verdict(cause, Action.GIVE_UP, f"{_describe(facts, cause)}; {why_not}", code)
 
 
-def _cause(facts: Facts) -> Cause:
+def _cause(facts: AttemptFacts) -> Cause:
     job = facts.job
     if facts.superseded or (job and job.restarts > facts.restarts):
         return Cause.SUPERSEDED
@@ -215,7 +215,7 @@ def _cause(facts: Facts) -> Cause:
     )
 
 
-def _why_not_again(facts: Facts, cause: Cause) -> str | None:
+def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
     """Return why another attempt is not to be made, None when it is."""
     spec = facts.spec
     if over_text := over_budget(spec, facts.gpu_hours):
@@ -303,7 +303,7 @@ def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
     return f"{gpu_hours:.3g} of {budget} GPU hours are spent (--budget-gpu-hours)"
 
 
-def _why_no_retry(facts: Facts) -> str | None:
+def _why_no_retry(facts: AttemptFacts) -> str | None:
     failure = facts.failure
     if failure and failure.kind in ("exception", "exit") and not facts.here("first_step"):
         return "it came before the first step, and would come again"
@@ -320,7 +320,7 @@ def _why_no_retry(facts: Facts) -> str | None:
     return _no_progress(facts) if facts.is_ours else None
 
 
-def _no_progress(facts: Facts) -> str | None:
+def _no_progress(facts: AttemptFacts) -> str | None:
     last = facts.verdicts[-1] if facts.verdicts else None
     if (
         last is None
@@ -335,11 +335,11 @@ def _no_progress(facts: Facts) -> str | None:
     return "two attempts in a row have ended without a newer checkpoint"
 
 
-def _lost(facts: Facts) -> str:
+def _lost(facts: AttemptFacts) -> str:
     return f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
 
 
-def _describe(facts: Facts, cause: Cause) -> str:
+def _describe(facts: AttemptFacts, cause: Cause) -> str:
     if cause == Cause.FAILED:
         return str(facts.failure)
     if facts.unfit and cause == Cause.BAD_NODE:

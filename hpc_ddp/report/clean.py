@@ -22,7 +22,7 @@ from hpc_ddp.report.tables import columns
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, all_runs
-from hpc_ddp.run.progress import Progress
+from hpc_ddp.run.progress import ProgressBar
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.run.units import byte_count, duration, plural
 
@@ -126,7 +126,7 @@ def plan(
     queue = read_queue()
     deletions = []
     runs = named or all_runs(root)
-    with Progress("reading the runs", len(runs)) as progress:
+    with ProgressBar("reading the runs", len(runs)) as progress:
         for run in runs:
             progress.add(1)
             try:
@@ -266,7 +266,7 @@ def delete(deletions: Sequence[Deletion], root: Path) -> Iterator[tuple[Deletion
         raise HpcDdpError(f"{trash} is a link, which is not followed", hint=f"rm {trash}")
     trash.mkdir(exist_ok=True, mode=0o700)
     queue = read_queue()  # again: the user was asked in between
-    with Progress("deleting", sum(deletion.bytes for deletion in deletions)) as progress:
+    with ProgressBar("deleting", sum(deletion.bytes for deletion in deletions)) as progress:
         for deletion in deletions:
             try:
                 problem = _delete(deletion, trash, queue)

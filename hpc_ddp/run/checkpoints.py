@@ -31,7 +31,7 @@ from typing import Any
 
 from hpc_ddp.run.events import Fresh
 from hpc_ddp.run.folder import RunFolder, read_json
-from hpc_ddp.run.progress import Progress
+from hpc_ddp.run.progress import ProgressBar
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of what is in the files; another one can't be read
@@ -230,7 +230,7 @@ def health(folder: Path) -> list[Health]:
     """Verify all checkpoints in a run's folder of checkpoints, oldest first."""
     paths = [path for path in folder.glob("step-*") if _SHOWN.fullmatch(path.name)]
     paths.sort(key=lambda path: (step_of(path), path.name))
-    with Progress("reading the checkpoints", sum(map(_size, paths))) as progress:
+    with ProgressBar("reading the checkpoints", sum(map(_size, paths))) as progress:
         rows = [_health(path, progress.add) for path in paths]
     marked = [row.name for row in rows if row.best]
     return [replace(row, best=row.name == marked[-1]) if row.best else row for row in rows]

@@ -30,7 +30,6 @@ import re
 import secrets
 import shutil
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +39,7 @@ from typing import Any
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.journal import Event, Journal, is_finished, node_seconds, read_events
+from hpc_ddp.run.terminal import say
 
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
 
@@ -474,7 +474,7 @@ def link_job(job_id: str, run: RunFolder) -> None:
         link.unlink(missing_ok=True)
         link.symlink_to(os.path.relpath(run.path, index))
     except OSError as error:
-        print(f"hpc-ddp: job {job_id} can't be found by its id: {error}", file=sys.stderr)
+        say(f"job {job_id} can't be found by its id: {error}")
 
 
 def find_run(root: Path, text: str) -> RunFolder:

@@ -26,7 +26,7 @@ PARTS = {
 }
 
 
-class Piece(NamedTuple):
+class Interval(NamedTuple):
     """A stretch of the wall time, in unix seconds, and the part that it is given to."""
 
     begin: float
@@ -51,7 +51,9 @@ def account(
     return seconds
 
 
-def pieces(events: Sequence[Event], now: float | None = None, waits: bool = False) -> list[Piece]:
+def pieces(
+    events: Sequence[Event], now: float | None = None, waits: bool = False
+) -> list[Interval]:
     """Cut a run's wall time into pieces of one part each, in order and without gaps.
 
     Parameters
@@ -121,7 +123,7 @@ class _Clock:
 
     def __init__(self, start: float, end: float) -> None:
         self.at, self._end = start, max(start, end)
-        self.pieces: list[Piece] = []
+        self.pieces: list[Interval] = []
 
     def until(self, when: float | None, part: str) -> None:
         """Give the time up to `when` to a part. Never goes back: clocks of hosts differ."""
@@ -129,7 +131,7 @@ class _Clock:
             begin = self.at
             if self.pieces and self.pieces[-1].part == part:
                 begin = self.pieces.pop().begin
-            self.pieces.append(Piece(begin, when, part))
+            self.pieces.append(Interval(begin, when, part))
             self.at = when
 
 

@@ -11,11 +11,9 @@ import json
 import math
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,6 +21,7 @@ from typing import Any
 
 from hpc_ddp.run.events import JournalEvent
 from hpc_ddp.run.patience import patiently
+from hpc_ddp.run.terminal import say
 
 Event = dict[str, Any]
 
@@ -100,8 +99,7 @@ class Journal:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            with suppress(OSError):  # a log on the same disk
-                print(f"hpc-ddp: can't write the journal {self.path}: {error}", file=sys.stderr)
+            say(f"can't write the journal {self.path}: {error}")
 
     def _append(self, line: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)

@@ -14,7 +14,7 @@ REDRAW_S = 0.1
 WIDTH = 30  # of the bar, in characters
 
 
-class Progress:
+class ProgressBar:
     """``what ━━━━━━──── 61 %`` on stderr, gone again at the end.
 
     Parameters
@@ -26,7 +26,7 @@ class Progress:
 
     Examples
     --------
-    >>> with Progress("counting", total=3) as progress:
+    >>> with ProgressBar("counting", total=3) as progress:
     ...     for _ in range(3):
     ...         progress.add(1)
     """
@@ -38,7 +38,7 @@ class Progress:
         self._terminal = sys.stderr.isatty()
         self._next_s = time.monotonic() + PATIENCE_S
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:

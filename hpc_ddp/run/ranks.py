@@ -32,9 +32,9 @@ class Slow:
     def __str__(self) -> str:
         """The slow rank as a part of a sentence: ``rank 3 on n2 is slow: 0.9 s per step …``."""
         where = f" on {self.node}" if self.node else ""
-        what = "waits for data" if self.data else "is slow"
-        own, others = brief_duration(self.own_s), brief_duration(self.others_s)
-        return f"rank {self.rank}{where} {what}: {own} a step of its own, others {others}"
+        problem = "waits for data" if self.data else "is slow"
+        seconds, usual = brief_duration(self.own_s), brief_duration(self.others_s)
+        return f"rank {self.rank}{where} {problem}: {seconds} a step of its own, others {usual}"
 
 
 def slow_rank(events: Sequence[Event]) -> Slow | None:
@@ -46,9 +46,9 @@ def slow_rank(events: Sequence[Event]) -> Slow | None:
     last = [event for event in events[begun:] if event["event"] == "ranks"][-IN_A_ROW:]
     if len(last) < IN_A_ROW:
         return None
-    found = [_slow_in(event) for event in last]
-    always = set(found[0]).intersection(*found)
-    for event, slow in zip(reversed(last), reversed(found), strict=True):
+    slow_ranks = [_slow_in(event) for event in last]
+    always = set(slow_ranks[0]).intersection(*slow_ranks)
+    for event, slow in zip(reversed(last), reversed(slow_ranks), strict=True):
         rank = event.get("slowest")
         if isinstance(rank, int) and rank in always:
             return slow[rank]
@@ -56,20 +56,26 @@ def slow_rank(events: Sequence[Event]) -> Slow | None:
 
 
 def _slow_in(event: Event) -> dict[int, Slow]:
-    """Return the ranks that were slow, by rank; none where an event is not as we write it."""
+    """Return the ranks that were slow, by rank; none where an event is not as we write it.
+
+    By their own work, or else by their wait for data alone: behind a rank 0 that waits for data the
+    others may wait for its buffers in what counts as their own work.
+    """
     data, step_s = _numbers(event.get("data_s")), event.get("step_s")
-    own = _numbers(event.get("busy_s")) or data
-    if not own or not isinstance(step_s, (int, float)):
-        return {}
-    usual = _median(own)
-    found = {}
-    for rank, seconds in enumerate(own):
-        more = seconds - usual
-        if seconds >= FACTOR * usual and more >= LEAST_SHARE * step_s and more > 0:
-            waits = len(data) == len(own) and data[rank] - _median(data) >= more / 2
-            node = event.get("node") if rank == event.get("slowest") else None
-            found[rank] = Slow(rank, node, seconds, usual, waits)
-    return found
+    slow: dict[int, Slow] = {}
+    if not isinstance(step_s, (int, float)):
+        return slow
+    for own_s in (_numbers(event.get("busy_s")), data):
+        usual = _median(own_s) if own_s else 0.0
+        for rank, seconds in enumerate(own_s):
+            more = seconds - usual
+            if seconds >= FACTOR * usual and more >= LEAST_SHARE * step_s and more > 0:
+                waits = len(data) == len(own_s) and data[rank] - _median(data) >= more / 2
+                node = event.get("node") if rank == event.get("slowest") else None
+                slow[rank] = Slow(rank, node, seconds, usual, waits)
+        if slow:
+            break
+    return slow
 
 
 def _median(values: list[float]) -> float:
@@ -77,5 +83,5 @@ def _median(values: list[float]) -> float:
 
 
 def _numbers(value: Any) -> list[float]:
-    good = isinstance(value, list) and all(isinstance(each, (int, float)) for each in value)
+    good = isinstance(value, list) and all(isinstance(number, (int, float)) for number in value)
     return value if good else []

@@ -25,7 +25,7 @@ an undisturbed one. The way of a decision::
 """
 
 from hpc_ddp.run.errors import UsageError  # for scripts: an error without a traceback
-from hpc_ddp.training.checkpoint import SupersededError
+from hpc_ddp.training.checkpoint.saver import SupersededError
 from hpc_ddp.training.run import Run, start
 
 __all__ = ["Run", "SupersededError", "UsageError", "start"]

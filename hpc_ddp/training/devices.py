@@ -1,4 +1,4 @@
-"""What is known of accelerators: the one module that asks torch for devices, streams and backends.
+"""Accelerators: the one module that asks torch for devices, streams and backends.
 
 Everything goes through torch's device-independent interface (`torch.accelerator`, `torch.Event`,
 `torch.get_device_module`), so NVIDIA, AMD, Intel and Ascend devices, and the tests' own, take the
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Kind:
-    """What torch's device type alone does not tell.
+    """Facts of a device type that torch does not give.
 
     `vendor` is a name in `accelerators.VENDORS`. `binds` tells whether the backend takes a
     ``device_id``, to connect at once; `adds_float64`, whether it adds up float64.
@@ -137,8 +137,8 @@ class Transfer:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = {name: _start_copy(value) for name, value in values.items()}
-        there = {value.device for value in values.values() if _is_away(value)}
-        self._marks = [mark(device) for device in there]
+        accelerators = {value.device for value in values.values() if _is_away(value)}
+        self._marks = [mark(device) for device in accelerators]
 
     def is_over(self) -> bool:
         return all(event.query() for event in self._marks)
@@ -163,9 +163,9 @@ def _is_away(value: Any) -> bool:
 def _start_copy(value: Any) -> Any:
     if not _is_away(value) or value.numel() != 1:  # `plain` refuses a tensor of several
         return value
-    there = value.detach()
-    here = torch.empty(there.shape, dtype=there.dtype, device="cpu", pin_memory=True)
-    return here.copy_(there, non_blocking=True)
+    source = value.detach()
+    copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+    return copy.copy_(source, non_blocking=True)
 
 
 def seed(device: torch.device, value: int) -> None:

@@ -1,27 +1,20 @@
-"""A run under `hpc-ddp drill`: writes down what each step took and left, and is disturbed on cue.
+"""A run under `hpc-ddp drill`: records each step as digests, and waits to be disturbed on cue.
 
 `start` returns a `DrilledRun` where the environment has a plan. Each rank then writes, into
 ``<run>/drill/rank-<r>.jsonl``, a `record` when the loop begins, after each step and each epoch,
-and at the end: a digest of every part of the training's state, and of what the step consumed. Two
-runs that are equal bit for bit have equal records, and where they part, the first part that
-differs is the cause. `hpc_ddp.launch.compare` has the reader's side.
+and at the end: a digest of each tracked object and each random generator, and of what the
+optimizers read in the step. Two runs that are equal bit for bit have equal records, and where
+they differ, the first part that differs is the cause. `hpc_ddp.launch.compare` reads them.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
-import random
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -32,64 +25,51 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.events import ANY_RANK, JournalEvent
 from hpc_ddp.run.journal import Journal
-from hpc_ddp.training import randomness
-from hpc_ddp.training.loader import Loader
-from hpc_ddp.training.metrics import check_values
-from hpc_ddp.training.notice import CANCELLED, NONE
-from hpc_ddp.training.parts import Parts
+from hpc_ddp.training.checkpoint.shards import memory_of
+from hpc_ddp.training.checkpoint.state import unwrap
+from hpc_ddp.training.devices import plain
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.run import Run
-from hpc_ddp.training.sharded import is_sharded
-from hpc_ddp.training.state import unwrap
+from hpc_ddp.training.stops.signals import CANCELLED, NONE
+from hpc_ddp.training.telemetry.metrics import check_values
 
 HOLD_S = 60.0
 LEAST_STEPS = 12
-# What a scheduler counts for itself, or has in its optimizer too.
-OWN_OF_SCHEDULER = {"_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial"}
-KINDS = {"optimizer": Optimizer, "scheduler": LRScheduler, "scaler": torch.amp.GradScaler}
-SMALL = 65_536  # numbers in a variable of the script that is looked at
+KINDS = {"model": torch.nn.Module, "optimizer": Optimizer, "scheduler": LRScheduler}
 ATOMS = (bool, int, float, complex, str, bytes, type(None))
-PACKAGE = str(Path(__file__).parents[1])
 
 
 class DrilledRun(Run):
-    """A `Run` that is watched and disturbed. The plan's keys, all optional:
+    """A `Run` that is recorded and disturbed. The plan's keys, all optional:
 
     - ``end``: the step to end at; else after ``seconds`` of training
     - ``save``: the step to save at
-    - ``hold``: what is to come from outside, at step ``at``: ``"stop"``, ``"kill"``, or
-      ``"save"``, a kill before the save of that step is published
+    - ``hold``: the disturbance that is to come from outside, at step ``at``: ``"stop"``,
+      ``"kill"``, or ``"save"``, a kill before the save of that step is published
     """
 
-    def __init__(self, parts: Parts, seed: int, plan: Mapping[str, Any]) -> None:
-        super().__init__(parts, seed)
+    def __init__(self, arguments: dict[str, Any], plan: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
         self._plan = plan
-        self._folder = parts.folder.path / "drill"
-        self._attempt = parts.journal.attempt
-        self._journal = Journal(self._folder, f"rank-{self.rank}", self._attempt)
-        self._tracked: dict[str, Any] = {"precision": parts.precision}
-        self._state = State(self._tracked, self._wrapped)
-        self._consumed = Consumed()
+        self._folder = self.folder.path / "drill"
+        self._attempt = self._journal.attempt
+        self._records = Journal(self._folder, f"rank-{self.rank}", self._attempt)
+        self._tracked: dict[str, Any] = {"precision": self._precision}
+        self._steps = OptimizerSteps(self._tracked)
         self._began = time.monotonic()
-        parts.checkpoints.before_publishing = self._hold_save
-
-    def loader(self, *args: Any, **options: Any) -> Loader:
-        made = super().loader(*args, **options)
-        made.on_batch = self._consumed.batch
-        return made
 
     def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
         super().track(per_rank=per_rank, **objects)
         self._tracked |= objects
 
     def epochs(self, total: int) -> Iterator[int]:
-        at = "start"
+        moment = "start"
         for epoch in super().epochs(total):
-            self._state.look()
-            if at == "start":
-                self._consumed.watch(self._state.outermost())
+            if moment == "start":
                 self._began = time.monotonic()
-            self._record(at, self.position.step, {})
-            at = "epoch"
+            self._record(moment, self.position.step, {})
+            moment = "epoch"
             yield epoch
 
     def step(self, **values: Any) -> None:
@@ -98,19 +78,19 @@ class DrilledRun(Run):
         step = self.position.step + 1
         check_values(values)
         self._record("step", step, values)
-        here = step == self._plan.get("at")
-        if here and self._plan["hold"] == "stop":
+        hold = self._plan["hold"] if step == self._plan.get("at") else ""
+        if hold == "stop":
             self._hold_until_notice()
-        if step == self._plan.get("save") or (here and self._plan["hold"] == "save"):
+        if step == self._plan.get("save") or hold == "save":
             self._save_due = True
         if self._is_end(step):
-            self._parts.notices.reason = CANCELLED  # all stop, and nobody goes on
+            self._notices.reason = CANCELLED  # all stop, and no attempt follows
         super().step(**values)
-        if here and self._plan["hold"] == "kill":
-            self._parts.keeper.settle()
+        if hold == "kill":
+            self._manager.settle()
             self._hold("kill")
         if not self._ends_epoch():
-            self._act(self._parts.pace.hear_all())
+            self._act(self._consensus.decide_now())
 
     def finish(self, **results: float | torch.Tensor) -> None:
         if sys.exc_info()[0] is None and not self._over:
@@ -124,54 +104,59 @@ class DrilledRun(Run):
         since = time.monotonic() - self._began
         return limit_s is not None and step >= LEAST_STEPS and since > limit_s
 
-    # -- disturbances ----------------------------------------------------------------------
-
     def _ready(self) -> None:
-        """Tell the drill that this is the moment."""
+        """Signal to the drill that this is the moment."""
         if self.rank == 0:
             (self._folder / f"ready-{self._attempt}").touch()
 
     def _hold_until_notice(self) -> None:
         self._ready()
-        if self.rank == 0:  # the others wait for it at the next exchange
+        if self.rank == 0:  # the other ranks wait for it at the next exchange
             end = time.monotonic() + HOLD_S
-            while self._parts.notices.reason == NONE and time.monotonic() < end:
+            while self._notices.reason == NONE and time.monotonic() < end:
                 time.sleep(0.01)
 
-    def _hold_save(self, step: int) -> None:
+    def _before_publishing(self, step: int) -> None:
         """In the saving thread of rank 0, with all files of the draft but the manifest written."""
         if self._plan.get("hold") == "save" and step == self._plan["at"]:
             self._hold("kill in a save")
 
-    def _hold(self, what: str) -> None:
+    def _hold(self, disturbance: str) -> None:
         self._ready()
         time.sleep(HOLD_S)
-        raise HpcDdpError(f"the drill's {what} did not come")
+        raise HpcDdpError(f"the drill's {disturbance} did not come")
 
-    # -- records ---------------------------------------------------------------------------
-
-    def _record(self, at: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one record; the parts stand in the order in which one follows from another."""
-        used = self._consumed.take() if at == "step" else {}
+    def _record(self, moment: str, step: int, values: Mapping[str, Any]) -> None:
+        models = [
+            tracked for tracked in self._tracked.values() if isinstance(tracked, torch.nn.Module)
+        ]
+        digests, gradients_size = self._steps.take()
+        states: dict[str, Any] = {}
+        for name, tracked in self._tracked.items():
+            state = dict(unwrap(tracked).state_dict())
+            if isinstance(tracked, Optimizer):  # a learning rate, say, which a scheduler changes
+                states[f"settings {name}"] = state.pop("param_groups")
+            states[f"{_kind(tracked)} {name}"] = state
+        for name, generator in rng.snapshot(self.devices).items():
+            states[f"random {name}"] = generator
+        weights_size = size_of(weight for model in models for weight in model.parameters())
         record = dict(
             rank=self.rank,
-            at=at,
+            at=moment,
             step=step,
             epoch=self.position.epoch,
             samples=self.position.samples,
-            used=used,
-            state={**self._state.digests(), **_generators(self.devices)},
-            values={name: _number(value) for name, value in values.items()},
-            sizes={"gradients": self._consumed.gradients_size, "weights": self._state.size()},
-            untracked=self._state.untracked(),
-            variables=_variables(sys._getframe()),
+            used=digests if moment == "step" else {},
+            state={part: digest_of(state) for part, state in states.items()},
+            values={name: plain(scalar) for name, scalar in values.items()},
+            sizes={"gradients": gradients_size, "weights": weights_size},
         )
-        self._journal.write(DrillRecord(record))
+        self._records.write(DrillRecord(record))
 
 
 @dataclass(frozen=True)
 class DrillRecord(JournalEvent):
-    """What a rank used and had at one step, as digests, in a journal of the drill's own."""
+    """Digests of one rank's state at one moment, in a journal of the drill's own."""
 
     event = "record"
     writer = ANY_RANK
@@ -181,227 +166,75 @@ class DrillRecord(JournalEvent):
         return {**self.values}
 
 
-class Consumed:
-    """What a step takes: batches of the loader, inputs of the model, gradients."""
+class OptimizerSteps:
+    """Digests of the gradients that the process's optimizers read in a step, and of the state with
+    which those begin it that are not tracked."""
 
-    def __init__(self) -> None:
-        self._parts: dict[str, Any] = {}
-        self.gradients_size = 0.0
-        register_optimizer_step_pre_hook(self._gradients)
+    def __init__(self, tracked: Mapping[str, Any]) -> None:
+        self._tracked = tracked
+        self._digests: dict[str, str] = {}
+        self._gradients_size = 0.0
+        register_optimizer_step_pre_hook(self._add)
 
-    def watch(self, models: Iterable[torch.nn.Module]) -> None:
-        for model in models:
-            model.register_forward_pre_hook(self._inputs, with_kwargs=True)
+    def take(self) -> tuple[dict[str, str], float]:
+        """Return digests by kind and name, and the size of the gradients; begin the next step."""
+        digests, self._digests = self._digests, {}
+        size, self._gradients_size = self._gradients_size, 0.0
+        return digests, size
 
-    def take(self) -> dict[str, str]:
-        """Return the digests of this step, and begin the next."""
-        found = {name: digest.hexdigest() for name, digest in self._parts.items()}
-        self._parts = {}
-        return found
-
-    def batch(self, batch: Any) -> None:
-        _feed(self._of("data"), batch)
-
-    def _inputs(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled():  # not those of an evaluation
-            _feed(self._of("inputs"), [args, kwargs])
-
-    def _gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        params = [each for group in optimizer.param_groups for each in group["params"]]
-        found = [each.grad for each in params]
-        _feed(self._of("gradients"), found)
-        self.gradients_size = _size(each for each in found if each is not None)
-
-    def _of(self, name: str) -> Any:
-        return self._parts.setdefault(name, blake2b(digest_size=8))
+    def _add(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        groups = optimizer.param_groups
+        gradients = [weight.grad for group in groups for weight in group["params"]]
+        # A process may step several optimizers, or one of them twice: all count.
+        self._digests["gradients"] = digest_of([self._digests.get("gradients"), gradients])
+        if not any(tracked is optimizer for tracked in self._tracked.values()):
+            self._digests[f"untracked {type(optimizer).__name__}"] = digest_of(
+                optimizer.state_dict()
+            )
+        self._gradients_size += size_of(g for g in gradients if g is not None)
 
 
-class State:
-    """The objects that hold the training's state, whether the script tracks them or not."""
-
-    def __init__(self, tracked: dict[str, Any], wrapped: list[Any]) -> None:
-        self._tracked, self._wrapped = tracked, wrapped
-        self._others: dict[str, Any] = {}
-
-    def look(self) -> None:
-        """Find what the script did not name in `track`: all there is of the kinds that count."""
-        gc.collect()  # what the script has replaced is no part of it any more
-        known = {id(unwrap(each)) for each in self._tracked.values()}
-        names = {id(each): name for name, each in _named(sys._getframe())}
-        alive = gc.get_objects()
-        kinds = {each: _kind_of(each) for each in {type(each) for each in alive}}
-        found = [("model", each) for each in self._wrapped]
-        found += [(kind, each) for each in alive if (kind := kinds.get(type(each)))]
-        self._others = {}
-        for kind, each in found:
-            if id(unwrap(each)) not in known:
-                stem = label = f"{kind} {names.get(id(each), type(each).__name__)}"
-                while label in self._others:
-                    label = f"{stem} {len(self._others)}"
-                self._others[label] = each
-
-    def outermost(self) -> list[torch.nn.Module]:
-        """Return the models that the script calls, less what is inside of another one."""
-        inside = {id(unwrap(each)) for each in self._wrapped}
-        models = [each for each in self._tracked.values() if isinstance(each, torch.nn.Module)]
-        return [*self._wrapped, *(each for each in models if id(unwrap(each)) not in inside)]
-
-    def untracked(self) -> list[str]:
-        return list(self._others)
-
-    def digests(self) -> dict[str, str]:
-        """Return a digest of each object's state: models, then optimizers, then the others."""
-        named = {f"{_kind(each)} {name}": each for name, each in self._tracked.items()}
-        named |= self._others
-        order = ["model", *KINDS, "object"]
-        parts = sorted(named.items(), key=lambda item: order.index(item[0].split()[0]))
-        return {name: _digest(_state_of(each)) for name, each in parts}
-
-    def size(self) -> float:
-        models = [each for each in self._tracked.values() if isinstance(each, torch.nn.Module)]
-        return _size(p for each in [*models, *self._wrapped] for p in each.parameters())
+def _kind(tracked: Any) -> str:
+    plain_object = unwrap(tracked)
+    return next((kind for kind, cls in KINDS.items() if isinstance(plain_object, cls)), "object")
 
 
-def _kind(each: Any) -> str:
-    if isinstance(unwrap(each), torch.nn.Module):
-        return "model"
-    return _kind_of(type(each)) or "object"
+def digest_of(state: Any) -> str:
+    """Return the digest of a tree of tensors and plain values, equal where these are, bit for bit;
+    other objects count by their type only."""
+    digest = blake2b(digest_size=8)
+    _feed(digest, state)
+    return digest.hexdigest()
 
 
-def _kind_of(cls: type) -> str | None:
-    return next((kind for kind, base in KINDS.items() if issubclass(cls, base)), None)
-
-
-def _state_of(each: Any) -> Any:
-    state = unwrap(each).state_dict()
-    return _without(state, OWN_OF_SCHEDULER) if isinstance(each, LRScheduler) else state
-
-
-def _without(value: Any, keys: set[str]) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _without(item, keys) for k, item in value.items() if k not in keys}
-    return [_without(item, keys) for item in value] if isinstance(value, list) else value
-
-
-def _generators(devices: Sequence[torch.device]) -> dict[str, str]:
-    state = randomness.snapshot(devices)
-    return {f"random {name}": _digest(each) for name, each in state.items()}
-
-
-# -- digests -------------------------------------------------------------------------------
-
-
-def _digest(value: Any) -> str:
-    found = blake2b(digest_size=8)
-    _feed(found, value)
-    return found.hexdigest()
-
-
-def _feed(digest: Any, value: Any) -> None:
-    """Put a value into a digest, bit for bit; of what is no plain value, only its type."""
-    if isinstance(value, torch.Tensor):
-        flat = _local(value).contiguous()
+def _feed(digest: Any, state: Any) -> None:
+    if isinstance(state, torch.Tensor):
+        flat = _local(state).contiguous()
         digest.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
-        if flat.nbytes:
-            digest.update((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=repr):
+        digest.update(memory_of(flat) if flat.nbytes else b"")
+    elif isinstance(state, Mapping):
+        for key in sorted(state, key=repr):
             digest.update(repr(key).encode())
-            _feed(digest, value[key])
-    elif isinstance(value, (list, tuple, deque)):
-        digest.update(f"[{len(value)}".encode())
-        for each in value:
-            _feed(digest, each)
-    elif isinstance(value, ATOMS):
-        digest.update(repr(value).encode())
+            _feed(digest, state[key])
+    elif isinstance(state, (list, tuple, deque)):
+        digest.update(f"[{len(state)}".encode())
+        for entry in state:
+            _feed(digest, entry)
     else:
-        digest.update(type(value).__name__.encode())
+        text = repr(state) if isinstance(state, ATOMS) else type(state).__name__
+        digest.update(text.encode())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank has of a tensor, on the CPU and with strides."""
     local: Any = tensor.detach()
     local = local.to_local() if is_sharded(tensor) else local
-    found: torch.Tensor = (local if local.layout == torch.strided else local.to_dense()).cpu()
-    return found
+    dense: torch.Tensor = (local if local.layout == torch.strided else local.to_dense()).cpu()
+    return dense
 
 
-def _size(tensors: Iterable[torch.Tensor]) -> float:
+def size_of(tensors: Iterable[torch.Tensor]) -> float:
     """Return the sum of all absolute values, in double precision."""
-    parts = [_local(each) for each in tensors]
+    parts = [_local(tensor) for tensor in tensors]
     norms = [torch.linalg.vector_norm(p, 1, dtype=torch.float64) for p in parts if p.numel()]
     return float(sum(norms))
-
-
-def _number(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
-
-
-# -- the script's own variables ------------------------------------------------------------
-
-
-def _variables(frame: FrameType) -> dict[str, tuple[str, str]]:
-    """Return a digest and the text of each plain variable that the script has by a name.
-
-    They say nothing by themselves (a clock differs, too), but where two runs have parted, they
-    tell which of them was not taken up again.
-    """
-    found: dict[str, tuple[str, str]] = {}
-    for name, value in _named(frame):
-        plain = _plain(value)
-        if plain is not None and name not in found:
-            found[name] = _digest(plain[0]), _shown(value)
-    return found
-
-
-def _shown(value: Any) -> str:
-    with suppress(Exception):  # no scalar
-        value = _number(value)
-    return f"{value!r:.24}" if isinstance(value, (bool, int, float)) else type(value).__name__
-
-
-def _plain(value: Any) -> tuple[Any] | None:
-    """Return the value, or a generator's state, in a tuple; None for what is not looked at."""
-    if isinstance(value, torch.Tensor):
-        return (value,) if value.numel() <= SMALL else None
-    if isinstance(value, torch.Generator):
-        return (value.get_state(),)
-    if isinstance(value, random.Random):
-        return (value.getstate(),)
-    if type(value).__module__.startswith("numpy.random"):
-        state: Any = getattr(value, "bit_generator", value)
-        return (repr(getattr(state, "state", None)),)
-    if hasattr(value, "tobytes") and hasattr(value, "nbytes"):  # numpy's
-        return (value.tobytes(),) if value.nbytes <= SMALL else None
-    if isinstance(value, (list, tuple, deque, dict)) and len(value) <= SMALL:
-        items = value.values() if isinstance(value, dict) else value
-        return (value,) if all(isinstance(each, ATOMS) for each in items) else None
-    return (value,) if isinstance(value, ATOMS) else None
-
-
-def _named(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """Yield what the script can name: its functions' variables, innermost first, then the main
-    module's, and the attributes of those that are of a class of its own."""
-    spaces: list[dict[str, Any]] = []
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith((PACKAGE, torch.__path__[0])):
-            spaces.append(frame.f_locals)
-        frame = frame.f_back
-    spaces.append(vars(sys.modules["__main__"]))
-    for space in spaces:
-        for name, value in list(space.items()):
-            if name.startswith("__") or isinstance(value, Run):
-                continue
-            yield name, value
-            inner = unwrap(value)
-            if _is_theirs(type(inner)):
-                yield from ((f"{name}.{key}", each) for key, each in list(vars(inner).items()))
-
-
-def _is_theirs(kind: type) -> bool:
-    """Tell whether a class was written for the script: its instances have attributes to look at."""
-    module = sys.modules.get(kind.__module__)
-    file = str(getattr(module, "__file__", None) or "")
-    code = os.environ.get("HPC_DDP_CODE") or os.getcwd()
-    theirs = file.startswith(code) and "site-packages" not in file
-    return theirs and "__dict__" in dir(kind)

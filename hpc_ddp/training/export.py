@@ -21,7 +21,7 @@ import torch
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.training.checkpoint import open_checkpoint
+from hpc_ddp.training.checkpoint.restorer import open_checkpoint
 
 
 def export(
@@ -61,10 +61,31 @@ def export(
         )
     tensors = {key[len(prefix) :]: reader.read(key) for key in reader if key.startswith(prefix)}
     if not tensors:
-        known = sorted({key.partition(".")[0] for key in reader})
-        raise UsageError(f"{folder} has no tensors of {name!r}; accepted: {', '.join(known)}")
+        objects = sorted({key.partition(".")[0] for key in reader})
+        raise UsageError(f"{folder} has no tensors of {name!r}; accepted: {', '.join(objects)}")
     _save_tensors(tensors, out)
     return checkpoints.step_of(folder)
+
+
+def check_export(example: object, *, is_part: bool, is_over: bool) -> None:
+    """Raise UsageError for a call of `Run.export` that makes no sense."""
+    if is_part:
+        raise UsageError(
+            "run.export was given a part of a model; accepted: one that each rank has whole",
+            hint="python -m hpc_ddp.training.export writes the weights of a checkpoint",
+        )
+    if not isinstance(example, torch.Tensor) or example.dim() < 1:
+        scalar = " of no dimension" if isinstance(example, torch.Tensor) else ""
+        raise UsageError(
+            f"run.export was given a {type(example).__name__}{scalar} as an example; accepted:"
+            " a tensor, of which the first dimension counts samples",
+            hint="run.export(model, inputs), or inputs[None] for one sample",
+        )
+    if is_over:
+        raise UsageError(
+            "run.export was called after run.finish, when the ranks have parted",
+            hint="call it before run.finish()",
+        )
 
 
 def export_model(model: torch.nn.Module, example: torch.Tensor, folder: Path) -> None:
@@ -141,16 +162,16 @@ def _replacing(out: Path) -> Iterator[Path]:
 
 
 def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
-    found = checkpoints.published(run.checkpoints)
-    if not found:
+    newest_first = checkpoints.published(run.checkpoints)
+    if not newest_first:
         raise UsageError(f"{run.path} has no checkpoint", hint="name a run's folder")
     if best:
-        step = (checkpoints.read_manifest(found[0]).get("best") or {}).get("step")
+        step = (checkpoints.read_manifest(newest_first[0]).get("best") or {}).get("step")
         if step is None:
             raise UsageError(f"{run.path} has no best checkpoint: its script calls no run.best")
-    wanted = [path for path in found if step is None or checkpoints.step_of(path) == step]
+    wanted = [path for path in newest_first if step is None or checkpoints.step_of(path) == step]
     if not wanted:
-        steps = ", ".join(str(checkpoints.step_of(path)) for path in found)
+        steps = ", ".join(str(checkpoints.step_of(path)) for path in newest_first)
         raise UsageError(f"{run.path} has no checkpoint of step {step}; accepted: {steps}")
     return wanted[0]
 

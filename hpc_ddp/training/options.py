@@ -1,4 +1,4 @@
-"""What `start` can be asked for, and whether it makes sense."""
+"""The options of `start`, checked."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.training.facts import Surroundings
-from hpc_ddp.training.precision import DTYPES
-from hpc_ddp.training.storage import LEAST
+from hpc_ddp.training.checkpoint.files import LEAST
+from hpc_ddp.training.models.precision import DTYPES
+from hpc_ddp.training.process.environment import LaunchEnv
 
 BACKENDS = ("nccl", "gloo", "mpi")
 
@@ -38,12 +38,12 @@ class Options:
     devices_per_worker: int
 
     @classmethod
-    def chosen(cls, said: Surroundings, **asked: object) -> Options:
+    def chosen(cls, env: LaunchEnv, **arguments: object) -> Options:
         """Return what the script asks for, but for what the environment says otherwise."""
         for name in ("save_every", "hang_after", "profile", "backend"):
-            if (value := getattr(said, name)) is not None:
-                asked[name] = value
-        return cls(**asked)  # type: ignore[arg-type]  # the types are looked at below
+            if (value := getattr(env, name)) is not None:
+                arguments[name] = value
+        return cls(**arguments)  # type: ignore[arg-type]  # the types are looked at below
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPES:

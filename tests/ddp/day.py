@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hpc_ddp.training import metrics, start
+from hpc_ddp.training import start
+from hpc_ddp.training.telemetry import metrics
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--precision", default="fp32")
@@ -37,7 +38,7 @@ scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 x = torch.randn(160, 8)
 batches = run.loader(TensorDataset(x, x.sum(1, keepdim=True)), args.batch_size)
 run.track(model=model, optimizer=optimizer, scheduler=scheduler, ema=ema)
-precision = run._parts.precision
+precision = run._precision
 run.print(f"SCALE {precision.state_dict().get('scale')}")
 
 for _ in run.epochs(2):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hpc_ddp.training import start, storage
+from hpc_ddp.training import start
+from hpc_ddp.training.checkpoint import files
 
 
 class Pair(nn.Module):
@@ -75,8 +76,8 @@ for _ in run.epochs(2):
 if case in NOT_NUMBERS:
     run.best(NOT_NUMBERS[case])
 if case == "full disk":  # for one save, that of the best
-    module: Any = storage
-    write = storage.write_manifest
+    module: Any = files
+    write = files.write_manifest
 
     def fail(*args: Any) -> None:
         module.write_manifest = write
@@ -84,8 +85,8 @@ if case == "full disk":  # for one save, that of the best
 
     module.write_manifest = fail
     run.best(1.0)
-    run._parts.keeper.save()
-    print("SAVED", run._parts.keeper.settle(), "BEST", run._parts.keeper.best.step)
+    run._manager.save()
+    print("SAVED", run._manager.settle(), "BEST", run._manager.best.step)
     run.print("LOADED", run.load_best(model))
 if case == "no best":
     run.load_best(model)

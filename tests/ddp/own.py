@@ -56,7 +56,7 @@ for _ in run.epochs(1):
         optimizer.zero_grad()
         run.step()
         if run.position.step == args.steps // 2:
-            run._parts.keeper.save()
+            run._manager.save()
     break  # before the epoch counts as done
 weights = [round(each.sum().item(), 4) for each in model.parameters()]
 print(f"RANK {run.rank}: place {loader.place} buffer {len(loader.buffer)} weights {weights}")

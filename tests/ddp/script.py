@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from hpc_ddp.training import Run, checkpoint, notice, start
-from hpc_ddp.training import run as run_module
+from hpc_ddp.training import Run, start
+from hpc_ddp.training.checkpoint import saver
+from hpc_ddp.training.models import setup
+from hpc_ddp.training.stops import signals
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=3)
@@ -51,12 +53,12 @@ parser.add_argument("--late", type=float, default=0.0, help="seconds to stay aft
 parser.add_argument("--patience", type=float, help="seconds for which saves may fail")
 args = parser.parse_args()
 if args.patience is not None:
-    checkpoint.PATIENCE_S = args.patience
+    saver.PATIENCE_S = args.patience
 if args.word_seconds is not None:
-    notice.WORD_S = args.word_seconds
+    signals.WORD_S = args.word_seconds
 
 if args.unsettled:
-    vars(run_module)["settle"] = lambda ddp: None
+    vars(setup)["fix_bucket_order"] = lambda ddp: None
 
 
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -73,7 +75,7 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.cat([more, noise]), torch.tensor(index % 10)
 
 
-class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+class IterableBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     """The same samples one after the other."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -95,7 +97,7 @@ def act(run: Run) -> None:
         ctypes.PyDLL(None).sleep(600)
     if args.signal:
         os.kill(os.getpid(), args.signal)
-        while args.signal == signal.SIGTERM and not run._parts.notices.reason:
+        while args.signal == signal.SIGTERM and not run._notices.reason:
             time.sleep(0.001)  # for the listening thread
     if args.exit:
         sys.exit(args.exit)
@@ -110,7 +112,7 @@ run = start(
     keep_every=args.keep_every,
 )
 if args.print_save_seconds:
-    print(f"a save takes {run._parts.schedule.save_s()!r} s", flush=True)
+    print(f"a save takes {run._schedule.save_s()!r} s", flush=True)
 aside: Any = torch.distributed.new_group() if args.hold == "group" else None
 layers: list[nn.Module] = [nn.Linear(33, args.width)]
 for _ in range(args.layers):
@@ -129,7 +131,7 @@ else:
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 batches = run.loader(
-    Stream() if args.stream else Noisy(),
+    IterableBatches() if args.stream else Noisy(),
     args.batch_size,
     accumulate=args.accumulate,
     num_workers=args.workers,

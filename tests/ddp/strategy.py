@@ -16,7 +16,7 @@ step = Run.step
 def stopped(run: Run, **values: Any) -> None:
     if run.ends_step and run.position.step + 1 == int(os.environ.get("AT", "0")) and run.rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-        while not run._parts.notices.reason:  # for the listening thread
+        while not run._notices.reason:  # for the listening thread
             time.sleep(0.001)
     step(run, **values)
 

@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.training import randomness
-from hpc_ddp.training.loader import Loader, Shard
-from hpc_ddp.training.order import Cut, Position
+from hpc_ddp.training.data.loader import Loader, Shard
+from hpc_ddp.training.data.order import BatchPlan, Position
+from hpc_ddp.training.models import rng
 from tests.waiting import LIMIT_S, is_pending, wait_until
 
 # More workers than this machine may have cores.
@@ -60,15 +60,17 @@ class NoisyStream(IterableDataset[torch.Tensor]):
             yield draw(index)
 
 
-def make_loader(dataset: Dataset[Any], cut: Cut, position: Position, **options: Any) -> Loader:
+def make_loader(
+    dataset: Dataset[Any], cut: BatchPlan, position: Position, **options: Any
+) -> Loader:
     place: dict[str, Any] = {"seed": 1, "position": position, "device": CPU}
     return Loader(dataset, cut, check=lambda: None, sync=lambda on: None, **place, **options)
 
 
 def load(
-    dataset: Dataset[Any], cut: Cut, epoch: int = 0, start: int = 0, **options: Any
+    dataset: Dataset[Any], cut: BatchPlan, epoch: int = 0, start: int = 0, **options: Any
 ) -> list[Any]:
-    with randomness.untouched():
+    with rng.untouched():
         return list(make_loader(dataset, cut, Position(0, epoch, start), **options))
 
 
@@ -78,11 +80,14 @@ def equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("make", [Noisy, NoisyStream])
 def test_workers_and_ranks_change_no_sample(make: Callable[[], Dataset[Any]]) -> None:
-    alone = {int(row[0]): row for batch in load(make(), Cut(4, 0, 1), epoch=2) for row in batch}
+    alone = {
+        int(row[0]): row for batch in load(make(), BatchPlan(4, 0, 1), epoch=2) for row in batch
+    }
     assert sorted(alone) == list(range(200, 245) if make is NoisyStream else range(45))
     for rank in range(2):
         plain, *helped = (
-            load(make(), Cut(12, rank, 2, 3), epoch=2, num_workers=workers) for workers in WORKERS
+            load(make(), BatchPlan(12, rank, 2, 3), epoch=2, num_workers=workers)
+            for workers in WORKERS
         )
         assert all(equal(plain, batches) for batches in helped)
         assert all(torch.equal(row, alone[int(row[0])]) for batch in plain for row in batch)
@@ -95,7 +100,7 @@ def test_a_batch_in_mid_epoch_is_what_it_would_have_been(
     def mix(samples: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(samples) * numpy.random.random() + random.random() + torch.rand(())
 
-    cut = Cut(8, 1, 2, accumulate=2)
+    cut = BatchPlan(8, 1, 2, accumulate=2)
     for workers in WORKERS:
         whole = load(make(), cut, epoch=1, collate_fn=mix)
         rest = load(make(), cut, epoch=1, start=16, collate_fn=mix, num_workers=workers)
@@ -107,7 +112,7 @@ def test_what_a_collate_function_draws_from_tensors_is_its_batch_s() -> None:
     def mix(samples: list[Any]) -> torch.Tensor:
         return torch.stack([x for (x,) in samples]) + torch.rand(())
 
-    tensors, cut = TensorDataset(torch.zeros(20)), Cut(4, 0, 1)
+    tensors, cut = TensorDataset(torch.zeros(20)), BatchPlan(4, 0, 1)
     before = torch.get_rng_state()
     whole = load(tensors, cut, collate_fn=mix)
     assert torch.equal(before, torch.get_rng_state())
@@ -118,7 +123,7 @@ def test_what_a_collate_function_draws_from_tensors_is_its_batch_s() -> None:
 def test_plain_tensors_come_as_torch_collates_them() -> None:
     tensors = TensorDataset(torch.rand(10, 2), torch.arange(10))
     for workers in (0, 1):
-        ours = load(tensors, Cut(4, 0, 1), shuffle=False, num_workers=workers)
+        ours = load(tensors, BatchPlan(4, 0, 1), shuffle=False, num_workers=workers)
         for batch, theirs in zip(ours, DataLoader(tensors, 4), strict=True):
             assert isinstance(batch, list)
             assert equal(batch, theirs)
@@ -137,8 +142,8 @@ def test_transforms_of_torchvision_draw_by_sample() -> None:
             changed: torch.Tensor = self.change(torch.arange(64.0).reshape(1, 8, 8) + 100 * index)
             return changed
 
-    whole = load(Flipped(), Cut(4, 0, 1))
-    assert equal(whole[2:], load(Flipped(), Cut(4, 0, 1), start=8, num_workers=2))
+    whole = load(Flipped(), BatchPlan(4, 0, 1))
+    assert equal(whole[2:], load(Flipped(), BatchPlan(4, 0, 1), start=8, num_workers=2))
     assert len({tuple((image.flatten() % 100).tolist()) for x in whole for image in x}) > 10
 
 
@@ -147,8 +152,8 @@ def test_transforms_of_torchvision_draw_by_sample() -> None:
 def test_a_shard_has_each_sample_once(make: Callable[[], Dataset[Any]], world_size: int) -> None:
     rows = []
     for rank in range(world_size):
-        shard = Shard(make(), Cut(3 * world_size, rank, world_size), seed=0, device=CPU)
-        with randomness.untouched():
+        shard = Shard(make(), BatchPlan(3 * world_size, rank, world_size), seed=0, device=CPU)
+        with rng.untouched():
             batches = list(shard)
         assert make is NoisyStream or len(batches) == len(shard)
         assert all(1 <= len(batch) <= 3 for batch in batches)
@@ -157,7 +162,7 @@ def test_a_shard_has_each_sample_once(make: Callable[[], Dataset[Any]], world_si
 
 
 def test_a_worker_obeys_its_parent_alone() -> None:
-    loader = make_loader(Noisy(), Cut(4, 0, 1), Position(), num_workers=1)
+    loader = make_loader(Noisy(), BatchPlan(4, 0, 1), Position(), num_workers=1)
     batches = iter(loader)
     next(batches)
     (worker,) = multiprocessing.active_children()
@@ -173,20 +178,22 @@ def test_a_worker_obeys_its_parent_alone() -> None:
 
 def test_workers_may_live_on_and_find_the_next_epoch() -> None:
     position = Position()
-    loader = make_loader(Noisy(), Cut(8, 0, 1), position, num_workers=2, persistent_workers=True)
+    loader = make_loader(
+        Noisy(), BatchPlan(8, 0, 1), position, num_workers=2, persistent_workers=True
+    )
     for epoch in range(3):
         position.epoch, position.samples = epoch, 0
-        assert equal(list(loader), load(Noisy(), Cut(8, 0, 1), epoch=epoch))
+        assert equal(list(loader), load(Noisy(), BatchPlan(8, 0, 1), epoch=epoch))
 
 
 @pytest.mark.parametrize("option", ["shuffle", "persistent_workers"])
 def test_what_a_stream_cannot_do_is_refused(option: str) -> None:
     with pytest.raises(UsageError, match=f"{option} is True; accepted with an iterable"):
-        load(NoisyStream(), Cut(4, 0, 1), **{option: True})
+        load(NoisyStream(), BatchPlan(4, 0, 1), **{option: True})
 
 
 def test_the_length_of_a_stream_is_unknown() -> None:
-    shard = Shard(NoisyStream(), Cut(4, 0, 1), seed=0, device=CPU)
+    shard = Shard(NoisyStream(), BatchPlan(4, 0, 1), seed=0, device=CPU)
     with pytest.raises(UsageError, match="not known before its end"):
         len(shard)
     assert len(list(shard)) == 12  # list() asks for a length too
@@ -217,7 +224,7 @@ class Deadly(Noisy):
 )
 def test_a_worker_that_dies_is_named_as_the_cause(how: signal.Signals, name: str) -> None:
     with pytest.raises(HpcDdpError, match=f"^DataLoader worker is killed by signal: {name}$") as e:
-        load(Deadly(how), Cut(4, 0, 1), num_workers=2)
+        load(Deadly(how), BatchPlan(4, 0, 1), num_workers=2)
     assert ("/dev/shm" in str(e.value.hint)) == (how is signal.SIGBUS)
     for other in multiprocessing.active_children():  # torch's own end of it may be interrupted, too
         other.terminate()  # its code is 0 then, at which torch raises nothing

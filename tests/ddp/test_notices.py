@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.training.notice import WORD_S
+from hpc_ddp.training.stops.signals import WORD_S
 from tests.waiting import wait_until
 
 SLOW = ("--step-seconds", "0.05")

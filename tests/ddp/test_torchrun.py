@@ -13,8 +13,8 @@ import pytest
 
 from hpc_ddp.run import process
 from hpc_ddp.run.folder import RunFolder, read_json
-from hpc_ddp.training import place
-from hpc_ddp.training.facts import DistInfo, Surroundings
+from hpc_ddp.training.process import run_directory
+from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +86,7 @@ def test_other_arguments_are_the_runs_from_there_on(
 
     def begin(*args: str) -> str:
         monkeypatch.setattr(sys, "argv", ["x.py", *args])
-        place._claim_local(Surroundings.from_env({"HPC_DDP_RUNS": str(tmp_path)}), DistInfo())
+        run_directory._claim_local(LaunchEnv.from_env({"HPC_DDP_RUNS": str(tmp_path)}), DistEnv())
         assert list(read_json(run.job_json)["args"]) == list(args)
         return capsys.readouterr().err
 

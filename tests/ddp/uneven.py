@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hpc_ddp.run.ranks import slow_rank
-from hpc_ddp.training import effort, start
+from hpc_ddp.training import start
+from hpc_ddp.training.telemetry import step_timing
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--slow", type=int, default=-1, help="this rank")
@@ -17,7 +18,7 @@ parser.add_argument("--norm", action="store_true", help="a batch norm, whose buf
 parser.add_argument("--sharded", action="store_true", help="FSDP2 in place of DDP")
 parser.add_argument("--accumulate", type=int, default=1)
 args = parser.parse_args()
-effort.EVERY_S = 0.2
+step_timing.EVERY_S = 0.2
 STEP_S, MORE_S = 0.01, 0.06
 
 

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hpc_ddp.training import metrics, run, start, watchdog
+from hpc_ddp.training import start, worker
+from hpc_ddp.training.process import watchdog
+from hpc_ddp.training.telemetry import metrics
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--precision", default="fp32")
@@ -22,7 +24,7 @@ parser.add_argument("--save-every-steps", type=int)
 parser.add_argument("--accumulate", type=int, default=1)
 args = parser.parse_args()
 metrics.EVERY_S = 0.0  # a line of the journal after each step, but the first
-run.LOOK_EVERY = 1 if args.look else 1 << 40
+worker.LOOK_EVERY = 1 if args.look else 1 << 40
 
 C: Any = sys.modules["sim.backend"].C
 C.set_stream_delay(0)  # with a line each step, a late device would be waited for
@@ -56,8 +58,8 @@ for _ in now.epochs(1):
         now.step(loss=loss, norm=size, whole=whole)
         counts.append(C.waits())
         if len(counts) == 2:
-            looks = -now._parts.pace.exchanges
-looks += now._parts.pace.exchanges
+            looks = -now._consensus.exchanges
+looks += now._consensus.exchanges
 now.print(f"WAITS {counts[-2] - counts[1]} LOOKS {looks} STEPS {len(counts)}")
 with suppress(TypeError):  # releases before 2.15 record NCCL alone
     record = pickle.loads(watchdog.flight_recorder(now.device))

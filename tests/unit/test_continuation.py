@@ -21,7 +21,7 @@ from hpc_ddp.node.continuation import (
     own_id,
     queue_next_link,
 )
-from hpc_ddp.node.verdict import Facts, Verdict
+from hpc_ddp.node.verdict import AttemptFacts, Verdict
 from hpc_ddp.run import journal
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder, read_json, write_json
@@ -186,10 +186,10 @@ def _environ(**values: str) -> dict[str, str]:
     return {"SLURM_JOB_ID": "7", "HPC_DDP_RESTARTS": "2", "PATH": os.environ["PATH"], **values}
 
 
-def _facts(run: RunFolder, lost: tuple[str, ...] = (), **spec: Any) -> Facts:
+def _facts(run: RunFolder, lost: tuple[str, ...] = (), **spec: Any) -> AttemptFacts:
     fields: dict[str, Any] = dict.fromkeys(("cancelled", "superseded"), False)
     fields |= {"job": None, "restarts": 2, "nodes": (), "records": (), "events": run.events()}
-    return Facts(spec=JobSpec("t.py", **spec), attempt=0, lost_nodes=lost, **fields)
+    return AttemptFacts(spec=JobSpec("t.py", **spec), attempt=0, lost_nodes=lost, **fields)
 
 
 @pytest.fixture
@@ -529,12 +529,3 @@ def test_a_job_that_can_not_be_kept_off_goes_on(
     slurm_commands.answer("sbatch")
     assert end() == 0
     assert printed == ["scontrol refused: Access denied"]
-
-
-def test_words_that_can_not_be_written_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(number: int, text: bytes) -> int:
-        assert (number, text) == (2, b"hpc-ddp: word\n")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    continuation.say("word")

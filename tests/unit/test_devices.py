@@ -10,8 +10,9 @@ import pytest
 import torch
 from training_fakes import give_gpus
 
-from hpc_ddp.training import devices, randomness
-from hpc_ddp.training.order import derive
+from hpc_ddp.training import devices
+from hpc_ddp.training.data.order import derive
+from hpc_ddp.training.models import rng
 
 TRAINING = Path(devices.__file__).parent
 
@@ -21,7 +22,7 @@ def test_no_other_module_names_a_kind_of_device() -> None:
     kinds = re.compile(r"""["'](cuda|hip|xpu|npu|mps|sim)["']|torch\.(cuda|xpu|npu|mps)\b""")
     named = [
         f"{path.name}: {line.strip()}"
-        for path in sorted(TRAINING.glob("*.py"))
+        for path in sorted(TRAINING.rglob("*.py"))
         if path.name != "devices.py"
         for line in path.read_text().splitlines()
         if kinds.search(line)
@@ -69,14 +70,14 @@ def test_each_device_of_a_worker_has_a_generator_of_its_own(
     monkeypatch.setattr(devices, "random_state", states.__getitem__)
     monkeypatch.setattr(devices, "put_random_state", states.__setitem__)
     places = [torch.device("cuda", index) for index in (2, 3)]
-    with randomness.untouched():
-        randomness.seed_all(7, places)
+    with rng.untouched():
+        rng.seed_all(7, places)
         assert states == dict(zip(places, (7, derive(7, 1)), strict=True))
-        saved = randomness.snapshot(places)
+        saved = rng.snapshot(places)
         states.clear()
-        randomness.restore(saved, places)
+        rng.restore(saved, places)
         assert states == dict(zip(places, (7, derive(7, 1)), strict=True))
-        assert "devices" not in randomness.snapshot([devices.CPU])
+        assert "devices" not in rng.snapshot([devices.CPU])
 
 
 @pytest.mark.parametrize(("kind", "count"), [("cuda", 2), ("xpu", 2), ("mps", 0), ("mtia", 0)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.launch.fabric import fabric_env, for_auto
+from hpc_ddp.launch.fabrics import fabric_env, for_auto
 from hpc_ddp.launch.render import job_env
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.launch.snapshot import carry_library

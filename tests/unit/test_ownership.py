@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.launch import backends, prepare, sites, snapshot, trust
+from hpc_ddp.launch import backends, plan, sites, snapshot, trust
 from hpc_ddp.launch.config import Settings
 from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.run import ownership
@@ -199,7 +199,7 @@ def test_nothing_of_a_run_can_be_written_by_its_group(
             path.chmod(path.stat().st_mode | 0o020)
         monkeypatch.setattr(snapshot, "PACKAGE", package)
         settings = Settings({"script": "train.py"})
-        run = prepare.new_run(settings, project, tmp_path / "runs")
+        run = plan.plan_new(settings, project, tmp_path / "runs").write()
         backends.render(run)
         run.run.journal("worker").write(raw("first_step", step=1))  # a worker has its user's umask
         assert os.umask(0o002) == 0o002

@@ -475,14 +475,14 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_outcome_is_journalled_and_said(run: RunFolder, printed: list[str]) -> None:
     report = {"n1": NodeReport(notes=["odd"]), "n2": NodeReport()}
     assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is True
-    assert printed == ["n1: note: odd", "2 nodes are fit, after 1.5 s"]
+    assert printed == ["preflight: n1: note: odd", "preflight: 2 nodes are fit, after 1.5 s"]
     printed.clear()
     assert conclude(run, 0, {**outcome({"n1": NodeReport()}), "seconds": 1.5}) is True
-    assert printed == ["1 node is fit, after 1.5 s"]
+    assert printed == ["preflight: 1 node is fit, after 1.5 s"]
     printed.clear()
     report["n2"].bad.append(("gpus", "none"))
     assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is False
-    assert printed == ["n1: note: odd", "n2: none"]
+    assert printed == ["preflight: n1: note: odd", "preflight: n2: none"]
     event = run.events()[-1]
     assert (event["event"], event["ok"], event["bad_nodes"]) == ("preflight", False, ["n2"])
 
@@ -608,4 +608,4 @@ def test_a_preflight_that_can_not_be_made_is_nobodys_fault(
     event = run.events()[-1]
     assert (event["ok"], event["bad_nodes"], event["hopeless"]) == (False, [], False)
     assert event["why"] == "the preflight could not be made: scontrol refused: Access denied"
-    assert printed == [event["why"]]
+    assert printed == [f"preflight: {event['why']}"]

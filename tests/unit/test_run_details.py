@@ -337,7 +337,7 @@ def test_without_proc_a_process_lives_as_long_as_it_has_its_number(
 
 
 def test_a_bar_is_as_long_as_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    bar = progress.Progress("x", 4)
+    bar = progress.ProgressBar("x", 4)
     drawn = []
     for amount in (0, 1, 2, 9):
         bar.add(amount)

@@ -132,8 +132,8 @@ def test_nonsense_counts_are_refused(count: int) -> None:
 
 def test_rooms() -> None:
     assert files_of("slurm") == ["hpc_ddp/slurm.py"]
-    assert "hpc_ddp/training/pace.py" in files_of("training")
-    assert "hpc_ddp/training/metrics.py" not in files_of("training")
+    assert "hpc_ddp/training/stops/consensus.py" in files_of("training")
+    assert "hpc_ddp/training/telemetry/metrics.py" not in files_of("training")
     assert {*files_of("node"), *files_of("run")} < {*files_of("core")}
     with pytest.raises(ToolError, match=r"ROOM is 'kitchen'; accepted: core, node, .*, report"):
         files_of("kitchen")

@@ -21,24 +21,25 @@ from hpc_ddp.cli import jobs
 from hpc_ddp.run import checkpoints, patience
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.training import checkpoint, randomness, storage
-from hpc_ddp.training import keeper as keeper_module
-from hpc_ddp.training.checkpoint import (
+from hpc_ddp.training.checkpoint import files
+from hpc_ddp.training.checkpoint import manager as manager_module
+from hpc_ddp.training.checkpoint import saver as saver_module
+from hpc_ddp.training.checkpoint.files import Retention
+from hpc_ddp.training.checkpoint.inventory import Inventory
+from hpc_ddp.training.checkpoint.manager import CheckpointManager
+from hpc_ddp.training.checkpoint.restorer import Restored, open_checkpoint
+from hpc_ddp.training.checkpoint.saver import (
     Checkpoints,
     Claim,
     Content,
     Failure,
-    Restored,
     SupersededError,
-    open_checkpoint,
 )
+from hpc_ddp.training.checkpoint.shards import Reader
+from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.export import export
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.inventory import Inventory
-from hpc_ddp.training.keeper import Keeper
-from hpc_ddp.training.order import Position
-from hpc_ddp.training.pieces import Reader
-from hpc_ddp.training.storage import Keep
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.mesh import ParallelDims
 from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
@@ -78,10 +79,10 @@ Make = Callable[..., Checkpoints]
 
 @pytest.fixture
 def make(run: RunFolder) -> Make:
-    def build(keep: Keep | None = None, background: Any = None) -> Checkpoints:
+    def build(keep: Retention | None = None, background: Any = None) -> Checkpoints:
         control, background = cast(Any, Alone()), cast(Any, background or Alone())
         journal = run.journal("rank-0")
-        return Checkpoints(run, 0, control, background, journal, keep or Keep(2))
+        return Checkpoints(run, 0, control, background, journal, keep or Retention(2))
 
     return build
 
@@ -89,8 +90,8 @@ def make(run: RunFolder) -> Make:
 def _content(step: int, **values: Any) -> Content:
     fields: dict[str, Any] = {
         **{"facts": {"epoch": 1, "best": None}, "shared": {"tree": {"a": step}}},
-        **{"own": {"rank": 0, "pieces": {}}, "data": lambda: ([memoryview(b"")], 0.0)},
-        **{"inventory": lambda: Inventory(0, {}), "is_sound": lambda: True, "stall_s": 0.25},
+        **{"rank_values": {"rank": 0, "pieces": {}}, "data": lambda: ([memoryview(b"")], 0.0)},
+        **{"inventory": lambda: Inventory(0, {}), "is_finite": lambda: True, "stall_s": 0.25},
     }
     return Content(step, **{**fields, **values})
 
@@ -136,7 +137,7 @@ def test_what_is_saved_is_restored(run: RunFolder, make: Make) -> None:
 
 
 def test_the_best_checkpoint_stays(run: RunFolder, make: Make) -> None:
-    saver = make(Keep(1))
+    saver = make(Retention(1))
     _save(saver, 3, facts={"best": {"step": 3}})
     _save(saver, 5, 7, facts={"best": {"step": 3}})
     assert _names(run) == ["step-3", "step-7"]
@@ -144,7 +145,7 @@ def test_the_best_checkpoint_stays(run: RunFolder, make: Make) -> None:
 
 def test_a_save_is_in_flight_until_it_is_durable(run: RunFolder, make: Make) -> None:
     hold, saver = threading.Event(), make()
-    saver.before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
+    saver._before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
     assert (saver.in_flight, saver.failed) == (False, False)  # nothing was begun
     saver.begin(_content(3))
     assert (saver.in_flight, saver.failed) == (True, False)
@@ -156,7 +157,7 @@ def test_a_save_is_in_flight_until_it_is_durable(run: RunFolder, make: Make) -> 
 def test_a_save_that_a_step_waits_for_is_a_stall(run: RunFolder, make: Make) -> None:
     saver = make()
     saver.stall_s = 0.25
-    saver._awaited_since = checkpoint.time.monotonic() - 5  # type: ignore[attr-defined]
+    saver._awaited_since = saver_module.time.monotonic() - 5  # type: ignore[attr-defined]
     saver._outcome = ("saved", "10")
     saver._report(_content(3), 1.23456)
     (event,) = _events(run, "checkpoint")
@@ -167,7 +168,7 @@ def test_a_save_that_a_step_waits_for_is_a_stall(run: RunFolder, make: Make) -> 
 def test_what_is_not_finite_is_not_published(run: RunFolder, make: Make) -> None:
     saver = make()
     _save(saver, 3)
-    saver.begin(_content(5, is_sound=lambda: False))
+    saver.begin(_content(5, is_finite=lambda: False))
     with pytest.raises(HpcDdpError, match="at or before step 5; last checkpoint: step-3"):
         saver.settle()
     assert _names(run) == ["step-3"]
@@ -185,7 +186,7 @@ def test_a_later_attempt_is_not_written_over(run: RunFolder, make: Make) -> None
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = stop_clock(monkeypatch, checkpoint)
+    clock = stop_clock(monkeypatch, saver_module)
     return clock
 
 
@@ -194,7 +195,7 @@ def _break(saver: Checkpoints, error: Exception | None) -> None:
         if error:
             raise error
 
-    saver.before_publishing = fail
+    saver._before_publishing = fail
 
 
 def test_failures_that_last_end_the_run(
@@ -242,7 +243,7 @@ def test_what_the_other_ranks_answer_counts(run: RunFolder, make: Make) -> None:
     assert errors == ["rank 1: no such file", "rank 1: no copy"]
     background.claims = []
     assert _save(saver, 3) == [True]
-    background.peers = ["unsound"]
+    background.peers = ["non-finite"]
     with pytest.raises(HpcDdpError, match="NaN"):
         _save(saver, 4)
     assert _names(run) == ["step-3"]
@@ -254,7 +255,7 @@ def test_ranks_whose_tensors_do_not_fit_together_write_nothing(
     def refuse(path: Path, *content: object) -> None:
         raise AssertionError("it was written")
 
-    monkeypatch.setattr(storage, "write_file", refuse)
+    monkeypatch.setattr(files, "write_file", refuse)
     other = Inventory(0, {"model.w": (4,)}, {"model.w": 4})
     background = Alone()
     background.claims = [Claim(9, 1, other.digest)]
@@ -281,7 +282,7 @@ def test_a_full_disk_costs_old_checkpoints_and_no_milestone(
 ) -> None:
     """Whatever the system calls the error on the rank that it befalls."""
     background = Alone()
-    saver = make(Keep(9, every=4), background)
+    saver = make(Retention(9, every=4), background)
     _save(saver, 1, 2, 3, 4)
     background.peers = [Failure(error, "Kein Platz")]
     assert _save(saver, 5) == [False]
@@ -298,7 +299,7 @@ def space(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         if size + 2000 * len(checkpoints.published(made.parent)) > 9600:
             raise OSError(errno.ENOSPC, f"No space left for {size} bytes")
 
-    monkeypatch.setattr(storage, "check_space", check)
+    monkeypatch.setattr(files, "check_space", check)
     return asked
 
 
@@ -307,7 +308,7 @@ def test_room_is_made_before_it_is_written(
 ) -> None:
     """Milestones and the two newest stay; where that is too much, the save is refused."""
     background = Alone()
-    saver = make(Keep(9, every=3), background)
+    saver = make(Retention(9, every=3), background)
     assert _save(saver, 1, 2, 3, 4) == [True] * 4
     background.peers = [{}]
     background.claims = [Claim(1000, 1, Inventory(0, {}).digest)]
@@ -326,7 +327,12 @@ def test_space_is_looked_for_once_and_for_what_ranks_really_write(
     background.peers = [{}] * 3
     background.claims = [Claim(size, 2, Inventory(0, {}).digest) for size in (70, 0, 5)]
     own = {"rank": 0, "pieces": [("x", "uint8", (1000,), (0,), (1000,), 0)]}
-    _save(make(background=background), 1, data=lambda: ([b"x" * 400, b"x" * 600], 0.5), own=own)
+    _save(
+        make(background=background),
+        1,
+        data=lambda: ([b"x" * 400, b"x" * 600], 0.5),
+        rank_values=own,
+    )
     folder = run.checkpoints / "step-1"
     size = sum(
         (folder / name).stat().st_size for name in ("rank-0.pt", "state.pt", "tensors-0.bin")
@@ -462,7 +468,7 @@ def test_a_folder_that_can_only_be_read_is_passed_over(
     def refuse(folder: Path, kind: str, attempt: int) -> Path:
         raise OSError("Read-only file system")
 
-    monkeypatch.setattr(storage, "set_aside", refuse)
+    monkeypatch.setattr(files, "set_aside", refuse)
     assert make().restore() is not None
     assert "damaged; kept as step-2: Read-only file system" in capsys.readouterr().err
 
@@ -495,23 +501,27 @@ def test_space_and_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     space = Space()
     monkeypatch.setattr(os, "statvfs", lambda path: space)
-    storage.check_space(tmp_path, 1_000_000, 3)
+    files.check_space(tmp_path, 1_000_000, 3)
     with pytest.raises(OSError, match=r"No space left for 1\.1 MB: 1.0 MB are free") as caught:
-        storage.check_space(tmp_path, 1_100_000, 3)
+        files.check_space(tmp_path, 1_100_000, 3)
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(OSError, match="No space left for 4 files: 3 inodes"):
-        storage.check_space(tmp_path, 1, 4)
+        files.check_space(tmp_path, 1, 4)
     space.f_files = 0  # a file system that has no such count
-    storage.check_space(tmp_path, 1, 4)
+    files.check_space(tmp_path, 1, 4)
     space.f_blocks = space.f_bavail = 0  # or no sizes, as ramfs
-    storage.check_space(tmp_path, 1, 4)
+    files.check_space(tmp_path, 1, 4)
 
 
 # --- what a run tracks ---------------------------------------------------------------------
 
 
-def _keeper(saver: Checkpoints, position: Position | None = None, seed: int = 1) -> Keeper:
-    return Keeper(saver, position or Position(), [CPU], seed, Grid(), only_finite=True)
+def _keeper(
+    saver: Checkpoints, position: Position | None = None, seed: int = 1
+) -> CheckpointManager:
+    return CheckpointManager(
+        saver, position or Position(), [CPU], seed, ParallelDims(), only_finite=True
+    )
 
 
 class Count:
@@ -619,7 +629,7 @@ def test_a_save_that_fails_is_tried_again(
         slept.append(seconds)
         _break(saver, None)
 
-    monkeypatch.setattr(keeper_module.time, "sleep", wait)  # type: ignore[attr-defined]
+    monkeypatch.setattr(manager_module.time, "sleep", wait)  # type: ignore[attr-defined]
     keeper.save_surely()
     assert (slept, _names(run)) == ([1.0], ["step-1"])
 
@@ -643,7 +653,7 @@ def test_the_best_weights_come_back(make: Make) -> None:
 
 
 def test_random_numbers_go_on(make: Make) -> None:
-    with randomness.untouched():
+    with rng.untouched():
         keeper = _keeper(make(), Position(step=1))
         keeper.track({"count": Count()}, {})
         keeper.start_random()
@@ -721,10 +731,12 @@ class Begun:
 def test_the_first_rank_of_each_later_stage_tells_of_its_objects(rank: int, tells: bool) -> None:
     """Rank 0 saves what the ranks of its own stage share."""
     begun: Any = Begun()
-    keeper = Keeper(begun, Position(), [CPU], 1, Grid(rank, 6, pp=3), only_finite=True)
+    keeper = CheckpointManager(
+        begun, Position(), [CPU], 1, ParallelDims(rank, 6, pp=3), only_finite=True
+    )
     keeper.track({"count": Count()}, {})
     keeper.save()
-    assert ("tree" in begun.content.own) is tells
+    assert ("tree" in begun.content.rank_values) is tells
     inventory = begun.content.inventory()
     assert (inventory.stage, inventory.objects) == (rank // 2, ["count"])
 
@@ -735,7 +747,7 @@ def test_weights_are_compared_ever_more_seldom_and_at_the_last_save(
 ) -> None:
     begun: Any = Begun()
     position = Position()
-    keeper = Keeper(begun, position, [CPU], 1, Grid(0, ranks), only_finite=True)
+    keeper = CheckpointManager(begun, position, [CPU], 1, ParallelDims(0, ranks), only_finite=True)
     keeper.track({"model": torch.nn.Linear(2, 2)}, {})
     compared = []
     for good in (False, True, True, True, True, True):  # one that failed does not count
@@ -760,10 +772,10 @@ def test_each_rank_s_optimizer_state_of_its_expert_is_kept(rank: int) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model[: rank + 1](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    keeper = Keeper(begun, Position(), [CPU], 1, Grid(rank, 2), only_finite=True)
+    keeper = CheckpointManager(begun, Position(), [CPU], 1, ParallelDims(rank, 2), only_finite=True)
     keeper.track({"model": model, "optimizer": optimizer}, {})
     keeper.save()
-    shared, own = begun.content.shared["tree"]["optimizer"]["state"], begun.content.own
+    shared, own = begun.content.shared["tree"]["optimizer"]["state"], begun.content.rank_values
     assert shared.keys() == {"model.0.weight", "model.0.bias"}
     owns = [own, {**own, "rank": 1 - rank}]
     tree = keeper._tree_of(Restored(1, begun.content.shared, owns, Reader([])))
@@ -775,7 +787,7 @@ def test_weights_that_are_not_finite_are_saved_only_where_that_is_asked_for(
     run: RunFolder, make: Make, only_finite: bool
 ) -> None:
     model = torch.nn.Linear(2, 2)
-    keeper = Keeper(make(), Position(step=1), [CPU], 1, Grid(), only_finite)
+    keeper = CheckpointManager(make(), Position(step=1), [CPU], 1, ParallelDims(), only_finite)
     keeper.track({"model": model}, {})
     with torch.no_grad():
         model.weight.fill_(torch.nan)
@@ -832,7 +844,7 @@ def test_what_the_training_waits_for_at_a_save_is_its_stall(
             os.sched_yield()
         clock.now += 5.0
 
-    saver.before_publishing = linger
+    saver._before_publishing = linger
     assert _save(saver, 1) == [True]
     (event,) = _events(run, "checkpoint")
     assert (event["stall_s"], event["write_s"]) == (5.25, 5.0)
@@ -844,7 +856,7 @@ def test_a_save_begins_once_the_old_ones_are_removed(
     steps: list[str] = []
     again = threading.Event()
 
-    def prune(folder: Path, keep: Keep, pinned: list[int]) -> None:
+    def prune(folder: Path, keep: Retention, pinned: list[int]) -> None:
         again.wait(0.2)  # for what must not come
         steps.append(f"removed after {pinned[0]}")
 
@@ -853,9 +865,9 @@ def test_a_save_begins_once_the_old_ones_are_removed(
         if step == 2:
             again.set()
 
-    monkeypatch.setattr(storage, "prune", prune)
+    monkeypatch.setattr(files, "prune", prune)
     saver = make()
-    saver.before_publishing = publish
+    saver._before_publishing = publish
     for step in (1, 2):
         saver.begin(_content(step))
         assert saver._thread is not None
@@ -881,9 +893,9 @@ def test_rank_0_alone_removes_old_checkpoints(
             return [] if rank else [value, value]
 
     Ranked.rank = rank
-    answers = [None, (checkpoint._SAVED, "")]
+    answers = [None, (saver_module._SAVED, "")]
     steps: list[int] = []
-    monkeypatch.setattr(storage, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
+    monkeypatch.setattr(files, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
     saver = make(background=Ranked())
     saver.begin(_content(1))
     saver.settle()
@@ -967,7 +979,7 @@ def test_a_folder_of_checkpoints_that_is_away_is_no_run_without_any(
 
 def test_the_folder_of_a_save_may_be_there_or_its_parent_not(run: RunFolder, make: Make) -> None:
     saver = make()
-    storage.draft(run.checkpoints, 1, 0).mkdir()  # by a rank that was quicker
+    files.draft(run.checkpoints, 1, 0).mkdir()  # by a rank that was quicker
     assert _save(saver, 1) == [True]
     shutil.rmtree(run.checkpoints)
     assert _save(saver, 2) == [True]

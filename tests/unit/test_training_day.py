@@ -14,16 +14,16 @@ from torch import nn
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.journal import Journal, read_events
 from hpc_ddp.training import options as options_module
-from hpc_ddp.training import shown
-from hpc_ddp.training.averaging import averaged
-from hpc_ddp.training.facts import Surroundings
-from hpc_ddp.training.metrics import Metrics
+from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.models.evaluation import averaged
+from hpc_ddp.training.models.precision import Precision
 from hpc_ddp.training.options import Options
-from hpc_ddp.training.order import Position
-from hpc_ddp.training.precision import Precision
-from hpc_ddp.training.profiling import peak_flops, use_per_sample
+from hpc_ddp.training.process.environment import LaunchEnv
 from hpc_ddp.training.run import start
-from hpc_ddp.training.shown import Progress
+from hpc_ddp.training.telemetry import sinks
+from hpc_ddp.training.telemetry.metrics import Metrics
+from hpc_ddp.training.telemetry.profiling import peak_flops, use_per_sample
+from hpc_ddp.training.telemetry.sinks import ProgressLines
 from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
@@ -58,9 +58,9 @@ def test_a_missing_tensorboard_is_said_early(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_environment_names_a_window_to_profile() -> None:
-    assert Surroundings.from_env({"HPC_DDP_PROFILE": "10:15"}).profile == (10, 15)
+    assert LaunchEnv.from_env({"HPC_DDP_PROFILE": "10:15"}).profile == (10, 15)
     with pytest.raises(UsageError, match="HPC_DDP_PROFILE is 'ten'"):
-        Surroundings.from_env({"HPC_DDP_PROFILE": "ten"})
+        LaunchEnv.from_env({"HPC_DDP_PROFILE": "ten"})
 
 
 def make_step(precision: Precision, factor: float = 1.0) -> tuple[nn.Linear, Any, Any]:
@@ -155,16 +155,16 @@ def test_poison_is_seen_in_the_weights_and_in_a_scale_that_sinks() -> None:
         _, optimizer, _ = make_step(precision, factor=float("nan"))
         precision.look()
         optimizer.step()
-        assert not precision.poisoned()
+        assert not precision.has_non_finite()
         precision.look()
-        assert precision.poisoned() == watching
+        assert precision.has_non_finite() == watching
     scaled = Precision("fp16", CPU, stop_on_nan=True)
     for _ in range(33):
-        assert not scaled.poisoned()
+        assert not scaled.has_non_finite()
         _, optimizer, _ = make_step(scaled, factor=float("nan"))
         scaled.update(optimizer, None, None)
         scaled.end_step()
-    assert scaled.poisoned()
+    assert scaled.has_non_finite()
 
 
 def test_the_average_follows_weights_and_statistics() -> None:
@@ -188,35 +188,21 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_shows_one_line_and_no_print_runs_into_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("sys.stdout", terminal)
-    progress = Progress()
-    progress.show({"step": 1, "total_steps": 3, "loss": 0.5, "epoch": 0})
-    print("mine")
-    progress.show({"step": 2, "total_steps": 3, "loss": 0.25, "epoch": 0})
-    progress.end()
-    wiped = "\r\x1b[K"
-    first, last = "step 1/3  loss 0.5  epoch 0", "step 2/3  loss 0.25  epoch 0  0:00:00 left"
-    assert terminal.getvalue() == f"{wiped}{first}{wiped}mine\n{wiped}{last}{wiped}{last}\n"
-
-
-def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = io.StringIO()
+@pytest.mark.parametrize("log", [io.StringIO(), Terminal()])
+def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, log: io.StringIO) -> None:
     monkeypatch.setattr("sys.stderr", log)
-    Progress().end()
-    quiet = Progress()
+    ProgressLines().end()
+    quiet = ProgressLines()
     quiet.show({"step": 1})
     quiet.end()
     assert not log.getvalue()
-    monkeypatch.setattr(shown, "EVERY_S", 0.0)
-    progress = Progress()
-    progress.show({"step": 1, "loss": 2.0})
+    monkeypatch.setattr(sinks, "TERMINAL_S" if log.isatty() else "EVERY_S", 0.0)
+    progress = ProgressLines()
+    progress.show({"step": 1, "total_steps": 3, "loss": 2.0})
+    progress.show({"step": 2, "total_steps": 3, "loss": 0.25})
     progress.end()
-    assert log.getvalue() == "step 1  loss 2\n" * 2
+    first, last = "step 1/3  loss 2", "step 2/3  loss 0.25  0:00:00 left"
+    assert log.getvalue() == f"{first}\n{last}\n{last}\n"
 
 
 def test_mfu_needs_a_peak_and_the_cost_of_a_sample(tmp_path: Path) -> None:
@@ -229,9 +215,8 @@ def test_mfu_needs_a_peak_and_the_cost_of_a_sample(tmp_path: Path) -> None:
     assert peak_flops("a toaster", "fp32") is None
 
     journal = Journal(tmp_path, "rank-0")
-    metrics = Metrics(journal, 1, ["here"], use_per_sample_s=0.5)
     told: list[dict[str, Any]] = []
-    metrics.listeners.append(told.append)
+    metrics = Metrics(journal, 1, ["here"], use_per_sample_s=0.5, listeners=[told.append])
     metrics.add(Position(step=1), 10, {"loss": torch.tensor(1.0)})
     metrics.flush()
     journal.drain(LIMIT_S)

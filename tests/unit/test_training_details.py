@@ -22,16 +22,22 @@ from training_fakes import Alone, Saves, give_gpus
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.journal import Journal
-from hpc_ddp.training import control, notice, pace, schedule, sharded
-from hpc_ddp.training import effort as effort_module
-from hpc_ddp.training.control import Control, choose_backend, choose_devices, leave
-from hpc_ddp.training.exchange import Decision, Exchange
-from hpc_ddp.training.facts import DistInfo
-from hpc_ddp.training.failure import FailureHook
-from hpc_ddp.training.notice import CANCELLED, DEADLINE, NONE, NOTICE, Notices
-from hpc_ddp.training.order import Position
-from hpc_ddp.training.pace import Pace
-from hpc_ddp.training.schedule import Schedule, between_failures, young_daly
+from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.models import dtensor
+from hpc_ddp.training.process import process_group
+from hpc_ddp.training.process.environment import DistEnv
+from hpc_ddp.training.process.failure import FailureHook
+from hpc_ddp.training.process.process_group import Control, choose_backend, choose_devices, leave
+from hpc_ddp.training.stops import consensus, signals
+from hpc_ddp.training.stops.consensus import (
+    Decision,
+    SaveSchedule,
+    StopConsensus,
+    between_failures,
+    young_daly,
+)
+from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
+from hpc_ddp.training.telemetry.step_timing import StepTimer
 from tests.waiting import wait_until
 
 
@@ -41,7 +47,7 @@ class LeftError(Exception):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clock(monkeypatch, notice, pace, schedule)
+    return stop_clock(monkeypatch, signals, consensus)
 
 
 # --- notices -------------------------------------------------------------------------------
@@ -55,12 +61,12 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise LeftError(code)
 
     lines: list[str] = []
-    monkeypatch.setattr(notice, "say", lines.append)
+    monkeypatch.setattr(signals, "say", lines.append)
     monkeypatch.setattr(os, "_exit", leave)
     return lines
 
 
-@pytest.mark.parametrize("number", notice.SIGNALS)
+@pytest.mark.parametrize("number", signals.SIGNALS)
 def test_a_signal_without_a_supervisor_is_a_notice(
     clock: Clock, printed: list[str], number: signal.Signals
 ) -> None:
@@ -104,7 +110,7 @@ def test_under_a_supervisor_its_word_counts(
 ) -> None:
     path, begin = tmp_path / "notice", clock.now
     monkeypatch.setattr(
-        notice, "read_word", lambda file: "time limit" if clock.now - begin > word_after_s else ""
+        signals, "read_word", lambda file: "time limit" if clock.now - begin > word_after_s else ""
     )
     notices = Notices(path)
     if code:
@@ -118,7 +124,7 @@ def test_under_a_supervisor_its_word_counts(
 
 
 def test_what_comes_after_the_end_is_nothing(clock: Clock, printed: list[str]) -> None:
-    before = {number: signal.getsignal(number) for number in notice.SIGNALS}
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
     try:
         for supervised, then_exit, term in (
             (None, False, signal.SIG_DFL),
@@ -148,8 +154,8 @@ def test_a_lesser_reason_does_not_replace_a_greater_one(tmp_path: Path) -> None:
     notices._look()
     assert notices.reason == DEADLINE
     texts = ("[1]", "{}", '{"source": 5}', "x" * 200)
-    assert [notice._source(text) for text in texts] == ["[1]", "notice", "5", "x" * 100]
-    assert (notice.REASONS[CANCELLED], notice.REASONS[NOTICE]) == ("cancelled", "notice")
+    assert [signals._source(text) for text in texts] == ["[1]", "notice", "5", "x" * 100]
+    assert (signals.REASONS[CANCELLED], signals.REASONS[NOTICE]) == ("cancelled", "notice")
 
 
 def test_a_forked_child_is_as_deadly_as_any_process() -> None:
@@ -158,9 +164,9 @@ def test_a_forked_child_is_as_deadly_as_any_process() -> None:
     writer.setblocking(False)
     woken_by = signal.set_wakeup_fd(writer.fileno())
     try:
-        signal.signal(signal.SIGUSR1, notice._flag)
+        signal.signal(signal.SIGUSR1, signals._flag)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        notice._give_back()
+        signals._give_back()
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
         assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
         assert signal.set_wakeup_fd(-1) == -1
@@ -182,33 +188,33 @@ class Effort:
         self.calls: list[str] = []
         self.wanted = True
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         return self.wanted
 
-    def tell(self) -> None:
-        self.calls.append("tell")
+    def report(self) -> None:
+        self.calls.append("report")
 
     def gather(self) -> None:
         self.calls.append("gather")
 
 
-def _schedule(saves: Saves | None = None, rank: int = 0, **options: Any) -> Schedule:
+def _schedule(saves: Saves | None = None, rank: int = 0, **options: Any) -> SaveSchedule:
     checkpoints: Any = saves or Saves()
-    return Schedule(checkpoints, rank, **options)
+    return SaveSchedule(checkpoints, rank, **options)
 
 
-def _pace(saves: Saves | None = None, effort: Any = None, **options: Any) -> Pace:
+def _pace(saves: Saves | None = None, effort: Any = None, **options: Any) -> StopConsensus:
     alone: Any = Alone()
-    return Pace(alone, Notices(None), _schedule(saves, **options), effort)
+    return StopConsensus(alone, Notices(None), _schedule(saves, **options), effort)
 
 
-def _play_steps(pace: Pace, clock: Clock, seconds: Sequence[float]) -> None:
+def _play_steps(pace: StopConsensus, clock: Clock, seconds: Sequence[float]) -> None:
     for step, duration in enumerate(seconds, start=1):
         clock.now += duration
         pace.step_done(step)
 
 
-def _reason_with(pace: Pace, clock: Clock, left_s: float) -> int:
+def _reason_with(pace: StopConsensus, clock: Clock, left_s: float) -> int:
     pace._notices.end_time = clock.now + left_s
     return pace._reason()
 
@@ -219,9 +225,9 @@ def test_the_deadline_is_counted_from_steps_and_saves(clock: Clock) -> None:
     saves.slowest_save_s = 4.0
     pace = _pace(saves)
     pace._started_at = clock.now - 1000
-    pace._exchange.period = 1
+    pace._period = 1
     _play_steps(pace, clock, [2.0, 2.0, 2.0])
-    pace._exchange.period = 1
+    pace._period = 1
     need_s = 5.0 + 6.0 + 3 * 2.0
     assert _reason_with(pace, clock, need_s + 0.1) == NONE
     assert _reason_with(pace, clock, need_s) == DEADLINE
@@ -255,7 +261,7 @@ def test_a_pause_is_expected_once(clock: Clock, limit_s: float, steps: list[floa
 def test_steps_that_became_slow_are_all_expected_to_be(clock: Clock) -> None:
     pace = _pace()
     _play_steps(pace, clock, [0.1] * 20 + [10.0] * 4)
-    pace._exchange.period = 1
+    pace._period = 1
     assert _reason_with(pace, clock, 5.0 + 7.5 + 30.0) == DEADLINE
     assert _reason_with(pace, clock, 5.0 + 7.5 + 30.1) == NONE
 
@@ -275,7 +281,7 @@ def test_an_evaluation_may_come_once_more_at_the_end(clock: Clock) -> None:
     _play_steps(pace, clock, [0.0, 0.0])
     clock.now += 40.0
     pace.end_pause()
-    pace._exchange.period = 1
+    pace._period = 1
     assert _reason_with(pace, clock, 5.0 + 7.5 + 40.0) == DEADLINE
     assert _reason_with(pace, clock, 5.0 + 7.5 + 40.1) == NONE
 
@@ -286,21 +292,21 @@ def test_what_is_no_part_of_a_step_is_not_counted(clock: Clock) -> None:
     planner.restart_step()
     clock.now += 3.0
     planner.step_done(1)
-    exchange: Any = planner._exchange
-    assert exchange._control.sent == [NONE, 0, 0, 3_000_000]
+    control: Any = planner._control
+    assert control.sent == [NONE, 0, 0, 3_000_000]
     assert planner.exchanges == 1
 
 
 def test_figures_are_gathered_where_all_have_heard_of_it(clock: Clock) -> None:
     effort = Effort()
     planner = _pace(effort=effort)
-    planner._turn()
-    assert effort.calls == ["tell"]
+    planner._exchange()
+    assert effort.calls == ["report"]
     effort.wanted = False
-    planner._turn()
-    assert effort.calls == ["tell", "tell", "gather"]
-    planner._turn()
-    assert effort.calls[3:] == ["tell"]
+    planner._exchange()
+    assert effort.calls == ["report", "report", "gather"]
+    planner._exchange()
+    assert effort.calls[3:] == ["report"]
 
 
 class Gathering:
@@ -321,37 +327,40 @@ def test_what_ranks_measured_is_read_when_it_is_there() -> None:
     written: list[dict[str, Any]] = []
     journal: Any = SimpleNamespace(write_later=lambda event: written.append(event.to_fields()))
     group: Any = Gathering()
-    effort = effort_module.Effort(group, journal, Position(step=4), torch.device("cpu"), ["a", "b"])
-    effort.step_begins()
-    effort.step_ends()
-    effort.gather()
-    effort.tell()
+    timer = StepTimer(group, journal, Position(step=4), torch.device("cpu"), ["a", "b"])
+    timer.start_step()
+    timer.end_step()
+    timer.gather()
+    timer.report()
     assert [(fields["step"], fields["steps"], fields["node"]) for fields in written] == [
         (4, 1, "a")
     ]
 
 
 def test_an_exchange_takes_two_turns(clock: Clock) -> None:
-    alone: Any = Alone()
-    exchange = Exchange(alone)
-    assert exchange.read() == Decision()
-    exchange.send(NOTICE, True, True, 0.0001)
-    assert alone.sent == [NOTICE, 1, 1, 100]
-    assert exchange.read() == Decision(NOTICE, save=True, gather=True)
-    assert exchange.period == 2
-    assert exchange.read() == Decision()  # what was read is gone
-    assert [exchange.due() for _ in range(4)] == [False, True, True, True]
-    exchange.read()
-    assert [exchange.due() for _ in range(2)] == [False, True]
+    planner = _pace(every=5.0)
+    clock.now += 5.0
+    planner._notices.reason = NOTICE
+    assert planner._exchange() == Decision()
+    control: Any = planner._control
+    assert control.sent == [NOTICE, 1, 0, 0]
+    assert planner._read() == Decision(NOTICE, save=True)
+    assert planner._period == 2
+    assert planner._read() == Decision()  # it has been read
+    exchanges = []
+    for step in range(4):
+        planner.step_done(step)
+        exchanges.append(planner.exchanges)
+    assert exchanges == [1, 2, 2, 3]
 
 
 def test_a_save_that_was_just_decided_is_not_due_again(clock: Clock) -> None:
     planner = _pace(every=5.0)
     clock.now += 5.0
-    planner._turn()
-    assert planner._turn().save
-    exchange: Any = planner._exchange
-    assert exchange._control.sent[1] == 0
+    planner._exchange()
+    assert planner._exchange().save
+    control: Any = planner._control
+    assert control.sent[1] == 0
     decided = _pace(every_steps=2)
     decided._notices.reason = NOTICE
     decided.step_done(1)
@@ -379,12 +388,12 @@ def test_when_a_save_is_due(
     planner, other = _schedule(saves, every=every), _schedule(saves, rank=1, every=every)
     result = []
     for _ in range(200):
-        result.append(planner.due())
-        assert not other.due()
+        result.append(planner.is_due())
+        assert not other.is_due()
         clock.now += 1
     assert (result.index(True) if True in result else None) == due_at
     planner.saved()
-    assert not planner.due()
+    assert not planner.is_due()
 
 
 def test_the_interval_is_within_bounds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -438,7 +447,7 @@ def test_each_worker_has_gpus_of_its_own(
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    info = DistInfo(local, local, 2, 2, launched=True)
+    info = DistEnv(local, local, 2, 2, launched=True)
     if isinstance(first, str):
         with pytest.raises(HpcDdpError) as caught:
             choose_devices(info, per_worker)
@@ -464,7 +473,7 @@ def test_a_hint_names_a_variable_that_is_known_to_work(
 ) -> None:
     give_gpus(monkeypatch, 1, kind)
     with pytest.raises(HpcDdpError) as caught:
-        choose_devices(DistInfo(0, 0, 2, 2, launched=True), 2)
+        choose_devices(DistEnv(0, 0, 2, 2, launched=True), 2)
     assert caught.value.hint == f"take fewer GPUs{hidden}"
 
 
@@ -506,11 +515,11 @@ def test_a_process_joins_its_group(
     monkeypatch.setattr(dist, "init_process_group", lambda b, **values: calls.append((b, values)))
     monkeypatch.setattr(dist, "new_group", lambda **values: values)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(control, "_met_at_agents", [])
+    monkeypatch.setattr(process_group, "_met_at_agents", [])
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    info = DistInfo(1, 1, 2, 2, launched=launched)
-    group_of_all = control.join(info, [torch.device("cpu")], hang_after_s)
-    timeout = control.NEVER if timeout_s is None else timedelta(seconds=timeout_s)
+    info = DistEnv(1, 1, 2, 2, launched=launched)
+    group_of_all = process_group.join(info, [torch.device("cpu")], hang_after_s)
+    timeout = process_group.NEVER if timeout_s is None else timedelta(seconds=timeout_s)
     (backend, values) = calls[0]
     assert backend == "gloo"
     if launched:
@@ -522,11 +531,11 @@ def test_a_process_joins_its_group(
         assert (item.rank, item.world_size, item._group) == (1, 2, group)
     if launched:
         with pytest.raises(UsageError, match="start\\(\\) was called again"):
-            control.join(info, [torch.device("cpu")], hang_after_s)
+            process_group.join(info, [torch.device("cpu")], hang_after_s)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     with pytest.raises(HpcDdpError, match="MPI knows of 1 processes, and 2 were started"):
-        control.join(info, [torch.device("cpu")], hang_after_s)
+        process_group.join(info, [torch.device("cpu")], hang_after_s)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -539,7 +548,7 @@ def test_a_group_of_workers_with_several_devices_is_bound_to_none(
     monkeypatch.setattr(dist, "new_group", lambda **values: values)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     gpus = [torch.device("cuda", index) for index in range(count)]
-    control.join(DistInfo(1, 1, 2, 2, launched=True), gpus, None)
+    process_group.join(DistEnv(1, 1, 2, 2, launched=True), gpus, None)
     assert calls[0].get("device_id") == (gpus[0] if count == 1 else None)
 
 
@@ -561,7 +570,7 @@ def test_a_teardown_that_hangs_is_left(
 
     group: Any = Group()
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
-    monkeypatch.setattr(control, "TEARDOWN_S", 0.01 if hangs else 60.0)
+    monkeypatch.setattr(process_group, "TEARDOWN_S", 0.01 if hangs else 60.0)
     if hangs and then_exit:
         with pytest.raises(LeftError, match="0"):
             leave(group, torch.device("cpu"), then_exit)
@@ -603,7 +612,7 @@ def test_small_talk_goes_through_the_first_rank(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(dist, "broadcast", broadcast)
     first, second = (
-        Control(DistInfo(rank, 0, 2, 1, launched=True), control.NEVER) for rank in (0, 1)
+        Control(DistEnv(rank, 0, 2, 1, launched=True), process_group.NEVER) for rank in (0, 1)
     )
     assert first.to_first("x") == [None, "x"]
     assert second.to_first("x") == []
@@ -630,7 +639,7 @@ def test_what_all_ranks_do_is_done_in_their_own_group(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "new_group", lambda **values: "own")
     monkeypatch.setattr(dist, "all_reduce", reduce)
     monkeypatch.setattr(dist, "barrier", lambda group: calls.append((group,)))
-    talk = Control(DistInfo(0, 0, 2, 2, launched=True), control.NEVER)
+    talk = Control(DistEnv(0, 0, 2, 2, launched=True), process_group.NEVER)
     assert talk.start_max(torch.tensor([1])) == "work"
     talk.sum(torch.tensor([2]))
     talk.barrier()
@@ -641,7 +650,7 @@ def test_before_the_first_step_no_time_is_kept_for_steps(clock: Clock) -> None:
     for turns in (0, 1):
         planner = _pace()
         for _ in range(turns):
-            planner._turn()
+            planner._exchange()
         assert _reason_with(planner, clock, 5.0 + 1.5 * 5.0 + 0.1) == NONE
 
 
@@ -653,7 +662,7 @@ def test_what_was_printed_is_not_lost_with_a_process_that_hangs(
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(raw)))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(control, "TEARDOWN_S", 0.01)
+    monkeypatch.setattr(process_group, "TEARDOWN_S", 0.01)
     print("accuracy 0.97")
     with pytest.raises(LeftError):
         leave(group, torch.device("cpu"), True)
@@ -665,7 +674,7 @@ def test_what_was_printed_is_not_lost_with_a_process_that_hangs(
 def test_a_rank_that_has_no_clock_of_the_saves_sends_that_none_is_due(clock: Clock) -> None:
     planner = _pace(every=1.0, rank=1)
     clock.now += 5.0
-    assert planner.hear_all() == Decision()
+    assert planner.decide_now() == Decision()
 
 
 @pytest.mark.parametrize("by_signal", [True, False])
@@ -676,8 +685,8 @@ def test_what_is_installed_hears_signals_and_looks_at_files(
     monkeypatch.setattr(
         os, "register_at_fork", lambda after_in_child: after_fork.append(after_in_child)
     )
-    monkeypatch.setattr(notice, "POLL_S", 0.01)
-    numbers = (*notice.SIGNALS, signal.SIGALRM)
+    monkeypatch.setattr(signals, "POLL_S", 0.01)
+    numbers = (*signals.SIGNALS, signal.SIGALRM)
     before = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGALRM, lambda *_: None)  # somebody else's
     notices = Notices(None if by_signal else tmp_path / "notice")
@@ -691,7 +700,7 @@ def test_what_is_installed_hears_signals_and_looks_at_files(
             (tmp_path / "notice").write_text("preemption")
         wait_until(lambda: notices.reason == NOTICE, "the notice")
         assert notices.source == ("SIGUSR1" if by_signal else "preemption")
-        assert after_fork == [notice._give_back]
+        assert after_fork == [signals._give_back]
     finally:
         notices._ended = True
         for thread in threading.enumerate():
@@ -725,13 +734,13 @@ def test_a_loader_worker_outlives_what_all_processes_of_a_step_are_sent(
     threads: list[dict[str, Any]] = []
     monkeypatch.setattr(threading, "Thread", partial(Thread, threads))
     try:
-        notice.ignore_in_loader(0)
+        signals.ignore_in_loader(0)
         assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN}
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert masks == [(signal.SIG_BLOCK, {signal.SIGTERM})]
-    obeys = {"target": notice._obey, "args": (os.getppid(),), "daemon": True}
+    obeys = {"target": signals._obey, "args": (os.getppid(),), "daemon": True}
     assert threads == [obeys]
 
 
@@ -743,7 +752,7 @@ def test_a_loader_worker_obeys_its_parent_alone(
         signal, "sigwaitinfo", lambda numbers: SimpleNamespace(si_pid=senders.pop(0))
     )
     with pytest.raises(LeftError, match="0"):
-        notice._obey(7)
+        signals._obey(7)
     assert senders == [5]
 
 
@@ -751,7 +760,7 @@ def test_a_forked_process_is_no_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A thread of a loader worker may end by an error once the rank has left."""
-    hook = FailureHook(DistInfo(), "n1")
+    hook = FailureHook(DistEnv(), "n1")
     hook.journal = Journal(tmp_path / "rank-0.jsonl", "rank-0")
     monkeypatch.setattr(os, "getpid", lambda: 1)
     error = ConnectionResetError("by peer")
@@ -763,7 +772,7 @@ def test_a_forked_process_is_no_rank(
 def test_a_group_of_two_kinds_is_stepped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the step only: a checkpoint may be taken up where all are of one kind."""
     first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
-    monkeypatch.setattr(sharded, "is_sharded", lambda tensor: tensor is third)
+    monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: tensor is third)
     seen: list[Any] = []
 
     class Spied(torch.optim.SGD):
@@ -771,7 +780,7 @@ def test_a_group_of_two_kinds_is_stepped_one_by_one(monkeypatch: pytest.MonkeyPa
             seen.append([group["foreach"] for group in self.param_groups])
 
     optimizer = Spied([first], lr=0.1)
-    sharded.step_apart(optimizer)
+    dtensor.step_apart(optimizer)
     optimizer.step()
     optimizer.add_param_group({"params": [second, third]})
     optimizer.step()

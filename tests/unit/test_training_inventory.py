@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_ddp.training.inventory import (
+from hpc_ddp.training.checkpoint.inventory import (
     Inventory,
     checksum,
     find_fault,
@@ -16,7 +16,7 @@ from hpc_ddp.training.inventory import (
     inventory_of,
     start_checksums,
 )
-from hpc_ddp.training.pieces import OWN, rows, whole
+from hpc_ddp.training.checkpoint.shards import OWN, rows, whole
 
 SHAPES = {"m.weight": (4, 2), "m.bias": (4,), "m.steps": ()}
 ALL = {"m.weight": 8, "m.bias": 4, "m.steps": 1}

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.training import devices, drill, precision, sharded, strategies
+from hpc_ddp.training import devices, drill
 from hpc_ddp.training.devices import CPU
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.meta import materialize
-from hpc_ddp.training.precision import Precision
+from hpc_ddp.training.models import dtensor, precision, strategies
+from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.models.meta import materialize
+from hpc_ddp.training.models.precision import Precision
 
 
 class Buffers(nn.Module):
@@ -82,10 +83,10 @@ def test_a_look_passes_over_what_is_frozen_or_has_8_bits() -> None:
     watch = Precision("fp32", CPU, stop_on_nan=True)
     watch.watch(model)
     watch.look()
-    assert not watch.poisoned()
+    assert not watch.has_non_finite()
     model.bias.data.fill_(torch.inf)
     watch.look()
-    assert watch.poisoned()
+    assert watch.has_non_finite()
 
 
 def test_an_overflow_of_an_earlier_update_lowers_the_scale() -> None:
@@ -125,7 +126,7 @@ def test_groups_of_a_mesh_wait_as_long_as_the_runs_own(monkeypatch: pytest.Monke
     mesh: Any = SimpleNamespace(get_group=lambda name: group)
     monkeypatch.setattr(strategies, "init_device_mesh", lambda *args, **options: mesh)
     monkeypatch.setattr(strategies, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
-    assert strategies.make_mesh(Grid(), CPU, timedelta(seconds=9)) is mesh
+    assert strategies.make_mesh(ParallelDims(), CPU, timedelta(seconds=9)) is mesh
     assert asked == [timedelta(seconds=9)] * 4
 
 
@@ -145,8 +146,8 @@ def test_deterministic_algorithms_are_torchs(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_torchs_own_nothing_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torch.distributed.tensor", "torch.distributed.fsdp"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert not sharded.is_sharded(torch.ones(1))
-    assert sharded.fsdp_modules(nn.Linear(1, 1)) == []
+    assert not dtensor.is_sharded(torch.ones(1))
+    assert dtensor.fsdp_modules(nn.Linear(1, 1)) == []
 
 
 def _placement(*, partial: bool = False, replicate: bool = False) -> Any:
@@ -168,13 +169,13 @@ def _tensor(*placements: Any, coordinate: list[int] | None, ranks: tuple[int, ..
 
 
 def test_of_copies_on_several_ranks_one_is_saved() -> None:
-    grid = Grid(0, 2)
-    assert sharded.holds_first_copy(_tensor(_placement(), coordinate=[1]), grid)
-    assert sharded.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[0]), grid)
-    assert not sharded.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[1]), grid)
-    assert not sharded.holds_first_copy(_tensor(_placement(), coordinate=None), grid)
+    dims = ParallelDims(0, 2)
+    assert dtensor.holds_first_copy(_tensor(_placement(), coordinate=[1]), dims)
+    assert dtensor.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[0]), dims)
+    assert not dtensor.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[1]), dims)
+    assert not dtensor.holds_first_copy(_tensor(_placement(), coordinate=None), dims)
     with pytest.raises(HpcDdpError, match="pending reduction"):
-        sharded.holds_first_copy(_tensor(_placement(partial=True), coordinate=[0]), grid)
+        dtensor.holds_first_copy(_tensor(_placement(partial=True), coordinate=[0]), dims)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -190,7 +191,7 @@ def test_of_meshes_side_by_side_the_first_ranks_one_is_saved(size: int, pp: int)
                 begin = rank - place * step
                 mesh = tuple(range(begin, begin + size * step, step))
                 tensor = _tensor(_placement(), coordinate=[place], ranks=mesh)
-                count += sharded.holds_first_copy(tensor, Grid(rank, 8, pp=pp))
+                count += dtensor.holds_first_copy(tensor, ParallelDims(rank, 8, pp=pp))
             assert count == size
 
 
@@ -212,29 +213,29 @@ class Fake:
 
 
 def test_only_a_pending_sum_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "is_sharded", lambda tensor: isinstance(tensor, Fake))
+    monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: isinstance(tensor, Fake))
     kept, pending = _placement(), _placement(partial=True)
     tensor = Fake(kept, pending)
-    sharded.reduced(tensor)
+    dtensor.reduced(tensor)
     assert tensor.wanted[0] is kept
     assert tensor.wanted[1].is_replicate()
     untouched: Any = Fake(kept)
-    assert sharded.reduced(untouched) is untouched
+    assert dtensor.reduced(untouched) is untouched
 
 
 def test_a_drill_compares_what_a_rank_has_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drill, "is_sharded", lambda tensor: isinstance(tensor, Fake))
     tensors: Any = [Fake(), torch.ones(1)]
-    assert drill._size(tensors) == 7.0
+    assert drill.size_of(tensors) == 7.0
 
 
 def test_a_fused_optimizer_takes_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, part = (nn.Parameter(torch.ones(1)) for _ in range(2))
-    monkeypatch.setattr(sharded, "is_sharded", lambda tensor: tensor is part)
+    monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: tensor is part)
     for fused, foreach in ((True, None), (False, False)):
         optimizer = torch.optim.Adam([whole, part], fused=fused)
         seen: list[Any] = []
-        sharded.step_apart(optimizer)
+        dtensor.step_apart(optimizer)
         optimizer.register_step_pre_hook(
             lambda optimizer, *_, of=seen: of.append(optimizer.param_groups[0]["foreach"])
         )

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.training.order import Cut, Position, Share, derive, make_cut, permutation
-from hpc_ddp.training.stream import Stream
+from hpc_ddp.training.data.iterable import IterableBatches
+from hpc_ddp.training.data.order import (
+    BatchPlan,
+    MicroBatch,
+    Position,
+    derive,
+    make_plan,
+    permutation,
+)
 
 sizes = st.integers(1, 60)
 ranks = st.integers(1, 7)
@@ -27,14 +34,14 @@ def ways(draw: st.DrawFn) -> dict[str, Any]:
     return {**size, "accumulate": draw(st.integers(1, 4))}
 
 
-def cuts(way: dict[str, Any], world_size: int, drop_last: bool = False) -> list[Cut]:
+def cuts(way: dict[str, Any], world_size: int, drop_last: bool = False) -> list[BatchPlan]:
     return [
-        make_cut(**way, rank=rank, world_size=world_size, drop_last=drop_last)
+        make_plan(**way, rank=rank, world_size=world_size, drop_last=drop_last)
         for rank in range(world_size)
     ]
 
 
-def steps(walk: list[Share]) -> list[list[Share]]:
+def steps(walk: list[MicroBatch]) -> list[list[MicroBatch]]:
     """Put one rank's shares together by optimizer step."""
     ends = [0, *(i + 1 for i, share in enumerate(walk) if share.ends_step)]
     assert ends[-1] == len(walk)
@@ -117,12 +124,12 @@ def test_steps_of_a_global_batch_do_not_depend_on_the_ranks(
 
 def test_a_full_batch_weighs_exactly_one() -> None:
     for world_size in range(1, 50):
-        (share,) = Cut(world_size * 7, 0, world_size).shares(world_size * 7, 0)
+        (share,) = BatchPlan(world_size * 7, 0, world_size).shares(world_size * 7, 0)
         assert share.weight == 1.0
 
 
 def test_micro_batches_differ_by_one_sample_at_most() -> None:
-    (*_, tail) = steps(list(Cut(64, 0, 2, accumulate=4).shares(64 + 18, 0)))
+    (*_, tail) = steps(list(BatchPlan(64, 0, 2, accumulate=4).shares(64 + 18, 0)))
     assert [len(share.places) for share in tail] == [5, 4]  # not 8 and a single one
 
 
@@ -152,17 +159,17 @@ def test_a_stream_is_cut_like_a_data_set(
     for cut in cuts(way, world_size, drop_last):
         expected = list(cut.shares(samples, position.samples))
         for dataset in (Numbers(samples), Skipping(samples)):
-            walk = list(Stream(dataset, cut, 0, position, list))
+            walk = list(IterableBatches(dataset, cut, 0, position, list))
             assert [share for share, _ in walk] == expected
             assert [batch for _, batch in walk] == [list(share.places) for share in expected]
 
 
 def test_a_stream_is_read_one_global_batch_ahead_and_no_further() -> None:
     numbers = Numbers(100)
-    next(iter(Stream(numbers, Cut(8, 0, 2), 0, Position(samples=16), list)))
+    next(iter(IterableBatches(numbers, BatchPlan(8, 0, 2), 0, Position(samples=16), list)))
     assert numbers.read == list(range(32))
     skipping = Skipping(100)
-    next(iter(Stream(skipping, Cut(8, 0, 2), 0, Position(samples=16), list)))
+    next(iter(IterableBatches(skipping, BatchPlan(8, 0, 2), 0, Position(samples=16), list)))
     assert not skipping.read
 
 

@@ -15,13 +15,15 @@ from torch.utils.data import Dataset
 from training_fakes import Holds, give_gpus
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.training import randomness, state
-from hpc_ddp.training.control import choose_devices
-from hpc_ddp.training.facts import DistInfo, Surroundings
-from hpc_ddp.training.grid import Grid
-from hpc_ddp.training.loader import Loader, Shard, to_device
-from hpc_ddp.training.order import Cut, Position
-from hpc_ddp.training.pieces import OWN, Buffer, Reader, as_plain
+from hpc_ddp.training.checkpoint import loading, state
+from hpc_ddp.training.checkpoint.shards import OWN, Reader, StagingBuffer, as_plain
+from hpc_ddp.training.data.batches import to_device
+from hpc_ddp.training.data.loader import Loader, Shard
+from hpc_ddp.training.data.order import BatchPlan, Position
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
+from hpc_ddp.training.process.process_group import choose_devices
 from hpc_ddp.training.run import Run
 
 CPU = torch.device("cpu")
@@ -29,7 +31,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _own_randomness() -> Iterator[None]:
-    with randomness.untouched():
+    with rng.untouched():
         yield
 
 
@@ -47,27 +49,27 @@ class Noisy(Dataset[torch.Tensor]):
 
 def make_loader(rank: int = 0, world_size: int = 1, **options: Any) -> Loader:
     place: dict[str, Any] = {"position": Position(), "device": CPU, "check": lambda: None}
-    cut = Cut(4 * world_size, rank, world_size)
+    cut = BatchPlan(4 * world_size, rank, world_size)
     return Loader(Noisy(), cut, seed=1, sync=lambda on: None, **{**place, **options})
 
 
 def test_generators_go_through_a_file_as_plain_values(tmp_path: Any) -> None:
     random.gauss(0, 1)  # leaves a second number behind
-    torch.save(randomness.snapshot([CPU]), tmp_path / "rng")
+    torch.save(rng.snapshot([CPU]), tmp_path / "rng")
     expected = [draw() for _ in range(3)]
     gauss = random.gauss(0, 1)
-    randomness.restore(torch.load(tmp_path / "rng", weights_only=True), [CPU])
+    rng.restore(torch.load(tmp_path / "rng", weights_only=True), [CPU])
     assert [draw() for _ in range(3)] == expected
     assert random.gauss(0, 1) == gauss
 
 
 def test_a_sample_is_the_same_in_any_batch_and_leaves_no_trace() -> None:
-    before = randomness.snapshot()
+    before = rng.snapshot()
     alone = {row[0].item(): row for batch in make_loader() for row in batch}
     shared = [row for rank in range(3) for batch in make_loader(rank, 3) for row in batch]
     assert len(alone) == 23
     assert all(torch.equal(row, alone[row[0].item()]) for row in shared)
-    after = randomness.snapshot()
+    after = rng.snapshot()
     assert torch.equal(before["torch"], after["torch"])
     assert torch.equal(before["python"][1], after["python"][1])
     assert torch.equal(before["numpy"][1], after["numpy"][1])
@@ -88,7 +90,7 @@ def test_the_loader_goes_on_where_it_was() -> None:
 
 
 def test_a_shard_pads_nothing() -> None:
-    shards = [Shard(Noisy(), Cut(4 * 5, rank, 5), seed=0, device=CPU) for rank in range(5)]
+    shards = [Shard(Noisy(), BatchPlan(4 * 5, rank, 5), seed=0, device=CPU) for rank in range(5)]
     rows = [int(row[0]) for shard in shards for batch in shard for row in batch]
     assert sorted(rows) == list(range(23))
 
@@ -96,8 +98,8 @@ def test_a_shard_pads_nothing() -> None:
 def test_the_shards_of_a_run_have_each_sample_once() -> None:
     rows = []
     for rank in range(5):
-        parts = SimpleNamespace(grid=Grid(rank, 5))
-        own: Any = SimpleNamespace(_parts=parts, seed=0, device=CPU)
+        dims = ParallelDims(rank, 5)
+        own: Any = SimpleNamespace(_dims=dims, seed=0, device=CPU)
         rows += [int(row[0]) for batch in Run.shard(own, Noisy(), 4) for row in batch]
     assert sorted(rows) == list(range(23))
 
@@ -166,8 +168,8 @@ def store(folder: Path, objects: dict[str, Any], world_size: int = 1) -> None:
     """Write a state as `world_size` ranks would; no manifest."""
     found = state.collect(objects)
     for rank in range(world_size):
-        buffer = Buffer(CPU)
-        buffer.fill(state.my_parts(found, Grid(rank, world_size)))
+        buffer = StagingBuffer(CPU)
+        buffer.fill(state.my_parts(found, ParallelDims(rank, world_size)))
         (folder / f"tensors-{rank}.bin").write_bytes(b"".join(buffer.bytes))
         torch.save(as_plain(buffer.pieces), folder / f"pieces-{rank}")
     torch.save(found.tree, folder / "tree")
@@ -179,7 +181,7 @@ def put_back(folder: Path, objects: dict[str, Any], step: int = 1) -> None:
         for path in folder.glob("tensors-*")
     ]
     tree = torch.load(folder / "tree", weights_only=True)
-    state.put_back(objects, tree, Reader(files), step)
+    loading.put_back(objects, tree, Reader(files), step)
 
 
 class Many(nn.Module):
@@ -226,10 +228,10 @@ def test_what_any_number_of_ranks_wrote_is_read_as_it_was(tmp_path: Path, ranks:
 def test_a_buffer_is_allocated_once() -> None:
     model = Many()
     found = state.collect({"model": model})
-    buffer = Buffer(CPU)
+    buffer = StagingBuffer(CPU)
     places = []
     for _ in range(2):
-        buffer.fill(state.my_parts(found, Grid()))
+        buffer.fill(state.my_parts(found, ParallelDims()))
         places.append(buffer._blocks[0].data_ptr())
     assert places[0] == places[1]
     assert buffer._blocks[0].numel() < sum(t.nbytes for t in found.tensors.values()) + 64 * 20
@@ -268,11 +270,11 @@ def test_another_program_is_told_what_differs(
 
 
 def test_rank_facts_come_from_torchrun_or_are_those_of_one_process() -> None:
-    assert DistInfo.from_env({}) == DistInfo(0, 0, 1, 1, launched=False)
+    assert DistEnv.from_env({}) == DistEnv(0, 0, 1, 1, launched=False)
     env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    assert DistInfo.from_env(env) == DistInfo(3, 1, 4, 2, launched=True)
+    assert DistEnv.from_env(env) == DistEnv(3, 1, 4, 2, launched=True)
     with pytest.raises(UsageError, match="WORLD_SIZE is None"):
-        DistInfo.from_env({"RANK": "0", "LOCAL_RANK": "0"})
+        DistEnv.from_env({"RANK": "0", "LOCAL_RANK": "0"})
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
@@ -280,7 +282,7 @@ def test_a_worker_that_srun_lets_see_one_gpu_takes_it(
     gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_gpus(monkeypatch, gpus)
-    info = DistInfo(rank=6, local_rank=2, world_size=8, local_world_size=4, launched=True)
+    info = DistEnv(rank=6, local_rank=2, world_size=8, local_world_size=4, launched=True)
     assert choose_devices(info) == [torch.device("cuda", 0 if gpus == 1 else 2)]
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     if gpus == 1:
@@ -292,11 +294,11 @@ def test_a_worker_that_srun_lets_see_one_gpu_takes_it(
 
 def test_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/a/train me.py", "--lr", "1"])
-    said = Surroundings.from_env({"HPC_DDP_END_TIME": "", "HPC_DDP_NODE": "n1"})
+    said = LaunchEnv.from_env({"HPC_DDP_END_TIME": "", "HPC_DDP_NODE": "n1"})
     assert (said.run, said.attempt, said.end_time, said.node) == (None, None, None, "n1")
     assert said.stem == "train me"
     with pytest.raises(UsageError, match="HPC_DDP_SAVE_EVERY is 'often'"):
-        Surroundings.from_env({"HPC_DDP_SAVE_EVERY": "often"})
+        LaunchEnv.from_env({"HPC_DDP_SAVE_EVERY": "often"})
 
 
 @pytest.mark.parametrize("build", [lambda: make_loader(check=_refuse)])
@@ -403,8 +405,8 @@ def test_each_rank_has_its_buffers_and_others_take_the_first_one_s(
     for rank, model in enumerate(models[:2]):
         model.running_mean = torch.full((2,), rank + 1.0)
         found = state.collect({"model": model})
-        buffer = Buffer(CPU)
-        buffer.fill(state.my_parts(found, Grid(rank, 2)))
+        buffer = StagingBuffer(CPU)
+        buffer.fill(state.my_parts(found, ParallelDims(rank, 2)))
         (tmp_path / f"tensors-{rank}.bin").write_bytes(b"".join(buffer.bytes))
         torch.save(as_plain(buffer.pieces), tmp_path / f"pieces-{rank}")
     files = [
@@ -426,28 +428,28 @@ def test_objects_and_weights_of_each_rank_are_its_own() -> None:
     objects = {"optimizer": optimizer, "model": model, "loader": Holds(torch.empty(0))}
     found = state.collect(objects, ("loader",))
     of_adam = {f"optimizer.state.model.1.weight.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
-    assert found.own == {"model.1.weight", "loader.value", *of_adam}
+    assert found.private == {"model.1.weight", "loader.value", *of_adam}
     assert sorted(found.tree) == ["model", "optimizer"]
-    assert sorted(found.own_tree) == ["loader", "optimizer"]
+    assert sorted(found.private_tree) == ["loader", "optimizer"]
     assert "model.1.weight" not in found.tree["optimizer"]["state"]
-    assert found.shared.keys() | found.own == found.tensors.keys()
+    assert found.shared.keys() | found.private == found.tensors.keys()
     assert "model.0.weight" in found.equal
-    assert not found.equal.keys() & found.own
+    assert not found.equal.keys() & found.private
     for rank in (0, 1):
-        parts = state.my_parts(found, Grid(rank, 2))
-        assert {name for name in parts if OWN in name} == {f"{n}{OWN}{rank}" for n in found.own}
-    buffer = Buffer(CPU)
+        parts = state.my_parts(found, ParallelDims(rank, 2))
+        assert {name for name in parts if OWN in name} == {f"{n}{OWN}{rank}" for n in found.private}
+    buffer = StagingBuffer(CPU)
     buffer.fill(parts)
     assert buffer.is_finite(found.trained)
     with torch.no_grad():
         model.get_parameter("1.weight").fill_(torch.inf)
-    buffer.fill(state.my_parts(found, Grid(1, 2)))
+    buffer.fill(state.my_parts(found, ParallelDims(1, 2)))
     assert not buffer.is_finite(found.trained)
 
 
 def test_a_tensor_that_no_rank_has_stored_is_named(tmp_path: Path) -> None:
     with pytest.raises(HpcDdpError, match=r"x\.value is a tensor that no rank has stored"):
-        state.put_back({"x": Holds()}, {"x": {"value": state.TENSOR}}, Reader([]), 1)
+        loading.put_back({"x": Holds()}, {"x": {"value": state.TENSOR}}, Reader([]), 1)
 
 
 def test_what_was_other_ranks_own_is_refused(tmp_path: Path) -> None:
@@ -463,7 +465,7 @@ def test_a_frozen_mask_of_infinities_is_sound() -> None:
     model = nn.Linear(2, 2)
     model.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
     found = state.collect({"model": model})
-    buffer = Buffer(CPU)
-    buffer.fill(state.my_parts(found, Grid()))
+    buffer = StagingBuffer(CPU)
+    buffer.fill(state.my_parts(found, ParallelDims()))
     assert buffer.is_finite(found.trained)
     assert not buffer.is_finite(found.replicated)

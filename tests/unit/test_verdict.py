@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.node.verdict import Facts, Verdict, decide, too_many_silent
+from hpc_ddp.node.verdict import AttemptFacts, Verdict, decide, too_many_silent
 from hpc_ddp.run.folder import AttemptFolder
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.run.vocabulary import Action, Cause
@@ -28,7 +28,7 @@ def _record(node: str, notice: str | None = None, **failure: Any) -> dict[str, A
 
 
 FINE = (_record("n1"), _record("n2"))
-BASE = Facts(
+BASE = AttemptFacts(
     spec=JobSpec("t.py"),
     attempt=0,
     cancelled=False,

@@ -36,7 +36,7 @@ class Alone:
 
 
 class Saves:
-    """What a Schedule asks of a Keeper."""
+    """The attributes of Checkpoints that a SaveSchedule reads."""
 
     in_flight = failed = False
     slowest_save_s = stall_s = 0.0

@@ -13,7 +13,7 @@ from hpc_ddp.report.explain.explanation import Explanation
 from hpc_ddp.report.explain.facts import gather
 from hpc_ddp.run.folder import RunFolder, link_job
 from hpc_ddp.run.spec import JobSpec
-from hpc_ddp.slurm import Queued, Record
+from hpc_ddp.slurm import QueuedJob, Record
 
 NOW = time.time()
 
@@ -111,7 +111,7 @@ def record(state: str, reason: str = "None", code: str = "0:0", **more: Any) -> 
     return Record(state, reason, code, **{"nodes": "n[1-2]", "start_time": None, **more})
 
 
-RUNNING_JOB = Queued("RUNNING", "None", "n[1-2]", "1:02:03")
+RUNNING_JOB = QueuedJob("RUNNING", "None", "n[1-2]", "1:02:03")
 
 
 def write_event(run: RunFolder, writer: str, event: str, ago: float, **fields: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_ddp.report.explain.explanation import Explanation, at_step, fill_hint, log_hint, shorten
-from hpc_ddp.report.explain.facts import Facts, Failure, place_in, text_of
+from hpc_ddp.report.explain.facts import RecordedFailure, RunFacts, place_in, text_of
 from hpc_ddp.report.explain.patterns import SIGNALS, Diagnosis, recognise
 from hpc_ddp.run.journal import Event, last_event
 from hpc_ddp.run.vocabulary import Action, Cause
@@ -43,7 +43,7 @@ REPEATING_KINDS = (
 _GIVEN_UP = ("no progress", "unfinished", "budget spent")
 
 
-def explain_end(facts: Facts) -> Explanation:
+def explain_end(facts: RunFacts) -> Explanation:
     """Explain a run that does not go on by itself, by the end of its newest attempt."""
     verdict = facts.verdict
     if facts.cancelled and verdict is None:
@@ -65,7 +65,7 @@ def explain_end(facts: Facts) -> Explanation:
     return end
 
 
-def _was_given_up(facts: Facts) -> bool:
+def _was_given_up(facts: RunFacts) -> bool:
     """Whether it had been given up before it was cancelled, and was not submitted again."""
     last = last_event(list(facts.events), "submitted", "verdict")
     return last is not None and text_of(last, "action") == Action.GIVE_UP
@@ -77,7 +77,7 @@ def _is_hopeless(verdict: Event) -> bool:
     return text_of(verdict, "cause") == Cause.FAILED and why.startswith("preflight: ")
 
 
-def explain_attempt(facts: Facts) -> Explanation:
+def explain_attempt(facts: RunFacts) -> Explanation:
     """Explain the end of the newest attempt; the text continues a sentence about it."""
     verdict = facts.verdict or {}
     state = facts.record.state if facts.record else ""
@@ -107,7 +107,7 @@ def explain_attempt(facts: Facts) -> Explanation:
     return _without_failure(facts, cause)
 
 
-def _unfit(facts: Facts, verdict: Event) -> Explanation:
+def _unfit(facts: RunFacts, verdict: Event) -> Explanation:
     why = text_of(verdict, "why").removeprefix("preflight: ")
     kind, hint = "bad node", facts.again
     if _is_hopeless(verdict):
@@ -119,7 +119,7 @@ def _unfit(facts: Facts, verdict: Event) -> Explanation:
     return Explanation(kind, f"began no training, since its preflight failed: {why}.", hint)
 
 
-def _time_limit(facts: Facts) -> Explanation:
+def _time_limit(facts: RunFacts) -> Explanation:
     limit = facts.spec.get("time")
     limit = f"{limit} min" if str(limit).isdigit() else limit
     text = f"ran into its time limit{f' of {limit}' if limit else ''}{at_step(facts)}."
@@ -129,7 +129,7 @@ def _time_limit(facts: Facts) -> Explanation:
     return Explanation("time limit", text, facts.again)
 
 
-def _no_progress(facts: Facts, cause: str) -> Explanation:
+def _no_progress(facts: RunFacts, cause: str) -> Explanation:
     text = "was given up: two attempts in a row have ended without a newer checkpoint."
     if cause == Cause.FAILED and facts.failure:
         last = _failed(facts, facts.failure)
@@ -138,13 +138,13 @@ def _no_progress(facts: Facts, cause: str) -> Explanation:
     return Explanation("no progress", f"{text} The last one {_time_limit(facts).text}", hint)
 
 
-def _failed(facts: Facts, failure: Failure) -> Explanation:
+def _failed(facts: RunFacts, failure: RecordedFailure) -> Explanation:
     """Explain a failure of a rank, or of torchrun itself."""
     kind, text, hint = _describe_failure(facts, failure)
     return Explanation(kind, text, hint, node=failure.node or None, rank=failure.rank)
 
 
-def _describe_failure(facts: Facts, failure: Failure) -> tuple[str, str, str]:
+def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, str, str]:
     """Return kind, text and hint of a failure."""
     process = "torchrun" if failure.rank is None else f"rank {failure.rank}"
     process += f" on {failure.node}" if failure.node else ""
@@ -170,7 +170,7 @@ def _describe_failure(facts: Facts, failure: Failure) -> tuple[str, str, str]:
 
 
 def _describe_known(
-    facts: Facts, failure: Failure, diagnosis: Diagnosis, process: str
+    facts: RunFacts, failure: RecordedFailure, diagnosis: Diagnosis, process: str
 ) -> tuple[str, str, str]:
     """Return kind, text and hint of a failure with a known pattern."""
     rank = failure.rank
@@ -193,7 +193,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{'ranks' if ranks[1:] else 'rank'} {numbers}"
 
 
-def _places(facts: Facts) -> str:
+def _places(facts: RunFacts) -> str:
     """Return where the ranks stood as they hung, by place."""
     ranks_at: dict[str, list[int]] = {}
     for rank, place in sorted(facts.stands.items()):
@@ -202,7 +202,7 @@ def _places(facts: Facts) -> str:
     return f" There stood {'; '.join(places[:4])}." if places else ""
 
 
-def _odd_fabrics(facts: Facts) -> str:
+def _odd_fabrics(facts: RunFacts) -> str:
     """Return the nodes with another interconnect than most: NCCL needs the same on all."""
     events = facts.select("fabric", attempt=facts.newest)
     fabric_of = {text_of(event, "node"): text_of(event, "name") for event in events}
@@ -214,7 +214,7 @@ def _odd_fabrics(facts: Facts) -> str:
     return f" The interconnect was {usual}, but not on {', '.join(odd[:3])}{more}."
 
 
-def _without_failure(facts: Facts, cause: str) -> Explanation:
+def _without_failure(facts: RunFacts, cause: str) -> Explanation:
     """Explain an end that no rank has recorded, by the job's output and by Slurm's record."""
     record, at = facts.record, at_step(facts)
     log = _last_attempts_output(facts)
@@ -246,7 +246,7 @@ def _without_failure(facts: Facts, cause: str) -> Explanation:
     return Explanation("lost", text, logs)
 
 
-def _last_attempts_output(facts: Facts) -> str:
+def _last_attempts_output(facts: RunFacts) -> str:
     """Return the job's output since the verdict on the attempt before the newest."""
     before = f"hpc-ddp: attempt {(facts.newest or 0) - 1}: "
     _, is_there, after = facts.job_log.rpartition(before)

@@ -20,7 +20,7 @@ from hpc_ddp.report.explain.explanation import (
     quoted_path,
     shorten,
 )
-from hpc_ddp.report.explain.facts import Facts, gather, number, text_of
+from hpc_ddp.report.explain.facts import RunFacts, gather, number, text_of
 from hpc_ddp.report.explain.patterns import explain_pending, recognise
 from hpc_ddp.report.status.state import RunState
 from hpc_ddp.run import goodput
@@ -40,7 +40,7 @@ def explain_run(run: RunFolder) -> Explanation:
     return explain(gather(run))
 
 
-def explain(facts: Facts) -> Explanation:
+def explain(facts: RunFacts) -> Explanation:
     """Return what became of a run.
 
     The order of the questions matters: an array, finished, over for good, live, rendered only,
@@ -64,7 +64,7 @@ def explain(facts: Facts) -> Explanation:
     return replace(explanation, text=" ".join(filter(None, text)))
 
 
-def _explain_state(facts: Facts) -> Explanation:
+def _explain_state(facts: RunFacts) -> Explanation:
     if facts.tasks:
         return _explain_array(facts)
     if is_finished(list(facts.events)):
@@ -80,7 +80,7 @@ def _explain_state(facts: Facts) -> Explanation:
     return explain_end(facts)
 
 
-def _is_over(facts: Facts) -> bool:
+def _is_over(facts: RunFacts) -> bool:
     """Whether nothing more happens by itself, even if Slurm still shows the job."""
     verdict = facts.verdict
     if verdict is None:
@@ -92,7 +92,7 @@ def _is_over(facts: Facts) -> bool:
     return facts.cancelled or no_requeue or text_of(verdict, "action") != Action.REQUEUE
 
 
-def _add_last_attempt(facts: Facts, explanation: Explanation) -> Explanation:
+def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
     """Add the end of the last attempt to a run that waits for the next one."""
     attempt = explain_attempt(facts)
     text, hint = f"{explanation.text} Its last attempt {attempt.text}", explanation.hint
@@ -110,7 +110,7 @@ def _name(path: Path) -> str:
     return f"Run {path.parent.name} ({path.name})"
 
 
-def _explain_finished(facts: Facts) -> Explanation:
+def _explain_finished(facts: RunFacts) -> Explanation:
     step = last_step(facts)
     steps = f" after {step} steps" if step is not None else ""
     attempts = plural(len(_ends(facts)), "attempt")
@@ -123,7 +123,7 @@ def _explain_finished(facts: Facts) -> Explanation:
     return Explanation("finished", text, export if facts.saved is not None else "")
 
 
-def _explain_array(facts: Facts) -> Explanation:
+def _explain_array(facts: RunFacts) -> Explanation:
     """Count an array's tasks by kind, and explain one in full that did not go well."""
     tasks = {name: explain(task) for name, task in facts.tasks.items()}
     kinds = Counter(task.kind for task in tasks.values())
@@ -144,7 +144,7 @@ def _explain_array(facts: Facts) -> Explanation:
 # --- a live run ----------------------------------------------------------------------------
 
 
-def _explain_live(facts: Facts) -> Explanation:
+def _explain_live(facts: RunFacts) -> Explanation:
     """Explain a job that waits, runs, or is on its way to one of both."""
     record, state = facts.record, facts.job_state
     if record and state is RunState.WAITING:
@@ -162,7 +162,7 @@ def _explain_live(facts: Facts) -> Explanation:
     return _explain_running(facts, record.nodes if record else "this machine")
 
 
-def _explain_running(facts: Facts, nodes: str) -> Explanation:
+def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
     events = [e for e in facts.events if e["attempt"] == facts.newest]
     started = last_event(events, "started")
     if started is None:
@@ -218,7 +218,7 @@ _NO_VERDICT = "ended without a word"
 _NO_FAULT = ("preempted", "time limit", "stopped", "node lost", "waiting", "killed")
 
 
-def _ends(facts: Facts) -> dict[int, str]:
+def _ends(facts: RunFacts) -> dict[int, str]:
     """Return how each attempt ended, by number."""
     ends: dict[int, str] = {}
     started = facts.select("started")
@@ -236,7 +236,7 @@ def _ends(facts: Facts) -> dict[int, str]:
     return {attempt: ends.get(attempt, _NO_VERDICT) for attempt in sorted(numbers)}
 
 
-def _earlier_ends(facts: Facts) -> str:
+def _earlier_ends(facts: RunFacts) -> str:
     """Return how the attempts before the newest have ended."""
     ends = [end for attempt, end in _ends(facts).items() if attempt != facts.newest]
     counts = [f"{end} {_times(count)}" for end, count in Counter(ends).items()]
@@ -247,7 +247,7 @@ def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def _lost(facts: Facts) -> tuple[int | None, float | None]:
+def _lost(facts: RunFacts) -> tuple[int | None, float | None]:
     """Return the number of the newest attempt's steps that no checkpoint has, and their seconds."""
     events = [e for e in facts.events if e["attempt"] == facts.newest]
     began = last_event(events, "training") or last_event(events, "first_step")
@@ -267,7 +267,7 @@ def _lost(facts: Facts) -> tuple[int | None, float | None]:
     return max(0, step - (facts.saved or 0)), max(0.0, max(times, default=since) - since)
 
 
-def _loss(facts: Facts, explanation: Explanation) -> str:
+def _loss(facts: RunFacts, explanation: Explanation) -> str:
     """Return the sentence on lost steps."""
     if explanation.kind in ("finished", "rendered", "array", "running", "suspended"):
         return ""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpc_ddp.report.explain.facts import Facts, number
+from hpc_ddp.report.explain.facts import RunFacts, number
 
 WIDTH = 100  # of the paragraph, in characters
 PROGRESS = ("first_step", "metrics", "checkpoint", "stopped", "finished", "failed", "restored")
@@ -54,13 +54,13 @@ def paragraph(explanation: Explanation) -> str:
     return f"{text}\nhint: {explanation.hint}" if explanation.hint else text
 
 
-def last_step(facts: Facts) -> int | None:
+def last_step(facts: RunFacts) -> int | None:
     """Return the last step that is known to be done, in the newest attempt that did any."""
     steps = (number(e, "step") for e in reversed(facts.events) if e["event"] in PROGRESS)
     return next((step for step in steps if step is not None), None)
 
 
-def at_step(facts: Facts) -> str:
+def at_step(facts: RunFacts) -> str:
     """Return `` at step n``, or `` before its first step``; '' where the progress is unknown."""
     if not facts.has_progress or facts.newest is None:
         return ""
@@ -69,18 +69,20 @@ def at_step(facts: Facts) -> str:
     return f" at step {last_step(facts)}"
 
 
-def quoted_path(facts: Facts) -> str:
+def quoted_path(facts: RunFacts) -> str:
     return shlex.quote(str(facts.path))
 
 
-def log_hint(facts: Facts) -> str:
+def log_hint(facts: RunFacts) -> str:
     """Return the command that shows the run's output."""
     if facts.standalone:
         return "see its output, where it was started"
     return f"hpc-ddp logs {quoted_path(facts)}"
 
 
-def fill_hint(facts: Facts, hint: str, groups: Mapping[str, str], rank: int | None = None) -> str:
+def fill_hint(
+    facts: RunFacts, hint: str, groups: Mapping[str, str], rank: int | None = None
+) -> str:
     """Fill the fields of a hint; `rank` is the one whose log may show the cause."""
     option = "" if rank is None or facts.standalone else f" --rank {rank} --attempt {facts.newest}"
     fields = {

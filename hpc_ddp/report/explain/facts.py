@@ -49,7 +49,7 @@ def is_standalone(events: Sequence[Event]) -> bool:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RecordedFailure:
     """A rank (None: torchrun itself) that did not end well; `code` negative for a signal."""
 
     rank: int | None
@@ -70,7 +70,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """All facts that an explanation is made from.
 
     Attributes
@@ -108,13 +108,13 @@ class Facts:
     cancelled: bool = False
     live: bool = False
     saved: int | None = None
-    failure: Failure | None = None
+    failure: RecordedFailure | None = None
     terminated: Sequence[int] = ()
     rank_log: str = ""
     agent_log: str = ""
     job_log: str = ""
     stands: Mapping[int, str] = field(default_factory=dict)
-    tasks: Mapping[str, Facts] = field(default_factory=dict)
+    tasks: Mapping[str, RunFacts] = field(default_factory=dict)
 
     @cached_property  # read for each event
     def newest(self) -> int | None:
@@ -163,12 +163,12 @@ class Facts:
 # --- gathering -----------------------------------------------------------------------------
 
 
-def gather(run: RunFolder) -> Facts:
+def gather(run: RunFolder) -> RunFacts:
     """Read a run's folder, and ask Slurm if the run has a job."""
     events = [event for event in _try(run.events, list[Event]()) if _has_numbers(event)]
     attempts = _try(run.attempts, list[AttemptFolder]())
     outputs = _try(lambda: sorted(run.logs.glob("slurm*.out")), list[Path]())
-    facts = Facts(
+    facts = RunFacts(
         path=run.path,
         now=time.time(),
         spec=read_json(run.job_json),
@@ -234,14 +234,14 @@ def _read_record(jobs: Sequence[str]) -> dict[str, Any]:
     return {"job_id": last, "record": records.get(last or ""), "refusal": refusal}
 
 
-def _read_end(facts: Facts, attempt: AttemptFolder) -> dict[str, Any]:
+def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
     """Read the records and logs that the nodes and ranks of an attempt left of its end."""
     nodes = _try(attempt.nodes, list[NodeFolder]())
     failures = [failure for node in nodes for failure in _failures(node)]
     # Of the last start: workers may have failed before and been started again.
     began = max((e["time"] for e in facts.select("worker", attempt=attempt.number)), default=0)
     failures += [
-        Failure(number(e, "rank"), text_of(e, "node"), text_of(e, "error"), 1, e["time"])
+        RecordedFailure(number(e, "rank"), text_of(e, "node"), text_of(e, "error"), 1, e["time"])
         for e in facts.select("failed", attempt=attempt.number)
         if e["time"] > began
     ]
@@ -262,7 +262,7 @@ def _is_name(node: str) -> bool:
     return bool(node) and not set(node) & {"/", "\0"}
 
 
-def _failures(node: NodeFolder) -> list[Failure]:
+def _failures(node: NodeFolder) -> list[RecordedFailure]:
     failures = []
     for path in node.records():
         entries = read_json(path).get("failures")
@@ -270,11 +270,13 @@ def _failures(node: NodeFolder) -> list[Failure]:
             if isinstance(entry, dict):
                 rank, code = number(entry, "rank"), number(entry, "code") or 1
                 time = float(number(entry, "time") or 0)
-                failures.append(Failure(rank, node.path.name, text_of(entry, "error"), code, time))
+                failures.append(
+                    RecordedFailure(rank, node.path.name, text_of(entry, "error"), code, time)
+                )
     return failures
 
 
-def _first_cause(facts: Facts, failures: Sequence[Failure]) -> Failure | None:
+def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> RecordedFailure | None:
     """Return the failure that the verdict names; without a verdict, the first that is a cause."""
     verdict = facts.verdict
     if not (verdict and "node" in verdict):
@@ -283,7 +285,7 @@ def _first_cause(facts: Facts, failures: Sequence[Failure]) -> Failure | None:
     same = [f for f in failures if (f.rank, f.node) == (rank, node)]
     code = next((f.code for f in same), number(verdict, "exit_code") or 1)
     error = text_of(verdict, "error") or next((f.error for f in same if f.error), "")
-    return Failure(rank, node, error, code)
+    return RecordedFailure(rank, node, error, code)
 
 
 def _tail(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpc_ddp.report.explain.explain import explain
 from hpc_ddp.report.explain.explanation import Explanation
-from hpc_ddp.report.explain.facts import Facts, gather, number, text_of
+from hpc_ddp.report.explain.facts import RunFacts, gather, number, text_of
 from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.report.status.state import RunState, jobs_in_queue
 from hpc_ddp.run import goodput
@@ -26,10 +26,10 @@ class RunHistory:
     """A run, read once; `pieces` is its wall time, cut into the parts of the goodput."""
 
     run: RunFolder
-    facts: Facts
+    facts: RunFacts
     status: Status
     explanation: Explanation
-    pieces: Sequence[goodput.Piece]
+    pieces: Sequence[goodput.Interval]
 
     @cached_property
     def attempts(self) -> dict[int, list[Event]]:
@@ -150,7 +150,7 @@ def strip(history: RunHistory, rows: Sequence[Mapping[str, Any]]) -> dict[str, A
     wall_s = history.end - history.begin
     if wall_s <= 0:
         return {}
-    visible: list[goodput.Piece] = []
+    visible: list[goodput.Interval] = []
     for piece in history.pieces:  # one that is too short to be seen is added to the one before
         is_short = piece.end - piece.begin < wall_s / 1000
         if visible and (is_short or piece.part == visible[-1].part):

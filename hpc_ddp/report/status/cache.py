@@ -28,7 +28,7 @@ FORMAT = [__version__, *(field.name for field in fields(Status))]
 class StatusCache:
     """Reads the status of runs below `root`; `save` keeps it for the next command."""
 
-    def __init__(self, root: Path, queue: Mapping[str, slurm.Queued]) -> None:
+    def __init__(self, root: Path, queue: Mapping[str, slurm.QueuedJob]) -> None:
         self._path, self._queue = root / ".status.json", queue
         content = read_json(self._path)
         entries = content.get("runs") if content.get("format") == FORMAT else None

@@ -82,7 +82,7 @@ class Status:
         return asdict(self)
 
 
-def status_of(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> Status:
+def status_of(run: RunFolder, queue: Mapping[str, slurm.QueuedJob]) -> Status:
     """Return the status of one run; `queue` has the user's jobs in Slurm, by job id."""
     events = read_briefly(run.journal_folder)
     return summarize(run, events, run.job_ids(events), queue)
@@ -94,7 +94,10 @@ def unreadable(run: RunFolder, why: str) -> Status:
 
 
 def summarize(
-    run: RunFolder, events: Sequence[Event], jobs: Sequence[str], queue: Mapping[str, slurm.Queued]
+    run: RunFolder,
+    events: Sequence[Event],
+    jobs: Sequence[str],
+    queue: Mapping[str, slurm.QueuedJob],
 ) -> Status:
     """Return the status of a run from its journal and the ids of all its jobs."""
     events = list(events)
@@ -137,12 +140,12 @@ def summarize(
     )
 
 
-def _is_running(task: RunFolder, queue: Mapping[str, slurm.Queued]) -> bool:
+def _is_running(task: RunFolder, queue: Mapping[str, slurm.QueuedJob]) -> bool:
     jobs = task.job_ids(read_briefly(task.journal_folder))
     return any(job in queue and queue[job].state == "RUNNING" for job in jobs)
 
 
-def _time_left_s(queued: Sequence[slurm.Queued]) -> float | None:
+def _time_left_s(queued: Sequence[slurm.QueuedJob]) -> float | None:
     """Return squeue's time left in seconds; None for a job without a limit."""
     limit = next((job.time_left for job in queued if job.state == "RUNNING"), "")
     try:

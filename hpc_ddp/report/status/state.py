@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, is_finished, last_event
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.terminal import say
 from hpc_ddp.run.vocabulary import Action, Word
 
 
@@ -81,7 +81,7 @@ def state_of_job(slurm_state: str) -> RunState | None:
 
 
 def find_state(
-    run: RunFolder, events: Sequence[Event], queued: Sequence[slurm.Queued]
+    run: RunFolder, events: Sequence[Event], queued: Sequence[slurm.QueuedJob]
 ) -> tuple[RunState, str]:
     """Return the state of a run, and the reason in words (Slurm's reason while it waits).
 
@@ -171,12 +171,12 @@ class Queue:
     """The user's jobs: `jobs` by id, the `scripts` of those that are not over, and the name of the
     `cluster`."""
 
-    jobs: Mapping[str, slurm.Queued]
+    jobs: Mapping[str, slurm.QueuedJob]
     scripts: Collection[str]
     cluster: str = ""
 
 
-def jobs_in_queue() -> Mapping[str, slurm.Queued]:
+def jobs_in_queue() -> Mapping[str, slurm.QueuedJob]:
     """Return the user's jobs by id; none without a Slurm, or without an answer."""
     try:
         return slurm.queue()
@@ -195,7 +195,7 @@ def read_queue() -> Queue | None:
         cluster = slurm.show_config().get("ClusterName", "")
         return Queue(slurm.queue(), slurm.queued_scripts(), cluster)
     except HpcDdpError as error:
-        print(f"hpc-ddp: {error.message}; runs that have a job are left alone", file=sys.stderr)
+        say(f"{error.message}; runs that have a job are left alone")
         return None
 
 

@@ -49,7 +49,7 @@ class Task:
         return {**status, **task, "best": self.best}
 
 
-def tasks(run: RunFolder, queue: Mapping[str, slurm.Queued]) -> list[Task]:
+def tasks(run: RunFolder, queue: Mapping[str, slurm.QueuedJob]) -> list[Task]:
     """Return all tasks of an array in the order of their indexes; none for another run.
 
     `queue` has the user's jobs in Slurm, by job id.
@@ -70,7 +70,7 @@ def _task(
     index: int,
     point: Mapping[str, str],
     run: RunFolder | None,
-    queue: Mapping[str, slurm.Queued],
+    queue: Mapping[str, slurm.QueuedJob],
     waits: bool,
 ) -> Task:
     status = status_of(run, queue) if run else None

@@ -17,7 +17,7 @@ from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status, unreadable
 from hpc_ddp.report.status.state import jobs_in_queue, state_of_job
 from hpc_ddp.run.folder import RunFolder, all_runs, find_run
-from hpc_ddp.run.progress import Progress
+from hpc_ddp.run.progress import ProgressBar
 from hpc_ddp.run.units import duration
 
 MOST_RUNS = 20  # shown without --all, unless more of them are live
@@ -78,7 +78,7 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
 
 
 def select(
-    root: Path, queue: Mapping[str, slurm.Queued], show_all: bool
+    root: Path, queue: Mapping[str, slurm.QueuedJob], show_all: bool
 ) -> tuple[list[RunFolder], int]:
     """Return the newest runs and those with a live job, newest first, and the number of others."""
     runs = all_runs(root)
@@ -93,12 +93,12 @@ def select(
 
 
 def read_statuses(
-    root: Path, runs: Sequence[RunFolder], queue: Mapping[str, slurm.Queued]
+    root: Path, runs: Sequence[RunFolder], queue: Mapping[str, slurm.QueuedJob]
 ) -> list[Status]:
     """Return the status of each run, in their order."""
     cache = StatusCache(root, queue)
     statuses = []
-    with Progress("reading journals", len(runs)) as progress:
+    with ProgressBar("reading journals", len(runs)) as progress:
         for run in runs:
             statuses.append(_read_status(cache, run))
             progress.add(1)

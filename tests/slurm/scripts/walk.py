@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from hpc_ddp.training import start, storage
+from hpc_ddp.training import start
+from hpc_ddp.training.checkpoint import files
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--step-seconds", type=float, default=0.05)
@@ -24,13 +25,13 @@ parser.add_argument("--die-from", type=int, help="all raise there and later, nev
 args = parser.parse_args()
 
 if args.write_seconds:
-    write_file = storage.write_file
+    write_file = files.write_file
 
     def slowly(*words):  # type: ignore[no-untyped-def]
         time.sleep(args.write_seconds)
         return write_file(*words)
 
-    storage.write_file = slowly
+    files.write_file = slowly
 
 
 def hold(step: int) -> None:
@@ -38,7 +39,7 @@ def hold(step: int) -> None:
     mark = Path(os.environ["HPC_DDP_RUN"], f"held-{step}")
     if run.rank == 0 and not mark.exists():
         mark.touch()
-        while not run._parts.notices.reason:
+        while not run._notices.reason:
             time.sleep(0.01)
 
 

@@ -157,8 +157,8 @@ def test_what_is_at_work_is_left_alone(
     elsewhere.journal("rank-0").write(raw("started", backend="local", **told))
     queued, by_hand, requeued = make("3"), make("4"), make("5")
     jobs = {
-        "3": slurm.Queued("PENDING", "Priority", "", ""),
-        "5": slurm.Queued("PREEMPTED", "", "", ""),
+        "3": slurm.QueuedJob("PENDING", "Priority", "", ""),
+        "5": slurm.QueuedJob("PREEMPTED", "", "", ""),
     }
     monkeypatch.setattr(clean, "read_queue", lambda: Queue(jobs, {str(by_hand.script)}))
     assert clean.plan(root, [], 0, (), checkpoints_only=False) == []

@@ -11,7 +11,7 @@ from written_runs import (
     record,
 )
 
-from hpc_ddp.node.verdict import Facts as VerdictFacts
+from hpc_ddp.node.verdict import AttemptFacts as VerdictFacts
 from hpc_ddp.node.verdict import decide
 from hpc_ddp.report.logs.files import LogQuery
 from hpc_ddp.report.logs.view import follow, show

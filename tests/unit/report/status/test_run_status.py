@@ -15,7 +15,7 @@ from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.goodput import account
 from hpc_ddp.run.journal import last_event, read_briefly
 from hpc_ddp.run.ranks import slow_rank
-from hpc_ddp.slurm import Queued
+from hpc_ddp.slurm import QueuedJob
 
 
 def test_a_run_that_runs(tmp_path: Path) -> None:
@@ -29,11 +29,13 @@ def test_a_run_that_runs(tmp_path: Path) -> None:
     text = overview.table([status])
     assert text.splitlines()[0].split() == list(overview.COLUMNS)
     assert "400/1000" in text
-    assert status_of(run, {"7": Queued("RUNNING", "None", "n1", "UNLIMITED")}).time_left_s is None
+    assert (
+        status_of(run, {"7": QueuedJob("RUNNING", "None", "n1", "UNLIMITED")}).time_left_s is None
+    )
 
 
 def test_why_a_run_waits_is_told_in_words(tmp_path: Path) -> None:
-    status = status_of(make_run(tmp_path), {"7": Queued("PENDING", "Priority", "", "1:00:00")})
+    status = status_of(make_run(tmp_path), {"7": QueuedJob("PENDING", "Priority", "", "1:00:00")})
     assert (status.state, status.reason) == ("waiting", "Priority")
     assert status.why == "jobs of higher priority come first"
     assert (status.time_left_s, status.eta_s, status.slow) == (None, None, "")

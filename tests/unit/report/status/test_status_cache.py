@@ -10,7 +10,7 @@ from written_runs import RUNNING_JOB, make_run, write_event
 
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status
-from hpc_ddp.slurm import Queued
+from hpc_ddp.slurm import QueuedJob
 
 
 def test_only_what_has_ended_is_remembered_and_only_as_long_as_nothing_changes(
@@ -18,7 +18,7 @@ def test_only_what_has_ended_is_remembered_and_only_as_long_as_nothing_changes(
 ) -> None:
     ended, live = make_run(tmp_path, 7, ended=True), make_run(tmp_path, 8)
 
-    def look(queue: dict[str, Queued]) -> list[Status]:
+    def look(queue: dict[str, QueuedJob]) -> list[Status]:
         known = StatusCache(tmp_path, queue)
         found = [known.status_of(run) for run in (ended, live)]
         known.save()

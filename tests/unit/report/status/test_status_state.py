@@ -9,7 +9,7 @@ from fakes import Slurm
 
 from hpc_ddp.report.status.state import Queue, describe_work, read_queue
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.slurm import Queued
+from hpc_ddp.slurm import QueuedJob
 from tests.raw_events import raw
 
 
@@ -25,7 +25,7 @@ def test_the_queue_is_asked(slurm_commands: Slurm) -> None:
     slurm_commands.answer("squeue", "5|5|RUNNING|None|n1|9:00\n")
     slurm_commands.answer("squeue", "RUNNING|/w|job.sbatch\nCOMPLETED|/w|over\n")
     queue = read_queue()
-    jobs = {"5": Queued("RUNNING", "None", "n1", "9:00")}
+    jobs = {"5": QueuedJob("RUNNING", "None", "n1", "9:00")}
     assert queue == Queue(jobs, {"/w/job.sbatch"}, "here")
 
 

@@ -12,7 +12,7 @@ from hpc_ddp.report.status import table as overview
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec
-from hpc_ddp.slurm import Queued
+from hpc_ddp.slurm import QueuedJob
 from tests.raw_events import raw
 
 
@@ -47,7 +47,7 @@ def test_the_queue_is_asked_once(tmp_path: Path, monkeypatch: Any) -> None:
     """However many runs."""
     calls = []
 
-    def queue() -> dict[str, Queued]:
+    def queue() -> dict[str, QueuedJob]:
         calls.append(1)
         return {"7": RUNNING_JOB}
 

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: its state, the files, saving and restoring."""

@@ -1,0 +1,152 @@
+"""Checkpoints as files: write, publish, prune. Knows nothing of ranks or models.
+
+`hpc_ddp.run.checkpoints` has the names, and the reader's side.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.run.checkpoints import (
+    CHUNK,
+    MANIFEST,
+    FileFacts,
+    candidates,
+    manifest_crc,
+    published,
+    step_of,
+    verify,
+)
+
+LEAST = 2  # checkpoints that are kept even where there is no space for another
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The checkpoints that stay: the newest `last`, and the first one of every `every` steps."""
+
+    last: int
+    every: int | None = None
+
+
+def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
+    """Create a file, sum up what it is to hold, and make it durable; raises OSError.
+
+    Writing, syncing and summing all release the interpreter lock, so a thread that does this
+    takes microseconds of it from a training beside it.
+    """
+    views = [memoryview(part).cast("B") for part in content]
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+        for view in views:
+            while len(view):
+                view = view[file.write(view[:CHUNK]) :]
+        synced = pool.submit(os.fsync, file.fileno())
+        crc32 = 0
+        for view in views:  # while the disk is busy
+            crc32 = zlib.crc32(view, crc32)
+        synced.result()
+    return FileFacts(sum(map(len, views)), crc32)
+
+
+def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFacts]) -> None:
+    """Write the manifest, which makes the folder a checkpoint, and make both durable."""
+    value = {**facts, "files": {name: asdict(facts_of) for name, facts_of in sorted(files.items())}}
+    value["crc32"] = manifest_crc(value)
+    write_file(folder / MANIFEST, json.dumps(value, indent=1).encode())
+    sync_folder(folder)
+
+
+def check_space(folder: Path, size: int, files: int) -> None:
+    """Raise the OSError that writing would meet half-way, where the file system knows it now."""
+    space = os.statvfs(folder)
+    free = space.f_bavail * space.f_frsize
+    if space.f_blocks and free < size:  # some file systems report no sizes at all
+        raise OSError(
+            errno.ENOSPC, f"No space left for {size / 1e6:.1f} MB: {free / 1e6:.1f} MB are free"
+        )
+    if space.f_files and space.f_favail < files:
+        raise OSError(errno.ENOSPC, f"No space left for {files} files: {space.f_favail} inodes")
+
+
+def draft(folder: Path, step: int, attempt: int) -> Path:
+    return folder / f"step-{step}.tmp-{attempt}"
+
+
+def publish(draft_folder: Path, attempt: int) -> Path:
+    """Give a complete draft its final name, durably, and return its path.
+
+    A folder that has the name already is moved aside, never written into. It is `.old-`
+    when it verifies: the same step before and after the code at the end of an epoch.
+    """
+    final = draft_folder.with_name(f"step-{step_of(draft_folder)}")
+    if final.exists():
+        set_aside(final, "bad" if verify(final) else "old", attempt)
+    draft_folder.rename(final)
+    sync_folder(final.parent)
+    return final
+
+
+def set_aside(folder: Path, kind: str, attempt: int) -> Path:
+    """Rename a checkpoint to ``step-<n>.<kind>-<attempt>`` and return the new path."""
+    stem = f"step-{step_of(folder)}.{kind}-{attempt}"
+    path = folder.with_name(stem)
+    if kind == "old":
+        remove(path)
+    tries = 0
+    while path.exists():
+        tries += 1
+        path = folder.with_name(f"{stem}-{tries}")
+    return folder.rename(path)
+
+
+def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
+    """Remove what `keep` does not name; call it after a newer one is durable.
+
+    `pinned` are steps that stay whatever their age: the best one.
+    """
+    newest_first = published(folder)
+    stays = set(newest_first[: keep.last])
+    stays |= {path for path in newest_first if step_of(path) in pinned}
+    if keep.every:
+        stays |= set({step_of(path) // keep.every: path for path in newest_first}.values())
+    for path in candidates(folder):
+        if path not in stays:
+            remove(path)
+
+
+def clear_drafts(folder: Path) -> None:
+    """Remove what earlier attempts, or this one's workers before a restart, left half-written."""
+    for path in folder.glob("step-*.tmp-*"):
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, whoever else removes it at the same time.
+
+    It loses its name first, since a kill may come in between: half a checkpoint is none. What
+    can't be removed (a file that NFS keeps while somebody has it open) is left lying.
+    """
+    nameless = path.with_name(f"{path.name.partition('.')[0]}.tmp-gone")
+    with suppress(OSError):
+        shutil.rmtree(nameless, ignore_errors=True)
+        path.rename(nameless)
+    shutil.rmtree(nameless, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

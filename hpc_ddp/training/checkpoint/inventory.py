@@ -1,0 +1,221 @@
+"""The tensors that each rank has to save and is about to write, compared before any is written.
+
+First a few numbers of each rank go to rank 0. Only where they do not fit together, names and
+numbers of all tensors follow, for a sentence that names one.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.training import devices
+from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, Shape
+
+_SHOWN = 4
+
+
+class Digest(NamedTuple):
+    """An inventory in a few numbers. Equal ones on all ranks of a stage, but for `written`."""
+
+    stage: int
+    names: int  # CRC32 of the objects' names, and the tensors' names and shapes
+    expected: int  # sums over all tensors of their numbers, each times a weight of its name
+    written: int
+    checksums: int  # CRC32
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The tensors of one rank.
+
+    Attributes
+    ----------
+    stage
+        of the pipeline, 0 where there is none
+    shapes
+        by name, in order, of the tensors that the ranks of a stage save together
+    written
+        how many numbers of each tensor this rank writes
+    checksums
+        of the tensors that are to be the same on all ranks of a stage; empty where they are not
+        compared
+    objects
+        names of the tracked objects that the ranks share, in order
+    """
+
+    stage: int
+    shapes: Mapping[str, Shape]
+    written: Mapping[str, int] = field(default_factory=dict)
+    checksums: Mapping[str, int] = field(default_factory=dict)
+    objects: Sequence[str] = ()
+
+    @property
+    def digest(self) -> Digest:
+        numbers = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        return Digest(
+            self.stage,
+            _crc([*self._named_objects, *self.shapes.items()]),
+            _weighted(numbers),
+            _weighted(self.written),
+            _crc(self.checksums.items()),
+        )
+
+    @property
+    def _named_objects(self) -> list[tuple[str, None]]:
+        return [(name, None) for name in self.objects]
+
+
+def inventory_of(
+    stage: int,
+    tensors: Mapping[str, torch.Tensor],
+    parts: Mapping[str, LocalShard],
+    objects: Iterable[str] = (),
+) -> Inventory:
+    """Return the inventory of a rank that has these objects, has these tensors of them, and writes
+    these parts."""
+    return Inventory(
+        stage,
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        {name: math.prod(part.size) for name, part in parts.items() if OWN not in name},
+        objects=sorted(objects),
+    )
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's bytes as 64-bit integers: a scalar, on the tensor's device.
+
+    It is exact, so in any order the same, and takes about the time of reading the tensor.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.storage_offset() * flat.itemsize % 8 or flat.stride() != (1,):
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    memory = flat.view(torch.uint8)
+    end = memory.numel() // 8 * 8
+    return memory[:end].view(torch.int64).sum() + memory[end:].sum(dtype=torch.int64)
+
+
+def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, int]]:
+    """Begin to sum up tensors in the current streams; return what waits for the sums by name.
+
+    The training may go on meanwhile and change the tensors, and another thread may wait.
+    """
+    sums: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        sums.setdefault(tensor.device, {})[name] = checksum(tensor)
+    stacks = [(list(sums_of), torch.stack(list(sums_of.values()))) for sums_of in sums.values()]
+    marks = [devices.mark(device) for device in sums if devices.is_accelerator(device)]
+
+    def wait() -> dict[str, int]:
+        for mark in marks:
+            mark.synchronize()
+        pairs = (
+            pair for names, stack in stacks for pair in zip(names, stack.tolist(), strict=True)
+        )
+        return dict(sorted(pairs))
+
+    return wait
+
+
+def fit_together(digests: Sequence[Digest]) -> bool:
+    """Tell whether all ranks have what they should, and write each number of a tensor once."""
+    for stage in {digest.stage for digest in digests}:
+        members = [digest for digest in digests if digest.stage == stage]
+        first = members[0]
+        alike = {digest._replace(written=0) for digest in members}
+        if len(alike) > 1 or sum(digest.written for digest in members) != first.expected:
+            return False
+    return True
+
+
+def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
+    """Return what keeps inventories, by rank, from fitting together; names a tensor and ranks."""
+    for stage in sorted({inventory.stage for inventory in inventories}):
+        members = {
+            rank: inventory
+            for rank, inventory in enumerate(inventories)
+            if inventory.stage == stage
+        }
+        for look in (_other_objects, _other_tensors, _different_numbers, _uncovered):
+            if fault := look(members):
+                return fault
+    return HpcDdpError("the ranks' tensors do not fit together")
+
+
+def _other_objects(members: Mapping[int, Inventory]) -> HpcDdpError | None:
+    items = {rank: {*inventory._named_objects} for rank, inventory in members.items()}
+    return _other_items(items, "shares other objects")
+
+
+def _other_tensors(members: Mapping[int, Inventory]) -> HpcDdpError | None:
+    items = {rank: {*inventory.shapes.items()} for rank, inventory in members.items()}
+    return _other_items(items, "has other tensors to save")
+
+
+def _other_items(
+    items: Mapping[int, Set[tuple[str, Shape | None]]], difference: str
+) -> HpcDdpError | None:
+    """Return an error that names what some rank has, and the first has not, or the reverse."""
+    first = min(items)
+    for rank, pairs in items.items():
+        if names := sorted({name for name, _ in items[first] ^ pairs}):
+            return HpcDdpError(
+                f"rank {rank} {difference} than rank {first}: {_listed(names)}",
+                hint="track the same objects on all ranks, or name those that differ in"
+                " run.track(…, per_rank=(…))",
+            )
+    return None
+
+
+def _different_numbers(members: Mapping[int, Inventory]) -> HpcDdpError | None:
+    first = min(members)
+    for name in members[first].shapes:
+        expected = members[first].checksums.get(name)
+        ranks = [
+            rank for rank, inventory in members.items() if inventory.checksums.get(name) != expected
+        ]
+        if ranks:
+            word = "ranks" if ranks[1:] else "rank"
+            return HpcDdpError(
+                f"{name} differs between rank {first} and {word} {_listed(ranks)}: a checkpoint"
+                " takes some rows from each rank, so this one would be a mixture",
+                hint="let DDP keep the ranks equal (run.wrap). With averaging now and then (local"
+                " SGD, DiLoCo): run.track(…, per_rank=('model', 'optimizer')) saves each rank's",
+            )
+    return None
+
+
+def _uncovered(members: Mapping[int, Inventory]) -> HpcDdpError | None:
+    counts = Counter[str]()
+    for inventory in members.values():
+        counts.update(inventory.written)
+    for name, shape in members[min(members)].shapes.items():
+        if counts[name] != math.prod(shape):
+            return HpcDdpError(
+                f"{name} has {math.prod(shape)} numbers, and the ranks would write"
+                f" {counts[name]}: it is not sharded alike on all of them",
+                hint="shard it over run.mesh, or over a mesh of all ranks: run.fully_shard,"
+                " run.parallelize with start(tp=…)",
+            )
+    return None
+
+
+def _listed(values: Sequence[object]) -> str:
+    more = ", …" if values[_SHOWN:] else ""
+    return ", ".join(map(str, values[:_SHOWN])) + more
+
+
+def _crc(items: Iterable[tuple[str, object]]) -> int:
+    return zlib.crc32(repr(list(items)).encode())
+
+
+def _weighted(counts: Mapping[str, int]) -> int:
+    """Return a sum of counts in which too many of one name do not make up for another's lack."""
+    return sum((zlib.crc32(name.encode()) + 1) * count for name, count in counts.items())

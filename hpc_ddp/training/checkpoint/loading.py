@@ -1,0 +1,205 @@
+"""A checkpoint's state on its way back into the script's objects."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Mapping
+from contextlib import suppress
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.training.checkpoint.shards import (
+    Reader,
+    UnreadableError,
+)
+from hpc_ddp.training.checkpoint.state import (
+    KIND,
+    SHOWN,
+    TENSOR,
+    VERSIONS,
+    by_number,
+    labels_of,
+    metadata_of,
+    params_of,
+    plain_name,
+    take_apart,
+    unwrap,
+)
+from hpc_ddp.training.models.dtensor import is_sharded
+
+
+def put_back(
+    objects: Mapping[str, Any],
+    tree: Mapping[str, Any],
+    reader: Reader,
+    step: int,
+    stage: bool = False,
+) -> None:
+    """Load the state of a checkpoint (made at `step`) into the objects.
+
+    Sharded objects take their own part of each tensor, however it was stored; with `stage` the
+    models are parts of those that were stored, and leave the rest.
+
+    Raises
+    ------
+    HpcDdpError
+        the checkpoint belongs to other objects: names the keys and shapes that differ
+    """
+    if set(objects) != set(tree):
+        raise _other(
+            step, f"it holds {', '.join(sorted(tree))}, tracked are {', '.join(sorted(objects))}"
+        )
+    labels = labels_of(objects)
+    for name, wrapped in objects.items():
+        plain = unwrap(wrapped)
+        try:
+            if isinstance(plain, torch.nn.Module):
+                plain.load_state_dict(_for_module(name, plain, tree[name], reader, stage))
+            elif isinstance(plain, Optimizer):
+                stored = _of_stage(tree[name], params_of(plain, labels)) if stage else tree[name]
+                plain.load_state_dict(_for_optimizer(name, plain, labels, stored, reader))
+            else:
+                current = _tensors_of(plain.state_dict(), name)
+                plain.load_state_dict(_assemble(tree[name], name, reader, current=current))
+        except UnreadableError:
+            raise
+        except HpcDdpError as error:
+            raise _other(step, error.message) from None
+        except (ValueError, RuntimeError, KeyError) as error:
+            raise _other(step, f"{name}: {error}") from error
+
+
+def _for_module(
+    name: str, module: torch.nn.Module, tree: Mapping[str, Any], reader: Reader, stage: bool
+) -> OrderedDict[str, Any]:
+    """Return what `module` loads."""
+    state = module.state_dict()
+    entries = {plain_name(key): (key, value) for key, value in state.items()}
+    versions = tree.get(VERSIONS)
+    tree = {key: value for key, value in tree.items() if key != VERSIONS}
+    problems = [f"{key} is not in the checkpoint" for key in entries if key not in tree]
+    problems += [f"{key} is not in the model" for key in tree if key not in entries and not stage]
+    for key in entries.keys() & tree.keys():
+        stored = f"{name}.{key}"
+        shape = getattr(entries[key][1], "shape", None)
+        saved = reader.describe(stored).shape if stored in reader else None
+        if reader.is_of_other_ranks(stored):
+            problems.append(f"{key} was each rank's own, of as many ranks as do not run here")
+        elif shape != saved:
+            problems.append(f"{key} is {_shape(shape)} here and {_shape(saved)} in the checkpoint")
+    if problems:
+        more = f", and {len(problems) - SHOWN} more" if problems[SHOWN:] else ""
+        raise HpcDdpError(f"{name}: {', '.join(sorted(problems)[:SHOWN])}{more}")
+    loaded = OrderedDict[str, Any](
+        (
+            key,
+            reader.read(f"{name}.{plain}", value)
+            if f"{name}.{plain}" in reader
+            else _assemble(  # an extra_state
+                tree[plain], where := f"{name}.{plain}", reader, current=_tensors_of(value, where)
+            ),
+        )
+        for plain, (key, value) in entries.items()
+    )
+    if versions is not None:  # without, a part takes its own state for that of an older version
+        parts = metadata_of(state)
+        facts_of = {key: {**facts, "version": versions.get(part)} for key, part, facts in parts}
+        loaded._metadata = facts_of  # type: ignore[attr-defined]
+    return loaded
+
+
+def _of_stage(tree: Mapping[str, Any], params: Container[str]) -> dict[str, Any]:
+    """Return an optimizer's tree with these parameters only."""
+    return {
+        **tree,
+        "state": {label: value for label, value in tree["state"].items() if label in params},
+        "param_groups": [
+            {**group, "params": [label for label in group["params"] if label in params]}
+            for group in tree["param_groups"]
+        ],
+    }
+
+
+def _for_optimizer(
+    name: str, optimizer: Optimizer, labels: Mapping[int, str], tree: Any, reader: Reader
+) -> dict[str, Any]:
+    params = params_of(optimizer, labels)
+    names = iter(params)
+    groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
+    stored_groups = [group["params"] for group in tree["param_groups"]]
+    if list(map(sorted, groups)) != list(map(sorted, stored_groups)):
+        differing = sorted({*chain(*groups)} ^ {*chain(*stored_groups)}) or [
+            "they are grouped otherwise"
+        ]
+        more = " …" if differing[SHOWN:] else ""
+        raise HpcDdpError(f"{name}: its parameters differ: {', '.join(differing[:SHOWN])}{more}")
+    if tree[KIND] != (kind := type(optimizer).__name__):
+        raise HpcDdpError(f"{name}: it is of {tree[KIND]}, and here of {kind}")
+    shards = {}
+    for label, parameter in params.items():
+        for key in tree["state"].get(label, {}):
+            stored = f"{name}.state.{label}.{key}"
+            if stored in reader and reader.describe(stored).shape == parameter.shape:
+                shards[stored] = parameter
+    saved = {key: value for key, value in tree.items() if key != KIND}
+    settings = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # a learning rate, say
+    return by_number(_assemble(saved, name, reader, shards, settings), params, groups)
+
+
+def _tensors_of(state: Any, where: str) -> dict[str, torch.Tensor]:
+    """Return the tensors in an object's state by their places, as far as it can be saved."""
+    tensors: dict[str, torch.Tensor] = {}
+    with suppress(HpcDdpError):
+        take_apart(state, where, tensors)
+    return tensors
+
+
+def _assemble(
+    value: Any,
+    where: str,
+    reader: Reader,
+    templates: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    current: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Any:
+    """Undo `take_apart`; tensors are new ones, which an object may keep.
+
+    `templates` has tensors whose sharding or order in memory is wanted, `current` those whose
+    devices are.
+    """
+    if type(value) is str and value == TENSOR:
+        if where not in reader:
+            raise HpcDdpError(f"{where} is a tensor that no rank has stored for this one")
+        parameter = templates.get(where)
+        tensor = reader.read(where, parameter)
+        if parameter is not None and not is_sharded(parameter):
+            # Fused optimizers walk a parameter's memory and its state's side by side.
+            layout = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device)
+            return layout.copy_(tensor)
+        return tensor.to(current[where].device) if where in current else tensor
+    if isinstance(value, dict):
+        items = {
+            k: _assemble(v, f"{where}.{k}", reader, templates, current) for k, v in value.items()
+        }
+        return type(value)(items)
+    if isinstance(value, (list, tuple)):
+        row = [
+            _assemble(v, f"{where}.{i}", reader, templates, current) for i, v in enumerate(value)
+        ]
+        return tuple(row) if isinstance(value, tuple) else row
+    return value
+
+
+def _shape(shape: Any) -> str:
+    return "no tensor" if shape is None else str(tuple(shape))
+
+
+def _other(step: int, how: str) -> HpcDdpError:
+    return HpcDdpError(
+        f"the checkpoint of step {step} is not of this program's objects: {how}",
+        hint="start another run, or undo the change to the script",
+    )

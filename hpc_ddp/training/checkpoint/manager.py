@@ -1,0 +1,283 @@
+"""The content of a checkpoint, collected from the script's objects and put back into them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.training import devices
+from hpc_ddp.training.checkpoint import loading, state
+from hpc_ddp.training.checkpoint.inventory import inventory_of, start_checksums
+from hpc_ddp.training.checkpoint.restorer import Restored
+from hpc_ddp.training.checkpoint.saver import Checkpoints, Content
+from hpc_ddp.training.checkpoint.shards import StagingBuffer, as_plain
+from hpc_ddp.training.checkpoint.state import State, joined, my_parts, unwrap
+from hpc_ddp.training.data.order import Position, derive
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.dtensor import is_sharded
+from hpc_ddp.training.models.mesh import ParallelDims
+
+RETRY_S = 1.0
+
+
+@dataclass
+class Best:
+    """The best value so far, the step of its checkpoint, and how many came after it."""
+
+    value: float | None = None
+    step: int | None = None
+    stale: int = 0
+
+
+class CheckpointManager:
+    """Saves and restores one rank's part of the run. `position` is shared with the Run."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        position: Position,
+        devices: Sequence[torch.device],
+        seed: int,
+        dims: ParallelDims,
+        only_finite: bool,
+    ) -> None:
+        self._checkpoints, self._position = checkpoints, position
+        self._devices, self._seed = devices, seed
+        self._dims = dims
+        self._only_finite = only_finite
+        self.best = Best()
+        self._objects: dict[str, Any] = {}
+        self._data: dict[str, Any] = {}
+        self._per_rank: tuple[str, ...] = ()
+        self._has_begun = False  # a save, of which `settle` has not told yet
+        self._saves = 0  # that have succeeded in this attempt
+        self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
+        self._buffer = StagingBuffer(devices[0])
+        self._written: tuple[Position, Best] | None = None  # saved, or being saved
+        self._names_best = False  # the last save is to be the best checkpoint
+
+    def track(
+        self, objects: Mapping[str, Any], data: Mapping[str, Any], per_rank: Sequence[str] = ()
+    ) -> None:
+        """Name the objects, and put back the newest checkpoint if there is one.
+
+        `data` is what decides the order of the training's samples, in plain values by name.
+        `per_rank` are the names of the objects that each rank has its own of.
+
+        Raises
+        ------
+        UsageError
+            called twice, or the seed or the training set is not the checkpoint's
+        HpcDdpError
+            the checkpoint is of other objects, or of another number of ranks that had their own
+            weights
+        """
+        if self._objects:
+            raise UsageError("run.track was called twice", hint="name all objects in one call")
+        self._check(state.collect(objects, per_rank))  # what can't be saved is refused now
+        self._objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
+        checkpoint = self._checkpoints.restore()
+        if checkpoint is None:
+            return
+        for name, current in self._facts().items():
+            if (stored := checkpoint.shared.get(name)) != current:
+                raise UsageError(
+                    f"{name} is {current}, but {stored} in the run's checkpoint:"
+                    " the data would not go on in the same order",
+                    hint="start another run, or go on with the same value",
+                )
+        tree = self._tree_of(checkpoint)
+        anew = self._per_rank if len(checkpoint.owns) != self._dims.world_size else ()
+        objects = {
+            name: tracked for name, tracked in objects.items() if name in tree or name not in anew
+        }
+        loading.put_back(objects, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1)
+        vars(self._position).update(checkpoint.shared["position"])
+        self.best = Best(**checkpoint.shared["best"])
+        self._written = self._now()
+        # All ranks of a stream take up the same one, whichever of them wrote it.
+        records = (
+            record
+            for record in checkpoint.owns
+            if record.get("stream", record["rank"]) == self._dims.stream
+        )
+        self._rng = next((record["rng"] for record in records), None)
+
+    def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
+        """Return the objects' state dicts: what all ranks share, and what this rank has had."""
+        tree: dict[str, Any] = checkpoint.shared["tree"]
+        ranks = len(checkpoint.owns)
+        names = sorted({name for record in checkpoint.owns for name in record.get("objects", ())})
+        if ranks == self._dims.world_size:
+            records = {record["rank"]: record for record in checkpoint.owns}
+            tree = joined(tree, records[self._dims.rank].get("objects", {}))
+            return tree
+        if not names:
+            return tree
+        text = (
+            f"each of the {ranks} ranks that wrote the checkpoint of step {checkpoint.step} had its"
+            f" own {', '.join(names)}, and {self._dims.world_size} run here"
+        )
+        kinds = (torch.nn.Module, torch.optim.Optimizer)
+        if any(isinstance(unwrap(self._objects.get(name)), kinds) for name in names):
+            raise HpcDdpError(text, hint=f"start {ranks} workers, as before")
+        self._checkpoints.warn(f"WARNING: {text}: it begins anew")
+        return tree
+
+    def _check(self, current: State) -> None:
+        """Refuse objects that only some ranks have, and DTensors that are not sharded alike on all
+        of them, before the training."""
+        sharded = {name: tensor for name, tensor in current.shared.items() if is_sharded(tensor)}
+        parts = my_parts(State(tensors=sharded), self._dims)
+        self._checkpoints.check(inventory_of(self._dims.pp_rank, sharded, parts, current.tree))
+
+    def start_random(self) -> None:
+        """Give the generators the state of the checkpoint, or one of this rank's own.
+
+        Called at the start of the loop, so that whatever the script draws before it makes no
+        difference to a resume.
+        """
+        # First for what the checkpoint does not tell of: it may be one of a run on the CPU.
+        seed = derive(self._seed, self._position.step, self._dims.stream)
+        rng.seed_all(seed, self._devices)
+        if self._rng is not None:
+            rng.restore(self._rng, self._devices)
+        self._rng = None
+
+    def save(self, *, is_last: bool = False) -> None:
+        """Copy the state and begin to write it, once the save before is done.
+
+        Nothing is done where this very position is saved. A failure shows at the next call: it
+        has been said on stderr by then. What is to be the same on all ranks is compared now and
+        then, and where `is_last` says that there may be no other save.
+
+        Raises
+        ------
+        HpcDdpError
+            three saves in a row have failed
+        SupersededError
+            a later attempt of this run has started
+        """
+        self.settle()
+        if self._written == self._now():
+            return
+        began = time.monotonic()
+        self._names_best = self.best.step is None and self.best.value is not None
+        if self._names_best:
+            self.best.step = self._position.step
+        current = state.collect(self._objects, self._per_rank)
+        # Ranks may part later, too: at saves 1, 2, 4, 8, … this costs little in all.
+        compares = is_last or (self._saves + 1).bit_count() == 1
+        compares = compares and self._dims.stage_size > 1
+        wait_for_checksums = start_checksums(current.equal if compares else {})
+        parts = my_parts(current, self._dims)
+        self._buffer.fill(parts)
+        inventory = inventory_of(self._dims.pp_rank, current.shared, parts, current.tree)
+        guarded = current.trained if self._only_finite else ()
+        shared = {
+            **self._facts(),
+            "position": asdict(self._position),
+            "best": asdict(self.best),
+            "tree": current.tree,
+        }
+        self._written, self._has_begun = self._now(), True
+        self._checkpoints.begin(
+            Content(
+                step=self._position.step,
+                facts={"epoch": self._position.epoch, "samples": self._position.samples}
+                | {"best": None if self.best.step is None else asdict(self.best)},
+                shared=shared,
+                rank_values=self._rank_values(current),
+                data=self._bytes,
+                inventory=lambda: replace(inventory, checksums=wait_for_checksums()),
+                is_finite=partial(self._buffer.is_finite, guarded),
+                stall_s=time.monotonic() - began,
+            )
+        )
+
+    def _rank_values(self, current: State) -> dict[str, Any]:
+        """Return what this rank's file of plain values is to hold."""
+        values = {
+            "rank": self._dims.rank,
+            "stream": self._dims.stream,
+            "rng": self._rng or rng.snapshot(self._devices),  # not yet put back, or living
+            "pieces": as_plain(self._buffer.pieces),
+            **({"objects": current.private_tree} if current.private_tree else {}),
+        }
+        if self._dims.pp_rank and self._dims.stage_rank == 0:
+            values["tree"] = current.tree  # rank 0 knows of its own stage only
+        return values
+
+    def _bytes(self) -> tuple[list[memoryview], float]:
+        """Return what the data file is to hold, and how long a device has copied it, in seconds."""
+        devices.use(self._devices[0])  # in the thread that saves
+        copy_s = self._buffer.wait()
+        return self._buffer.bytes, copy_s
+
+    def judge(self, value: float, higher: bool) -> bool:
+        """Compare a value (rank 0's) with the best so far; all ranks get the same answer."""
+        best = self.best
+        value = self._checkpoints.agree(value)
+        beats = best.value is None or (value > best.value if higher else value < best.value)
+        is_best = beats and not math.isnan(value)
+        self.best = Best(value) if is_best else replace(best, stale=best.stale + 1)
+        return is_best
+
+    def load_best(self, model: torch.nn.Module) -> int:
+        """Save what there is, then see `Run.load_best`."""
+        names = [
+            name for name, tracked in self._objects.items() if unwrap(tracked) is unwrap(model)
+        ]
+        if not names:
+            raise UsageError(
+                "the model is none that run.track was given",
+                hint="run.track(model=model, …) before the loop",
+            )
+        if self.best.value is None:
+            raise UsageError(
+                "the run has no best checkpoint: run.best was not called, or with NaN only",
+                hint="run.best(accuracy) at the end of each epoch",
+            )
+        self.save_surely()
+        assert self.best.step is not None  # the save has seen to that
+        checkpoint = self._checkpoints.load(self.best.step)
+        tree = {names[0]: self._tree_of(checkpoint)[names[0]]}
+        loading.put_back(
+            {names[0]: model}, tree, checkpoint.reader, checkpoint.step, self._dims.pp > 1
+        )
+        return checkpoint.step
+
+    def settle(self) -> bool:
+        """Wait for the save under way; False after a failure. Raises as `save` does."""
+        done = self._checkpoints.settle()
+        self._saves += done and self._has_begun
+        self._has_begun = False
+        if not done:
+            self._written = None
+            if self._names_best:  # it is not there, so the next one is the best checkpoint
+                self.best.step, self._names_best = None, False
+        return done
+
+    def save_surely(self) -> None:
+        """Save and wait, trying again after a failure until the run has to give up."""
+        self.save(is_last=True)
+        while not self.settle():
+            time.sleep(RETRY_S)
+            self.save(is_last=True)
+
+    @property
+    def tracked(self) -> bool:
+        return bool(self._objects)
+
+    def _now(self) -> tuple[Position, Best]:
+        return replace(self._position), replace(self.best)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"seed": self._seed, **self._data}

@@ -1,0 +1,334 @@
+"""State of the user's objects: taking it out, checking it, putting it back.
+
+Names are a person's: ``model.fc.weight``, ``optimizer.state.model.fc.weight.exp_avg``. So what was
+trained under one wrapper is found again under another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.training.checkpoint.shards import (
+    OWN,
+    LocalShard,
+    rows,
+    shard,
+    whole,
+)
+from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
+from hpc_ddp.training.models.mesh import ParallelDims
+
+TENSOR = "<tensor>"  # what stands in a tensor's place in the stored tree
+KIND = "class"  # an optimizer's, beside its state
+VERSIONS = "<versions>"  # of a module's state dict, by the names of its parts, beside it
+COMPILED = "_orig_mod."  # torch.compile puts it into the names of what it wraps
+
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_DICTS = (dict, Counter, OrderedDict)  # those that weights_only knows; others become a dict
+_LARGEST = 1 << 2039  # weights_only reads whole numbers below it
+SHOWN = 8
+
+
+def unwrap(thing: Any) -> Any:
+    """Return the module inside wrappers, so that its names have no ``module.`` in front."""
+    while True:
+        if isinstance(thing, (DistributedDataParallel, DataParallel)):
+            thing = thing.module
+        elif isinstance(thing, torch.nn.Module) and hasattr(thing, "_orig_mod"):  # torch.compile's
+            thing = thing._orig_mod
+        else:
+            return thing
+
+
+@dataclass(frozen=True)
+class State:
+    """The objects' state, taken apart.
+
+    Attributes
+    ----------
+    tree
+        the state dicts by object, with `TENSOR` in place of each tensor
+    tensors
+        by name; DTensors as they are. They are the living ones, not copies
+    replicated
+        names of those that are the same on all ranks: parameters, and what an optimizer keeps
+        for each of their numbers
+    trained
+        those of them that the training changes
+    buffers
+        names of the modules' buffers, of which each rank may have its own: running means, say
+    private_tree
+        the state dicts of the objects that each rank has its own of, and what an optimizer keeps
+        for parameters that DDP ignores
+    private
+        names of the tensors that other ranks can't do with: those of such objects, parameters that
+        DDP ignores, and an optimizer's state for these
+    """
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    replicated: set[str] = field(default_factory=set)
+    trained: set[str] = field(default_factory=set)
+    buffers: set[str] = field(default_factory=set)
+    private_tree: dict[str, Any] = field(default_factory=dict)
+    private: set[str] = field(default_factory=set)
+
+    @property
+    def shared(self) -> dict[str, torch.Tensor]:
+        """The tensors that the ranks of a stage save together, by name."""
+        return {name: tensor for name, tensor in self.tensors.items() if name not in self.private}
+
+    @property
+    def equal(self) -> dict[str, torch.Tensor]:
+        """The shared tensors that are the same on all ranks, each as a whole."""
+        return {
+            name: tensor
+            for name, tensor in self.shared.items()
+            if name in self.replicated and not is_sharded(tensor)
+        }
+
+
+def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
+    """Return the state of each object by name; `per_rank` names those that ranks do not share.
+
+    Raises
+    ------
+    HpcDdpError
+        names an entry that ``weights_only`` would refuse to load again
+    """
+    for plain in map(unwrap, objects.values()):
+        if isinstance(plain, torch.nn.Module):
+            reshard(plain)
+    labels = labels_of(objects)
+    ignored = set(_ignored_by_ddp(objects))
+    state = State()
+    for name, wrapped in objects.items():
+        plain = unwrap(wrapped)
+        if not (hasattr(plain, "state_dict") and hasattr(plain, "load_state_dict")):
+            raise UsageError(
+                f"{name} is {_kind(plain)}; accepted by run.track: objects with state_dict and"
+                " load_state_dict",
+                hint="for a best value there is run.best",
+            )
+        content: Any = plain.state_dict()
+        if isinstance(plain, Optimizer):
+            content = _by_label(content, params_of(plain, labels)) | {KIND: type(plain).__name__}
+            state.trained.update(_like_parameters(name, plain, labels))
+        elif isinstance(plain, torch.nn.Module):
+            content = {plain_name(key): value for key, value in content.items()} | {
+                VERSIONS: {part: facts.get("version") for _, part, facts in metadata_of(content)}
+            }
+            for key, parameter in plain.named_parameters(remove_duplicate=False):
+                names = state.trained if parameter.requires_grad else state.replicated
+                names.add(f"{name}.{plain_name(key)}")
+            state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in plain.named_buffers())
+        tensors: dict[str, torch.Tensor] = {}
+        tree = state.private_tree if name in per_rank else state.tree
+        tree[name] = take_apart(content, name, tensors)
+        state.tensors.update(tensors)
+        prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
+        private = {key for key in tensors if key in ignored or key.startswith(prefixes)}
+        state.private.update(key for key in private if not is_sharded(tensors[key]))
+        if isinstance(plain, Optimizer) and tree is state.tree:  # an expert may lack it elsewhere
+            states = tree[name]["state"]
+            if of_rank := {label: states.pop(label) for label in ignored & states.keys()}:
+                state.private_tree[name] = {"state": of_rank}
+    state.replicated.update(state.trained)
+    return state
+
+
+def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
+    """Return what a rank writes of the tensors, which have the same names on all of its stage.
+
+    - sharded (FSDP2, tensor parallel): its own shard, where ranks hold the same the first of them
+    - what each rank has its own of: all of that
+    - replicated: its share; the ranks' shares of all bytes together are equal, cut between rows
+    - buffers: its own; a run on another number of ranks goes on from the first rank's
+    - anything else: the first rank of the stage all of it
+    """
+    shared = {name: tensor.nbytes for name, tensor in state.equal.items()}
+    rank, size = dims.stage_rank, dims.stage_size
+    low, high = (sum(shared.values()) * r // size for r in (rank, rank + 1))
+    parts: dict[str, LocalShard] = {}
+    for name, tensor in state.tensors.items():
+        if is_sharded(tensor):
+            if holds_first_copy(tensor, dims):
+                parts[name] = shard(tensor)
+        elif name in state.private:
+            parts[f"{name}{OWN}{dims.rank}"] = whole(tensor)
+        elif length := shared.get(name):
+            if part := rows(tensor, low, high):
+                parts[name] = part
+            low, high = low - length, high - length
+        elif rank == 0:
+            parts[name] = whole(tensor)
+        elif name in state.buffers:
+            parts[f"{name}{OWN}{dims.rank}"] = whole(tensor)
+    is_empty = {name: not part.numbers.numel() for name, part in parts.items()}
+    return {n: part for n, part in parts.items() if rank == 0 or OWN in n or not is_empty[n]}
+
+
+def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of parameters that DDP leaves to each rank: experts, parts of an embedding.
+
+    Sharded ones are in part each rank's own in any case. Buffers are saved as all others are.
+    """
+    for name, wrapped in objects.items():
+        module = unwrap(wrapped)
+        if keys := set(map(plain_name, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))):
+            for key, parameter in module.named_parameters(remove_duplicate=False):
+                if plain_name(key) in keys and not is_sharded(parameter):
+                    yield f"{name}.{plain_name(key)}"
+
+
+def joined(first: Any, second: Any, key: object = None) -> Any:
+    """Return the tree of a whole model from those of two of its stages.
+
+    What both have is the same in both; the parameters in an optimizer's groups are put together.
+    """
+    if isinstance(first, dict):
+        common = {k: joined(first[k], item, k) for k, item in second.items() if k in first}
+        return type(first)({**first, **second, **common})
+    if isinstance(first, list) and key == "params":
+        return first + [entry for entry in second if entry not in first]
+    if isinstance(first, list) and any(isinstance(entry, dict) for entry in first):
+        return [joined(*pair) for pair in zip(first, second, strict=True)]
+    return first
+
+
+def plain_name(key: str) -> str:
+    """Return a parameter's name without what torch.compile puts into it."""
+    return key.replace(COMPILED, "")
+
+
+def labels_of(objects: Mapping[str, Any]) -> dict[int, str]:
+    """Return the name of each parameter of the tracked modules, by its id."""
+    labels: dict[int, str] = {}
+    for name, wrapped in objects.items():
+        plain = unwrap(wrapped)
+        if isinstance(plain, torch.nn.Module):
+            for key, parameter in plain.named_parameters():
+                labels.setdefault(id(parameter), f"{name}.{plain_name(key)}")
+    return labels
+
+
+def params_of(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    """Return an optimizer's parameters by name, in the order of its state dict's numbers."""
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        labels.get(id(parameter), f"parameter {i}"): parameter for i, parameter in enumerate(params)
+    }
+
+
+def _by_label(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with names in place of its numbers.
+
+    The numbers depend on which parameters a rank has; the names do not.
+    """
+    names = dict(enumerate(params))
+    groups = [[names[number] for number in group["params"]] for group in state["param_groups"]]
+    return with_keys(state, names, groups)
+
+
+def by_number(
+    state: dict[str, Any], params: Mapping[str, Any], groups: list[list[str]]
+) -> dict[str, Any]:
+    """Undo `_by_label`; `groups` has the names in the order of the groups they are to go to,
+    since torch pairs them by their places."""
+    numbers = {label: number for number, label in enumerate(params)}
+    return with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
+
+
+def with_keys(
+    state: dict[str, Any], keys: Mapping[Any, Any], groups: list[list[Any]]
+) -> dict[str, Any]:
+    """Return an optimizer's state dict with other keys, and these parameters in its groups."""
+    return {
+        **state,
+        "state": {keys[old]: value for old, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": params}
+            for group, params in zip(state["param_groups"], groups, strict=True)
+        ],
+    }
+
+
+def _like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str]) -> Iterator[str]:
+    """Yield the names of the state that is shaped like the parameter it belongs to."""
+    for label, parameter in params_of(optimizer, labels).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
+                yield f"{name}.state.{label}.{key}"
+
+
+def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return `value` with its tensors moved to `tensors`, by their place."""
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise _refused(where, f"a tensor of layout {value.layout}")
+        if where in tensors:
+            raise _refused(where, "the second one of this name")
+        tensors[where] = value
+        return TENSOR
+    if isinstance(value, Mapping):
+        for key in value:
+            _check_atom(key, f"a key of {where}")
+        items: Any = {k: take_apart(item, f"{where}.{k}", tensors) for k, item in value.items()}
+        kind: Any = type(value)
+        return kind(items) if kind in _DICTS else items
+    if type(value) is list and _is_of_numbers(value):  # a million of them, one by one, take 1 s
+        return value.copy()
+    if isinstance(value, (list, tuple)):
+        row = [take_apart(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+        return tuple(row) if isinstance(value, tuple) else row
+    if isinstance(value, set):
+        return {take_apart(item, f"{where}.{item}", tensors) for item in value}
+    _check_atom(value, where)
+    return value
+
+
+def _is_of_numbers(row: list[Any]) -> bool:
+    """Tell whether all are floats, or whole numbers that can be loaded again."""
+    kinds = set(map(type, row))
+    if kinds == {int}:
+        return bool(min(row) > -_LARGEST and max(row) < _LARGEST)
+    return kinds == {float}
+
+
+def _check_atom(value: Any, where: str) -> None:
+    """Refuse what could be saved, but not be loaded again by ``weights_only``."""
+    if type(value) not in _ATOMS:
+        raise _refused(where, _kind(value))
+    if type(value) is bytes and not value:
+        raise _refused(where, "b'', which can't be loaded again")
+    if type(value) is int and not -_LARGEST < value < _LARGEST:
+        raise _refused(where, "a number of 2,040 bits or more, which can't be loaded again")
+    if type(value) is str and value == TENSOR:
+        raise _refused(where, f"the text {TENSOR}, which stands for a tensor")
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__module__}.{type(value).__name__}"
+
+
+def _refused(where: str, kind: str) -> HpcDdpError:
+    return HpcDdpError(
+        f"{where} is {kind}; accepted in a state_dict: tensors, numbers, text, bytes, None, and"
+        " lists and dicts of them",
+        hint="return plain values from state_dict, for instance float(x) or x.item()",
+    )
+
+
+def metadata_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield what torch tells of each part of a module beside its state dict: its key there, its
+    plain name, and the facts."""
+    for key, facts in getattr(state, "_metadata", {}).items():
+        yield key, plain_name(f"{key}.")[:-1], facts

@@ -1,0 +1,1 @@
+"""The order of the training data, and its loaders."""

@@ -1,0 +1,76 @@
+"""Batches of any shape, pinned and moved to a device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, MutableMapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from hpc_ddp.training.devices import CPU, is_accelerator
+
+
+def rows_of(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    """Return rows of a tensor; the host does not wait for a device that has it."""
+    if not is_accelerator(tensor.device):
+        return tensor[indices]
+    index = torch.tensor(indices, device="cpu").pin_memory()
+    return tensor[index.to(tensor.device, non_blocking=True)]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on `device`.
+
+    They are looked for in tuples, lists, dicts, other mappings and dataclasses. What moves itself,
+    by a method ``to``, does so: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
+    """
+    return _changed(batch, partial(_moved, device=device))
+
+
+def pinned(batch: Any) -> Any:
+    """Return a batch with its tensors in pinned memory, where they can be."""
+    return _changed(batch, _pinned)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if not callable(getattr(value, "to", None)):
+        return None
+    try:
+        return value.to(device, non_blocking=True)
+    except TypeError:  # it knows of a device alone
+        return value.to(device)
+
+
+def _pinned(value: Any) -> Any:
+    """Return a copy in pinned memory, where the value is in memory that can be."""
+    if isinstance(value, torch.Tensor):
+        is_plain = value.device == CPU and value.layout == torch.strided
+        return value.pin_memory() if is_plain else value
+    return value.pin_memory() if callable(getattr(value, "pin_memory", None)) else None
+
+
+def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a batch whose parts are changed; `change` returns None for what is not one of them."""
+    changed = change(batch)
+    if changed is not None:
+        return changed
+    if isinstance(batch, dict):
+        return {key: _changed(value, change) for key, value in batch.items()}
+    if isinstance(batch, MutableMapping):  # a UserDict
+        mapping = copy.copy(batch)
+        mapping.update({key: _changed(value, change) for key, value in batch.items()})
+        return mapping
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_changed(value, change) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_changed(value, change) for value in batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        result = copy.copy(batch)  # its fields need not be arguments of its class
+        for field in fields(batch):
+            value = _changed(getattr(batch, field.name), change)
+            object.__setattr__(result, field.name, value)  # it may be frozen
+        return result
+    return batch

@@ -1,0 +1,108 @@
+"""Iterable data sets, cut as those with indices are: each sample once, on any number of ranks.
+
+Only whoever has iterated a stream knows what is in it. So every rank, and every loader worker,
+reads all of it and keeps its own part: exact, but as dear as reading everything everywhere. The
+cure is a cheap stream: let it yield references (paths, offsets) and decode them in
+``collate_fn``, and give it a ``skip``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from hpc_ddp.training.data import order
+from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position
+from hpc_ddp.training.models import rng
+
+_END = object()
+
+
+class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
+    """Yields batches of what is left of the epoch at `position`.
+
+    What the data set draws at random depends on (seed, epoch, number of the sample), and
+    what `collate` draws on that of the batch. Worker w of n makes the batches w, w + n, …,
+    in which order torch's DataLoader puts them together again.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        cut: BatchPlan,
+        seed: int,
+        position: Position,
+        collate: Callable[[list[Any]], Any],
+    ) -> None:
+        self._dataset, self._cut, self._seed = dataset, cut, seed
+        self._position, self._collate = position, collate
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
+        worker = get_worker_info()
+        turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
+        # The data set must not see the worker: many then yield only a part of themselves.
+        torch_worker._worker_info = None
+        number = count()
+        for block, samples, ends_epoch in self._blocks():
+            for share in self._cut.pieces(block, ends_epoch):
+                if next(number) % turns == turn:
+                    yield share, self._batch(share, samples)
+
+    def _blocks(self) -> Iterator[tuple[range, dict[int, Any], bool]]:
+        """Yield each global batch, the samples that this rank may need, and if it is the last."""
+        source = self._open()
+        block, samples = self._read(source, self._position.samples)
+        while self._cut.steps(len(block)):
+            later, its_samples = self._read(source, block.stop)
+            yield block, samples, not self._cut.steps(len(later))
+            block, samples = later, its_samples
+
+    def _open(self) -> Iterator[Any]:
+        """Return the rest of the stream, from the current position on."""
+        epoch, start = self._position.epoch, self._position.samples
+        stream: Any = self._dataset
+        skips = start > 0 and hasattr(stream, "skip")
+        with rng.untouched():
+            rng.seed_all(order.derive(self._seed, epoch))
+            _set_epoch(stream, epoch)
+            if skips:
+                stream = stream.skip(start)
+                _set_epoch(stream, epoch)  # Hugging Face's returns one that has forgotten it
+            source: Iterator[Any] = iter(stream)
+            for number in range(0 if skips else start):
+                self._next(source, number)
+        return source
+
+    def _read(self, source: Iterator[Any], first: int) -> tuple[range, dict[int, Any]]:
+        """Read one global batch, less at the end; return its numbers and what may be needed."""
+        cut, samples, number = self._cut, dict[int, Any](), first
+        with rng.untouched():
+            while number < first + cut.size:
+                sample = self._next(source, number)
+                if sample is _END:
+                    break
+                place = number - first
+                if place % cut.world_size == cut.rank or place < 2:  # two to repeat
+                    samples[number] = sample
+                number += 1
+        return range(first, number), samples
+
+    def _next(self, source: Iterator[Any], number: int) -> Any:
+        rng.seed_all(order.derive(self._seed, self._position.epoch, number))
+        return next(source, _END)
+
+    def _batch(self, share: MicroBatch, samples: dict[int, Any]) -> Any:
+        with rng.untouched():
+            places = share.places
+            seed = order.derive(self._seed, self._position.epoch, places[0], len(places))
+            rng.seed_all(seed)
+            return self._collate([samples[place] for place in places])
+
+
+def _set_epoch(stream: Any, epoch: int) -> None:
+    if hasattr(stream, "set_epoch"):
+        stream.set_epoch(epoch)

@@ -1,0 +1,276 @@
+"""The loaders of a run: what `order` says, through torch's DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.training.data import order
+from hpc_ddp.training.data.batches import pinned, rows_of, to_device
+from hpc_ddp.training.data.iterable import IterableBatches
+from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position
+from hpc_ddp.training.data.worker_death import watched
+from hpc_ddp.training.devices import is_accelerator
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.process.watchdog import beat
+from hpc_ddp.training.stops.signals import ignore_in_loader
+
+
+class Loader:
+    """Yields this rank's micro-batches of the current epoch, from the current position on.
+
+    Made by `Run.loader`. Batches are on the run's device; `share` describes the one last
+    yielded. `samples` is the size of the data set, None for a stream.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        cut: BatchPlan,
+        *,
+        seed: int,
+        position: Position,
+        device: torch.device,
+        check: Callable[[], None],
+        sync: Callable[[bool], None],
+        shuffle: bool | None = None,
+        **options: Any,
+    ) -> None:
+        self.samples = size_of(dataset)
+        self.share: MicroBatch | None = None
+        self.timed: Callable[[Iterator[Any]], Iterator[Any]] = iter
+        self._cut, self._position, self._device = cut, position, device
+        self._check, self._sync = check, sync
+        if self.samples is not None and not cut.steps(self.samples):
+            raise UsageError(
+                f"the training set has {self.samples} samples; accepted: enough for one step"
+                f" of {cut.size}",
+                hint="take a smaller batch size, or no drop_last",
+            )
+        if shuffle is None:
+            shuffle = self.samples is not None
+        self._shuffle = shuffle
+        self._batches = batches_of(dataset, cut, seed, position, device, shuffle, **options)
+
+    def __len__(self) -> int:
+        """Optimizer steps of a whole epoch, wherever in it the run is (for a scheduler)."""
+        return self._cut.steps(known(self.samples))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The values that decide the order of the samples beside the seed, for a resume."""
+        return {"size of the training set": self.samples, "shuffle": self._shuffle}
+
+    def steps(self, start: int) -> int | None:
+        """Return the steps from position `start` (in samples) to the end of an epoch, if known."""
+        return None if self.samples is None else self._cut.steps(self.samples - start)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._check()
+        for share, batch in self.timed(watched(self._batches)):
+            self.share = share
+            self._sync(share.ends_step)
+            if share.ends_step:
+                self._position.samples += share.total
+            beat()
+            yield to_device(batch, self._device)
+
+
+class Shard:
+    """This rank's part of a data set, in order, each sample on one rank only: for evaluation.
+
+    Made by `Run.shard`. Nothing is padded, so ranks may have different numbers of batches, or
+    none: call nothing collective per batch, and add the sums up afterwards with `Run.sum`. With
+    `even` they have the same number; `counts` is false while a batch is one of those that only
+    fill up, whose samples are another rank's.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        cut: BatchPlan,
+        *,
+        seed: int,
+        device: torch.device,
+        even: bool = False,
+        **options: Any,
+    ) -> None:
+        self.counts, self._even = True, even
+        if options.pop("shuffle", False) or options.pop("drop_last", False):
+            raise UsageError("a shard has every sample once, in order: no shuffle, no drop_last")
+        self._samples, self._cut, self._device = size_of(dataset), cut, device
+        self._batches = batches_of(dataset, cut, seed, Position(), device, False, **options)
+
+    def __len__(self) -> int:
+        if self._even:
+            return self._cut.steps(known(self._samples))
+        numbers = range(self._cut.rank, known(self._samples), self._cut.world_size)
+        return len(numbers[:: self._cut.batch_size])
+
+    def __iter__(self) -> Iterator[Any]:
+        for share, batch in watched(self._batches):
+            beat()
+            self.counts = share.weight > 0
+            if self.counts or self._even:
+                yield to_device(batch, self._device)
+
+
+class UnknownLengthError(UsageError, TypeError):
+    """A stream was asked for its length. A TypeError, so that `list` and tqdm do without."""
+
+
+def size_of(dataset: Dataset[Any]) -> int | None:
+    """Return the number of samples; None for a stream, which need not know it."""
+    return None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
+
+
+def known(samples: int | None) -> int:
+    """Return the size of a data set, or raise UnknownLengthError for a stream's."""
+    if samples is None:
+        raise UnknownLengthError(
+            "the length of an iterable data set is not known before its end",
+            hint="give the scheduler a number of steps of your own",
+        )
+    return samples
+
+
+def batches_of(
+    dataset: Dataset[Any],
+    cut: BatchPlan,
+    seed: int,
+    position: Position,
+    device: torch.device,
+    shuffle: bool,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    worker_init_fn: Callable[[int], None] | None = None,
+    **options: Any,
+) -> DataLoader[_Batch]:
+    """Return what yields the rest of the epoch of `position`, a new one at each iteration."""
+    for name in ("sampler", "batch_sampler", "generator", "in_order"):
+        if name in options:
+            raise UsageError(
+                f"{name} was given; the run has its own, so that the order can be resumed",
+                hint="choose or weight samples in the data set",
+            )
+    collate = collate_fn or default_collate
+    source: Any
+    if isinstance(dataset, IterableDataset):
+        if shuffle or options.get("persistent_workers"):
+            name = "shuffle" if shuffle else "persistent_workers"
+            raise UsageError(
+                f"{name} is True; accepted with an iterable data set: False",
+                hint="let the data set shuffle itself; set_epoch(epoch) is called if it has that",
+            )
+        source = IterableBatches(dataset, cut, seed, position, collate)
+    else:
+        source = _Seeded(dataset, seed, collate)
+        options["sampler"] = _Keys(len(dataset), cut, seed, position, shuffle)  # type: ignore[arg-type]
+    try:
+        return DataLoader(
+            source,
+            batch_size=None,  # the source makes the batches
+            collate_fn=_as_batch,
+            num_workers=num_workers,
+            worker_init_fn=partial(_begin_worker, worker_init_fn) if num_workers else None,
+            in_order=True,
+            # Without a generator of its own an iterator draws from the global one.
+            generator=torch.Generator(),
+            **{"pin_memory": is_accelerator(device), **options},
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"torch's DataLoader refuses the options: {error}", hint="see torch.utils.data"
+        ) from None
+
+
+class _Keys:
+    """The keys of batches, in order: (epoch, indices, share) from the current position on."""
+
+    def __init__(
+        self, samples: int, cut: BatchPlan, seed: int, position: Position, shuffle: bool
+    ) -> None:
+        self._samples, self._cut, self._seed = samples, cut, seed
+        self._position, self._shuffle = position, shuffle
+
+    def __iter__(self) -> Iterator[tuple[int, list[int], MicroBatch]]:
+        epoch = self._position.epoch
+        shares = self._cut.shares(self._samples, self._position.samples)
+        if not self._shuffle:
+            yield from ((epoch, list(share.places), share) for share in shares)
+            return
+        indices = order.permutation(self._samples, self._seed, epoch)
+        for share in shares:
+            places = slice(share.places.start, share.places.stop, share.places.step)
+            yield epoch, indices[places].tolist(), share
+
+
+class _Seeded(Dataset[tuple[MicroBatch, Any]]):
+    """Fetches batches whose randomness depends on (seed, epoch, index) and on nothing else.
+
+    Neither the number of ranks or loader workers nor an interruption changes what an
+    augmentation draws, and it takes nothing from the generators of the training itself.
+    `collate` has a seed of its own for each batch.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any]
+    ) -> None:
+        self._dataset, self._seed, self._collate = dataset, seed, collate
+        self._tensors: tuple[torch.Tensor, ...] | None = None
+        if isinstance(dataset, TensorDataset) and type(dataset) is TensorDataset:
+            self._tensors = dataset.tensors if collate is default_collate else None
+
+    def __getitem__(self, key: tuple[int, list[int], MicroBatch]) -> tuple[MicroBatch, Any]:
+        epoch, indices, share = key
+        if self._tensors is not None:  # nothing is drawn, so all come at once
+            return share, [rows_of(tensor, indices) for tensor in self._tensors]
+        if get_worker_info() is not None:
+            return share, self._batch(epoch, indices)
+        with rng.untouched():
+            return share, self._batch(epoch, indices)
+
+    def _batch(self, epoch: int, indices: list[int]) -> Any:
+        samples = [self._sample(epoch, index) for index in indices]
+        rng.seed_all(order.derive(self._seed, epoch, indices[0], len(indices)))
+        return self._collate(samples)
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        rng.seed_all(order.derive(self._seed, epoch, index))
+        return self._dataset[index]
+
+
+class _Batch:
+    """A batch with its share, which DataLoader's thread pins by its own method.
+
+    Not by torch's, which leaves dataclasses alone, and fails for a tensor that is on a device.
+    """
+
+    def __init__(self, share: MicroBatch, content: Any) -> None:
+        self.share, self.content = share, content
+
+    def pin_memory(self, device: object = None) -> _Batch:
+        return _Batch(self.share, pinned(self.content))
+
+
+def _as_batch(pair: Any) -> _Batch:
+    return _Batch(*pair)
+
+
+def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    ignore_in_loader(worker)
+    if then is not None:
+        then(worker)

@@ -1,0 +1,141 @@
+"""Which samples a rank takes, as pure functions of seed, epoch and position.
+
+All ranks walk one permutation. The position in it is the number of samples that all of them
+together have consumed, so a run can go on at any step with any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+
+from hpc_ddp.run.errors import UsageError
+
+
+@dataclass
+class Position:
+    """Where a run is: `step` completed optimizer steps, `epoch_steps` of them in `epoch`, and
+    `samples` that the run's loader has yielded in it."""
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    epoch_steps: int = 0
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of one rank: its part of a global batch, or a piece of that part.
+
+    `places` are never empty: a rank that has none left repeats some, with `weight` zero.
+    """
+
+    places: range  # of its samples in the order of the epoch
+    weight: float  # for the gradient of this rank's mean loss; see `BatchPlan.pieces`
+    total: int  # samples in the global batch
+    ends_step: bool  # the last micro-batch before the optimizer's step
+    ends_epoch: bool  # in the last step of the epoch
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How an epoch is cut into global batches of `size` samples, and those for one rank.
+
+    Each optimizer step takes a global batch. A rank has its part of it in at most `accumulate`
+    micro-batches, at the tail of an epoch in fewer, but every rank in the same number.
+    """
+
+    size: int
+    rank: int
+    world_size: int
+    accumulate: int = 1
+    drop_last: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        """The most samples in a micro-batch."""
+        return _ceil(_ceil(self.size, self.world_size), self.accumulate)
+
+    def steps(self, samples: int) -> int:
+        """Return how many steps `samples` are worth, the same on every rank."""
+        return samples // self.size if self.drop_last else _ceil(samples, self.size)
+
+    def shares(self, samples: int, start: int) -> Iterator[MicroBatch]:
+        """Yield what is left of an epoch of `samples` from position `start` on."""
+        stop = min(start + self.steps(samples - start) * self.size, samples)
+        for first in range(start, stop, self.size):
+            block = range(first, min(first + self.size, stop))
+            yield from self.pieces(block, ends_epoch=block.stop == stop)
+
+    def pieces(self, block: range, ends_epoch: bool) -> list[MicroBatch]:
+        """Return what this rank takes of one global batch, given as places in the epoch's order.
+
+        DistributedDataParallel divides the sum of the ranks' gradients by the number of ranks.
+        With each micro-batch's mean loss weighted by n * ranks / n_total, the sum over them is
+        the mean over the samples of the global batch, however unevenly they are spread.
+        """
+        total = len(block)
+        places = block[self.rank :: self.world_size]
+        count = _ceil(_ceil(total, self.world_size), self.batch_size)
+        repeated = block[:2]  # two, since batch norm refuses a single one
+        return [
+            MicroBatch(
+                places=part or repeated,
+                weight=len(part) * self.world_size / total,
+                total=total,
+                ends_step=i == count - 1,
+                ends_epoch=ends_epoch,
+            )
+            # Every count-th one, so that no piece is much smaller than the others.
+            for i, part in enumerate(places[i::count] for i in range(count))
+        ]
+
+
+def make_plan(
+    batch_size: int | None,
+    global_batch_size: int | None,
+    accumulate: int,
+    rank: int,
+    world_size: int,
+    drop_last: bool = False,
+) -> BatchPlan:
+    """Return the cut for a batch size per rank and micro-batch, or for one of all ranks' steps.
+
+    Raises
+    ------
+    UsageError
+        not exactly one of the two is given, or a number is below 1
+    """
+    if (batch_size is None) == (global_batch_size is None):
+        which = "neither" if batch_size is None else "both"
+        raise UsageError(
+            f"{which} of batch_size and global_batch_size given; accepted: one of them",
+            hint="batch_size counts samples per rank, global_batch_size those of all ranks",
+        )
+    sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
+    for name, number in {**sizes, "accumulate": accumulate}.items():
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise UsageError(f"{name} is {number!r}; accepted: a whole number from 1")
+    size = global_batch_size or (batch_size or 0) * accumulate * world_size
+    return BatchPlan(size, rank, world_size, accumulate, drop_last)
+
+
+def _ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def derive(*parts: int) -> int:
+    """Return a seed of 63 bits from integers; near ones give unrelated seeds."""
+    digest = blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the order of an epoch, of shape (samples,), leaving global generators alone."""
+    generator = torch.Generator().manual_seed(derive(seed, epoch))
+    # The order is the same in either type, and takes half the memory in int32.
+    dtype = torch.int32 if samples < 2**31 else torch.int64
+    return torch.randperm(samples, generator=generator, dtype=dtype, device="cpu")

@@ -1,0 +1,1 @@
+"""Models over several ranks, their numbers and their precision."""

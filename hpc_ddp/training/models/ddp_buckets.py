@@ -1,0 +1,55 @@
+"""Fix the order in which DistributedDataParallel adds gradients up.
+
+DDP packs gradients into buckets, and after the first backward of every process packs them
+anew in the order in which they arrived. A resumed process so takes its first step with the
+first packing, where the undisturbed run had the second, and from three ranks on the same
+numbers added in another order give other bits. The cure is to let every process, the first
+one too, see its "first backward" before training: on a stand-in whose gradients are zero
+and arrive in an order that depends on nothing but the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+class _StandIn(torch.nn.Module):
+    """Uses every parameter once; its gradients are zero and arrive last parameter first."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters_of_model = tuple(parameters)  # a tuple, so nothing is registered
+
+    def forward(self, _: None) -> torch.Tensor:
+        first, *later = self._parameters_of_model
+        total = first.sum() * 0
+        for parameter in later:
+            # autograd runs later nodes first: this term's before those of the terms so far
+            total = total + (parameter.sum() * 0).to(total)
+        return total
+
+
+def fix_bucket_order(ddp: DistributedDataParallel) -> None:
+    """Run one forward and backward of `ddp` that changes nothing but the packing of gradients.
+
+    All ranks must call it. Leaves parameters, buffers, generators as they are and gradients
+    None. Does nothing under ``static_graph``, which would take the stand-in's graph for the
+    model's: such a run is equal to an undisturbed one up to rounding only.
+    """
+    if ddp.static_graph:
+        return
+    parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+    model: Any = ddp.module
+    syncs = ddp.broadcast_buffers
+    ddp.module = _StandIn(parameters)
+    ddp.broadcast_buffers = False  # it would look for them in the stand-in, which has none
+    try:
+        # With device_ids, DDP takes the first of the arguments that it has moved there.
+        ddp(None).backward()
+    finally:
+        ddp.module, ddp.broadcast_buffers = model, syncs
+    for parameter in parameters:
+        parameter.grad = None

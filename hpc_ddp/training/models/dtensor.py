@@ -1,0 +1,200 @@
+"""DTensors, as FSDP2 and tensor parallelism shard them, and norms over ranks.
+
+Importing it takes a second, so that is done only where a script has loaded it already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.training.devices import sum_type
+from hpc_ddp.training.models.mesh import ParallelDims
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is a DTensor; where nobody has imported that, there are none."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def gathered(value: Any) -> Any:
+    """Return a tensor without its graph, a DTensor's as each rank has it whole; all ranks call it.
+
+    Other values are returned as they are.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    plain: Any = value.detach()
+    return plain.full_tensor() if is_sharded(plain) else plain
+
+
+def fsdp_modules(model: torch.nn.Module) -> list[Any]:
+    """Return the parts of a model that FSDP2 gathers, one at a time."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return (
+        [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+        if fsdp
+        else []
+    )
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let FSDP2 have its shards for parameters again.
+
+    After a forward without a backward, an evaluation's, the outermost module has the gathered
+    ones, which no optimizer knows.
+    """
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return start and size of this rank's part of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, start = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(start), tuple(size)
+
+
+def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:
+    """Tell whether this rank is the first of those of its stage that hold a part of a DTensor.
+
+    All ranks of a stage have the tensor, on this mesh or on one of other ranks, and each mesh has
+    all of it. So the mesh counts that has the stage's first rank, whatever made it and whatever
+    its dimensions are called; and of that, along the dimensions that replicate, the first ranks.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise HpcDdpError("a tensor with a pending reduction (Partial) can't be saved")
+    coordinate = tensor.device_mesh.get_coordinate()
+    return (
+        coordinate is not None
+        and dims.stage_first in _ranks_of(tensor.device_mesh)
+        and all(
+            place == 0
+            for place, placement in zip(coordinate, tensor.placements, strict=True)
+            if placement.is_replicate()
+        )
+    )
+
+
+@lru_cache(maxsize=64)  # there are few meshes, and thousands of tensors
+def _ranks_of(mesh: Any) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
+
+
+def reduced(tensor: Any) -> torch.Tensor:
+    """Return a gradient with its reduction done where that is pending (Partial)."""
+    if not is_sharded(tensor) or not any(placement.is_partial() for placement in tensor.placements):
+        plain: torch.Tensor = tensor
+        return plain
+    from torch.distributed.tensor import Replicate
+
+    full = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    done: torch.Tensor = tensor.redistribute(placements=full)
+    return done
+
+
+def step_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer step one tensor at a time where a group has DTensors and plain ones.
+
+    On accelerators torch's optimizers take all tensors of a group in one call (foreach), which is
+    refused for a mixture, as tensor parallelism leaves it: its plan names the layers that are cut.
+    The choice holds for the step only: a checkpoint of it may be taken up without a mixture.
+    """
+    mixed: dict[int, tuple[int, bool]] = {}  # by group; parameters may be added to one
+    changed: list[dict[str, Any]] = []
+
+    def is_mixed(group: dict[str, Any]) -> bool:
+        count = len(group["params"])
+        if mixed.get(id(group), (-1,))[0] != count:
+            mixed[id(group)] = (
+                count,
+                len({is_sharded(parameter) for parameter in group["params"]}) == 2,
+            )
+        return mixed[id(group)][1]
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused") and is_mixed(group):
+                group["foreach"] = False
+                changed.append(group)
+
+    def after(*_: Any) -> None:
+        while changed:
+            changed.pop()["foreach"] = None
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+def from_local(local: torch.Tensor, template: Any) -> torch.Tensor:
+    """Return a DTensor with this rank's part, sharded as another one is.
+
+    The part stays where it is. `DTensor.from_local` would move it to the mesh's device, which may
+    have no room for what FSDP2 keeps on the CPU.
+    """
+    from torch.distributed.tensor import DTensor
+
+    make: Any = DTensor
+    sharded: torch.Tensor = make(local, template._spec, requires_grad=False)
+    return sharded
+
+
+# -- norms of tensors that lie on several ranks --------------------------------------------
+
+
+def clip_(
+    parameters: Sequence[torch.Tensor], limit: float, dims: ParallelDims, device: torch.device
+) -> torch.Tensor:
+    """Scale the gradients down to a norm over all ranks; return the one before, a scalar."""
+    if not _is_spread(parameters, dims):
+        return clip_grad_norm_(parameters, limit)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = _norm([reduced(grad) for grad in grads], dims, device)
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    # The gradients themselves: `reduced` returns a copy of one whose sum over ranks is pending.
+    for grad in map(_local, grads):
+        grad.mul_(factor.to(grad.device))
+    return norm
+
+
+def total_norm(
+    tensors: Sequence[torch.Tensor], dims: ParallelDims, device: torch.device
+) -> torch.Tensor:
+    """Return the norm of all tensors of all ranks, each counted once: a scalar, equal on all."""
+    return _norm(tensors, dims, device) if _is_spread(tensors, dims) else get_total_norm(tensors)
+
+
+def _is_spread(tensors: Sequence[torch.Tensor], dims: ParallelDims) -> bool:
+    return dims.pp > 1 or any(map(is_sharded, tensors))
+
+
+def _norm(
+    tensors: Sequence[torch.Tensor], dims: ParallelDims, device: torch.device
+) -> torch.Tensor:
+    """One number travels, whatever the mix: each rank adds up what it has the first copy of."""
+    first_copies = [_local(tensor) for tensor in tensors if _is_first(tensor, dims)]
+    filled = [tensor for tensor in first_copies if tensor.numel()]
+    norm = get_total_norm(filled) if filled else torch.zeros((), device=device)
+    square = norm.to(device, sum_type(device)) ** 2
+    dist.all_reduce(square)
+    return square.sqrt().float()
+
+
+def _is_first(tensor: torch.Tensor, dims: ParallelDims) -> bool:
+    return holds_first_copy(tensor, dims) if is_sharded(tensor) else dims.stage_rank == 0
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return local.detach()

@@ -1,0 +1,79 @@
+"""Models for evaluation: eval mode, and the exponential moving average of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode, without gradients, and each part back as it was."""
+    were_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in were_training:  # frozen parts may have been in eval mode before
+            module.training = True
+
+
+def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
+    """Return a copy whose ``update_parameters`` averages weights and running statistics.
+
+    Buffers that are no floating-point numbers (counters, masks) are copied.
+    """
+    if not 0 <= decay <= 1:
+        raise UsageError(f"decay is {decay}; accepted: a number from 0 to 1, such as 0.999")
+    if fsdp_modules(model):
+        raise UsageError(
+            "run.ema was called after run.fully_shard, and torch copies no model that is sharded;"
+            " accepted: a model before that",
+            hint="average = run.ema(model), then run.fully_shard for the model and for"
+            " average.module",
+        )
+    return Average(model, decay)
+
+
+class Average(AveragedModel):
+    """torch's averaged model, which here neither reads its count on a device, nor waits for one.
+
+    Tensors are averaged in as few calls as there are devices and types of them: DTensors and plain
+    ones, which tensor parallelism leaves side by side, go in no one call.
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        super().__init__(model, use_buffers=True)
+        self.n_averaged = self.n_averaged.cpu()  # made on torch's default device
+        self._decay = decay
+
+    @torch.no_grad()
+    def update_parameters(self, model: torch.nn.Module) -> None:
+        """Average the weights, and the statistics, of a model in; the first time copy them."""
+        groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for mean, new in zip(_tensors(self.module), _tensors(model), strict=True):
+            key = mean.device, mean.dtype, is_sharded(mean)
+            means, news = groups.setdefault(key, ([], []))
+            means.append(mean.detach())
+            news.append(new.detach().to(mean.device))
+        for (_, dtype, _), (means, news) in groups.items():
+            if self.n_averaged > 0 and dtype.is_floating_point:
+                torch._foreach_lerp_(means, news, 1 - self._decay)
+            else:
+                for mean, new in zip(means, news, strict=True):
+                    mean.copy_(new)
+        self.n_averaged += 1
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return chain(model.parameters(), model.buffers())

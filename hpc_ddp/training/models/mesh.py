@@ -1,0 +1,72 @@
+"""Where a rank stands: data, tensor and pipeline parallel ranks, as pure numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_ddp.run.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The ranks as an array of shape (`pp`, `dp`, `tp`), the last one fastest.
+
+    So the ranks of a tensor parallel group, which talk most, are neighbours on a node. A stage
+    is one plane of it: its `dp` x `tp` ranks have the same part of the model.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size % (self.tp * self.pp):
+            raise UsageError(
+                f"tp={self.tp} and pp={self.pp} with {self.world_size} workers; accepted: sizes"
+                " whose product divides the number of workers",
+                hint=f"start {self.tp * self.pp} workers, or a multiple of it",
+            )
+
+    @property
+    def dp(self) -> int:
+        """Copies of the model, each of which takes its own samples."""
+        return self.world_size // (self.tp * self.pp)
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp % self.dp
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        return self.dp * self.tp
+
+    @property
+    def stage_rank(self) -> int:
+        """This rank's place among those of its stage; the first one writes what all have."""
+        return self.rank % self.stage_size
+
+    @property
+    def stage_first(self) -> int:
+        """The first rank of this rank's stage."""
+        return self.pp_rank * self.stage_size
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the one that tells what came of its samples: of each group that
+        takes the same ones, the first of the last stage."""
+        return self.tp_rank == 0 and self.pp_rank == self.pp - 1
+
+    @property
+    def stream(self) -> int:
+        """The number of this rank's random generators, the same for all of a tensor parallel
+        group, so that what they hold in common is computed alike."""
+        return self.pp_rank * self.dp + self.dp_rank

@@ -1,0 +1,76 @@
+"""Models that were made on torch's ``meta`` device: shapes first, numbers when there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from hpc_ddp.run.errors import UsageError
+
+Init = Callable[[nn.Module], object]
+
+NEITHER = 2  # as a boolean's byte: not False, not True
+
+
+def materialize(module: nn.Module, device: torch.device, init: Init | None = None) -> None:
+    """Give what is on ``meta`` in a module memory on a device, and its first numbers.
+
+    The numbers are those of a module that is made on the device: each submodule's
+    ``reset_parameters`` draws them, as its constructor would, and then `init`. They are whole
+    tensors, so they do not depend on the number of ranks that will share them.
+
+    Raises
+    ------
+    UsageError
+        a parameter or buffer has no numbers after that
+    """
+    materialized: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay one
+    for path, submodule in module.named_modules():
+        names = [name for name, tensor in _tensors(submodule) if tensor.is_meta]
+        for name in names:
+            old = getattr(submodule, name)
+            if old not in materialized:
+                materialized[old] = _allocate(old, device)
+            setattr(submodule, name, materialized[old])
+        if not names:
+            continue
+        reset = getattr(submodule, "reset_parameters", None)
+        if reset is not None:
+            reset()
+        if init is not None:
+            init(submodule)
+        for name in names:
+            if _lacks_numbers(getattr(submodule, name)):
+                raise UsageError(
+                    f"the model was made on meta, and nothing gives numbers to"
+                    f" {f'{path}.{name}'.lstrip('.')} of a {type(submodule).__name__}; accepted:"
+                    " a module with reset_parameters(), or init=",
+                    hint="init=f is called with each submodule that has tensors: let f fill them",
+                )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def _allocate(old: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return memory full of what no initialisation leaves behind."""
+    new = torch.empty_like(old, device=device)
+    if new.is_floating_point() or new.is_complex():
+        new.data.fill_(torch.nan)
+    elif new.dtype is torch.bool:
+        new.view(torch.uint8).fill_(NEITHER)
+    else:
+        new.fill_(torch.iinfo(new.dtype).max)
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def _lacks_numbers(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.detach().isnan().any())
+    if tensor.dtype is torch.bool:
+        return bool((tensor.view(torch.uint8) == NEITHER).any())
+    return bool((tensor == torch.iinfo(tensor.dtype).max).any())

@@ -1,0 +1,157 @@
+"""The precision of a step, loss scaling, and the check for numbers that are not finite."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.training.devices import Transfer, has_float64, name
+from hpc_ddp.training.models.dtensor import clip_, total_norm
+from hpc_ddp.training.models.mesh import ParallelDims
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+LEAST_SCALE = 2.0**-16  # 32 skipped steps in a row from where GradScaler starts
+
+
+class Precision:
+    """Autocast, loss scaling, the update of the weights, and the look whether they are sound.
+
+    Its state, the scale of fp16's gradients, belongs into every checkpoint. It is empty for the
+    other precisions, so that a run can go on with another one.
+    """
+
+    def __init__(
+        self, kind: str, device: torch.device, stop_on_nan: bool, dims: ParallelDims | None = None
+    ) -> None:
+        self._device, self._dims, self.dtype = device, dims or ParallelDims(), DTYPES[kind]
+        if kind == "fp16" and not has_float64(device):
+            raise UsageError(
+                f"precision is 'fp16' on {name(device)}, which has no float64, and torch's"
+                " GradScaler computes in it; accepted: 'fp32', 'bf16'",
+                hint="bf16 needs no scaled gradients",
+            )
+        self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
+        self._stop_on_nan = stop_on_nan
+        self._watched: list[torch.nn.Module] = []
+        self._norm: Transfer | None = None  # of the weights, on its way from the device
+        self._left_scaled = False  # gradients are, and no update has taken that back
+        # With fp16: the optimizers that this step has updated, by id, and what the scaler saw.
+        self._updated: set[int] = set()
+        self._overflowed = self._lost_overflow = False
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self.dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._left_scaled = self._scaler is not None
+        torch.autograd.backward(self._scaler.scale(loss) if self._scaler else loss)
+
+    def update(
+        self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scheduler: Any
+    ) -> torch.Tensor | None:
+        """See `Run.update`."""
+        norm = None
+        if self._scaler and id(optimizer) in self._updated:  # again in this step, as a GAN's critic
+            self._lost_overflow = self._lost_overflow or self._overflowed
+            self._scaler.update(self._scaler.get_scale())
+            self._updated.clear()
+        if clip_norm is not None:
+            if self._scaler:
+                self._scaler.unscale_(optimizer)
+            parameters = [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
+            norm = clip_(parameters, clip_norm, self._dims, self._device)
+        if self._step(optimizer) and scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+        self._left_scaled = False
+        return norm
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step the optimizer; False when the scaler has skipped that."""
+        if self._scaler is None:
+            optimizer.step()
+            return True
+        self._updated.add(id(optimizer))
+        self._scaler.step(optimizer)
+        overflows = self._scaler._found_inf_per_device(optimizer).values()
+        skipped = any(flag.item() for flag in overflows)  # the scaler has looked at it already
+        self._overflowed = self._overflowed or skipped
+        return not skipped
+
+    def _choose_scale(self) -> None:
+        """Choose the next scale, once all optimizers of a step have unscaled by this one."""
+        if self._scaler is None or not self._updated:
+            return
+        self._scaler.update()
+        if self._lost_overflow:
+            self._scaler.update(self._scaler.get_scale() * self._scaler.get_backoff_factor())
+        self._updated.clear()
+        self._overflowed = self._lost_overflow = False
+
+    def end_step(self) -> None:
+        """Refuse gradients that an ``optimizer.step()`` of the script's own took as they were."""
+        if self._left_scaled:
+            raise UsageError(
+                "with precision='fp16' the gradients are scaled, and run.update was not called",
+                hint="write run.update(optimizer) in place of optimizer.step()",
+            )
+        self._choose_scale()
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Name a model at whose weights `look` looks, on all ranks; twice is once."""
+        if not any(watched is model for watched in self._watched):
+            self._watched.append(model)
+
+    def look(self) -> None:
+        """Begin to look whether training has left the finite numbers; all ranks at one step.
+
+        Looks at the weights, not at each step's gradients: what is not finite there ends up in
+        the weights and stays. A look costs the device the time of reading them once. The host
+        waits for nothing: the answer is `poisoned`'s, some steps later.
+        """
+        parameters = (weight for model in self._watched for weight in model.parameters())
+        # Those in 8 bits, of which torch has no norm, are looked at by each save alone.
+        trained = (weight for weight in parameters if weight.requires_grad)
+        weights = [weight for weight in trained if weight.dtype.itemsize > 1]
+        if self._stop_on_nan and self._watched:
+            with torch.no_grad():
+                self._norm = Transfer({"norm": total_norm(weights, self._dims, self._device)})
+
+    def has_non_finite(self) -> bool:
+        """Tell what the last `look` has seen; the same answer on all ranks.
+
+        With fp16 the scaler keeps the weights sound by skipping steps; then it is skipping alone.
+        """
+        if not self._stop_on_nan:
+            return False
+        if self._scaler is not None and self._scaler.get_scale() < LEAST_SCALE:
+            return True
+        norm = None if self._norm is None else self._norm.numbers()["norm"]
+        self._norm = None
+        return norm is not None and not math.isfinite(norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scaler.state_dict() if self._scaler else {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        if self._scaler and saved:
+            self._scaler.load_state_dict(saved)
+
+
+def make_deterministic() -> None:
+    """Have torch use deterministic algorithms only; call it before anything uses a GPU.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)

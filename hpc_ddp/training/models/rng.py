@@ -1,0 +1,79 @@
+"""Random generators: seeding them, and their state as plain tensors and numbers.
+
+numpy is looked after only where the user's code has loaded it.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hpc_ddp.training import devices
+from hpc_ddp.training.data.order import derive
+
+
+def seed_all(seed: int, places: Sequence[torch.device] = ()) -> None:
+    """Seed python, torch's CPU generator, numpy, and the generators of a worker's own devices.
+
+    Not `torch.manual_seed`, which would seed every GPU of the node. Each device has a seed of its
+    own: a layer on the second one must not draw what the same layer on the first one draws.
+    """
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    for index, device in enumerate(_accelerators(places)):
+        devices.seed(device, derive(seed, index) if index else seed)
+
+
+def snapshot(places: Sequence[torch.device] = ()) -> dict[str, Any]:
+    """Return the state of the generators, loadable with ``weights_only=True``."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, torch.tensor(words, device="cpu"), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    if accelerators := _accelerators(places):
+        state["devices"] = [devices.random_state(device) for device in accelerators]
+    if "numpy" in sys.modules:
+        name, keys, *position = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [name, torch.tensor(keys.astype("int64"), device="cpu"), *position]
+    return state
+
+
+def restore(state: dict[str, Any], places: Sequence[torch.device] = ()) -> None:
+    """Put the generators into a state that `snapshot` returned, as far as it tells of them."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    torch.set_rng_state(state["torch"])
+    for device, saved in zip(_accelerators(places), state.get("devices", ()), strict=False):
+        devices.put_random_state(device, saved)
+    if "numpy" in state:
+        import numpy  # it was loaded when the state was taken
+
+        name, keys, *position = state["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), *position))
+
+
+def _accelerators(places: Sequence[torch.device]) -> list[torch.device]:
+    return [device for device in places if devices.is_accelerator(device)]
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Leave the CPU generators as they were, whatever happens inside."""
+    python, torch_state = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(torch_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)

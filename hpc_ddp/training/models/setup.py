@@ -1,0 +1,367 @@
+"""A run's methods on models: onto the device, wrapped, sharded, in stages, evaluated."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.training.checkpoint.state import unwrap
+from hpc_ddp.training.data.order import MicroBatch
+from hpc_ddp.training.devices import is_accelerator
+from hpc_ddp.training.models.ddp_buckets import fix_bucket_order
+from hpc_ddp.training.models.dtensor import is_sharded
+from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
+from hpc_ddp.training.models.meta import Init, materialize
+from hpc_ddp.training.process.watchdog import beat
+from hpc_ddp.training.worker import Worker
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from hpc_ddp.training.models.strategies import Pipeline
+
+
+class ModelSetup(Worker):
+    """The methods of a `Run` on models."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__(arguments)
+        self._wrapped: list[Any] = []
+        self._mesh: DeviceMesh | None = None
+
+    @property
+    def _share(self) -> MicroBatch | None:
+        """The current micro-batch of the run's loader."""
+        raise NotImplementedError
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context that computes in the run's precision; it does nothing for fp32."""
+        return self._precision.autocast()
+
+    def wrap(
+        self,
+        model: torch.nn.Module,
+        sync_batchnorm: bool = False,
+        compile: bool = False,
+        **options: Any,
+    ) -> torch.nn.Module:
+        """Move a model to the device and wrap it in DistributedDataParallel.
+
+        `options` go to DDP as they are. A model with nothing to train is only moved; one over
+        several devices of the worker stays where it is. Of a pipeline it takes the stage.
+
+        Parameters
+        ----------
+        sync_batchnorm
+            takes batch norm's statistics over the global batch; torch can do that on GPUs only
+        compile
+            compiles the model in place, so that the keys of its state stay as they are; once for
+            each shape of a batch, of which there should be few
+
+        Raises
+        ------
+        UsageError
+            the run is tensor parallel
+        """
+        dims = self._dims
+        if dims.tp > 1:
+            raise UsageError(
+                f"run.wrap (DDP) was called with tp={dims.tp}; accepted there: run.parallelize, and"
+                " run.fully_shard for the data parallel ranks",
+                hint="fully_shard(model, units) works with any number of ranks, also with one",
+            )
+        if sync_batchnorm and is_accelerator(self.device):
+            convert: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm
+            # Of a stage's ranks: the others have other layers.
+            model = convert(model, self.mesh["dp"].get_group() if dims.pp > 1 else None)
+        elif sync_batchnorm:
+            self._say("sync_batchnorm is off: torch has it for GPUs only")
+        self._take(model)
+        if compile:
+            # Else a kernel for any shape, made at the epoch's shorter last batch, would take over
+            # from then on, and a process resumed later would compute with another one.
+            # And kernels that are chosen by their speed, here and now, add up in other orders.
+            can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
+            model.compile(dynamic=False, options={"deterministic": True} if can else None)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        if dims.pp > 1:
+            options["process_group"] = self.mesh["dp"].get_group()
+        if is_accelerator(self.device) and len(self.devices) == 1:
+            options.setdefault("device_ids", [self.device.index])
+        ddp = DistributedDataParallel(model, **options)
+        fix_bucket_order(ddp)
+        self._timer.has_ddp = dims.pp == 1
+        self._wrapped.append(ddp)
+        return ddp
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as torch's mesh with the dimensions "pp", "dp", "tp". All ranks ask for it."""
+        if self._mesh is None:
+            from hpc_ddp.training.models.strategies import make_mesh
+
+            self._mesh = make_mesh(self._dims, self.device, self._control.timeout)
+        return self._mesh
+
+    def parallelize(
+        self,
+        model: torch.nn.Module,
+        plan: Mapping[str, ParallelStyle],
+        *,
+        init: Init | None = None,
+    ) -> torch.nn.Module:
+        """MicroBatch a model's layers among the tensor parallel ranks, on the device.
+
+        `fully_shard` comes after it, and is needed where there are data parallel ranks as well:
+        what the plan does not name stays where it is until then.
+
+        Parameters
+        ----------
+        plan
+            which module, by its name, is cut in which way: torch's ``ColwiseParallel`` and others
+        init
+            see `fully_shard`
+
+        Raises
+        ------
+        UsageError
+            the model has no module of a name in the plan
+        """
+        from hpc_ddp.training.models.strategies import share_layers
+
+        self._precision.watch(model)
+        share_layers(model, plan, self.mesh["tp"], self.device, init)
+        if self._dims.dp == 1:
+            materialize(model, self.device, init)
+            model.to(self.device)
+        return model
+
+    def fully_shard(
+        self,
+        model: torch.nn.Module,
+        units: Iterable[torch.nn.Module],
+        *,
+        offload: bool = False,
+        init: Init | None = None,
+    ) -> torch.nn.Module:
+        """Shard a model over the data parallel ranks (FSDP2), each part of it on its device.
+
+        In place, and in the run's precision: computing gathers the weights in bf16, say, and the
+        optimizer sees fp32. One unit after the other comes to the device, so the model may be
+        larger than that. If it is made on ``torch.device("meta")``, it does not need the CPU's
+        memory either: its numbers are drawn here, on all ranks the same.
+
+        Parameters
+        ----------
+        units
+            parts of the model, of which one at a time is gathered: its blocks
+        offload
+            keeps weights, gradients and the optimizer's state in the CPU's memory
+        init
+            fills the tensors of one submodule of a model on ``meta``, after its
+            ``reset_parameters``; called for each submodule that has tensors of its own
+
+        Raises
+        ------
+        UsageError
+            the precision is fp16; or nothing gives numbers to a tensor that is on ``meta``
+        """
+        from hpc_ddp.training.models.strategies import shard_fully
+
+        precision = self._precision
+        if precision.dtype is torch.float16:
+            raise UsageError(
+                "precision is 'fp16' with run.fully_shard; accepted: 'fp32', 'bf16'",
+                hint="bf16 needs no scaled gradients",
+            )
+        precision.watch(model)
+        shard_fully(model, units, self.mesh["dp"], self.device, precision.dtype, offload, init)
+        self._wrapped.append(model)
+        return model
+
+    def pipeline(
+        self,
+        stage: torch.nn.Module,
+        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        *,
+        schedule: str = "GPipe",
+        n_microbatches: int = 4,
+    ) -> Pipeline:
+        """Return what trains a model whose stages lie on the ranks of ``run.mesh["pp"]``.
+
+        Parameters
+        ----------
+        stage
+            this rank's part of the model, wrapped (`wrap`); one tensor goes in, one comes out. Its
+            parts have the names that they have in the whole model, so that a checkpoint is one
+            of the whole model
+        loss_fn
+            the mean loss of outputs and targets
+        schedule
+            torch's name of the order in which micro-batches pass: "GPipe" or "1F1B"
+        n_microbatches
+            into which each batch is cut, at least as many as stages
+
+        Raises
+        ------
+        UsageError
+            there is no such schedule, or too few micro-batches, or the backend can't carry them
+        """
+        from hpc_ddp.training.models.strategies import Pipeline, check_schedule
+
+        dims = self._dims
+        check_schedule(schedule, n_microbatches, dims.pp, self.device)
+        return Pipeline(
+            stage,
+            loss_fn,
+            schedule,
+            n_microbatches,
+            dims,
+            self.mesh["pp"].get_group(),
+            self.device,
+            self.autocast,
+            lambda: 1.0 if self._share is None else self._share.weight,
+        )
+
+    def ema(self, model: torch.nn.Module, decay: float = 0.999) -> AveragedModel:
+        """Return a copy of the model whose weights follow it: an exponential moving average.
+
+        Name it in `track`, and call its ``update_parameters(model)`` after each optimizer step.
+
+        Raises
+        ------
+        UsageError
+            `decay` is not from 0 to 1
+        """
+        return averaged(unwrap(model), decay)
+
+    @contextmanager
+    def evaluating(self, model: torch.nn.Module | Pipeline) -> Iterator[Any]:
+        """Give the plain model, in eval mode and without gradients, the same on all ranks.
+
+        The plain one, because the DDP wrapper may talk to its peers in every forward, and
+        they may have fewer batches. Buffers (running means of batch norm, say) are rank 0's,
+        as in a checkpoint. All ranks must enter. A sharded model's forward and a pipeline's talk
+        to peers nevertheless: give them ``run.shard(..., even=True)``.
+        """
+        plain: torch.nn.Module = unwrap(getattr(model, "stage", model))
+        for buffer in plain.buffers():
+            if self._dims.pp > 1:  # rank 0's are another stage's
+                dist.broadcast(buffer, group=self.mesh["dp"].get_group(), group_src=0)
+            else:
+                self._control.first_copy(buffer)
+        with in_eval_mode(plain):
+            yield plain if isinstance(model, torch.nn.Module) else model
+        self._timer.start_step()  # no part of a step
+        self._consensus.end_pause()
+
+    def _take(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a model to the device, and have an eye on its weights from now on."""
+        self._precision.watch(model)
+        return model.to(self.device) if len(self.devices) == 1 else model
+
+    def _check_copies(self, objects: Iterable[Any]) -> None:
+        """Refuse to train copies of a model that would go different ways; DDP alone is as it is."""
+        dims = self._dims
+        if dims.dp == 1 or dims.dp == self.world_size:
+            return
+        averaged = {id(optimizer) for model in self._wrapped for optimizer in model.parameters()}
+        for optimizer in objects:
+            groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+            if any(id(weight) not in averaged for group in groups for weight in group["params"]):
+                raise UsageError(
+                    f"tp={dims.tp} and pp={dims.pp} leave {dims.dp} copies of the model, whose"
+                    " gradients nobody averages; accepted: an optimizer of what has gone through"
+                    " run.fully_shard or run.wrap",
+                    hint="run.fully_shard(model, units) after run.parallelize, or run.wrap(stage)",
+                )
+
+    def _check_stages(self, names: list[str]) -> None:
+        """Refuse stages of a pipeline that track other objects: a checkpoint would lack them."""
+        control = self._control
+        for rank, peer_names in enumerate(control.from_first(control.to_first(names))):
+            if peer_names != names:
+                raise UsageError(
+                    f"run.track was given {', '.join(names) or 'nothing'} on rank {self.rank}, and"
+                    f" {', '.join(peer_names) or 'nothing'} on rank {rank}; accepted: the same"
+                    " names on all ranks",
+                    hint="each stage has its own model and optimizer, under the same names",
+                )
+
+    def _sync_gradients(self, on: bool) -> None:
+        """Say if the gradients of the coming micro-batch are to be averaged over ranks.
+
+        For DDP what its `no_sync` switches, which counts in forward already.
+        """
+        for model in self._wrapped:
+            if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+                model.set_requires_gradient_sync(on)
+            else:
+                model.require_backward_grad_sync = on
+
+    def export(self, model: torch.nn.Module, example: torch.Tensor) -> Path:
+        """Write the model, as it is now, for programs without hpc-ddp; return the folder.
+
+        ``<run folder>/export`` then has ``model.safetensors``, the weights, and ``model.pt2``,
+        which `torch.export.load` reads, for batches of any size. Rank 0 writes; all ranks call it.
+
+        Parameters
+        ----------
+        example
+            a batch of inputs, on any device
+
+        Raises
+        ------
+        UsageError
+            torch.export can't trace the model, or it is in parts (FSDP2, tensor parallel, stages);
+            the example is no batch; or the run is finished
+        HpcDdpError
+            a file can't be written
+        """
+        from hpc_ddp.training.export import check_export, export_model  # a program of its own, too
+
+        is_part = self._dims.pp > 1 or any(map(is_sharded, model.parameters()))
+        check_export(example, is_part=is_part, is_over=self._over)
+        folder = self.folder.path / "export"
+        failure: HpcDdpError | None = None
+        with self.evaluating(model) as plain:
+            if self.rank == 0:
+                try:
+                    export_model(plain, example, folder)
+                except HpcDdpError as error:
+                    failure = error
+                except Exception as error:  # the other ranks wait for an answer
+                    failure = HpcDdpError(f"the model can't be exported into {folder}: {error}")
+        failure = self._control.from_first(failure)
+        beat()
+        if failure is not None:
+            raise failure
+        return folder
+
+    def load_best(self, model: torch.nn.Module) -> int:
+        """Put the weights of the best checkpoint (see `best`) into the model; return its step.
+
+        All ranks call it, behind the loop. The last state is saved first, so a run that is
+        stopped from here on starts behind the loop, and can be given more epochs later.
+
+        Raises
+        ------
+        UsageError
+            `best` was never called, or `track` does not know the model
+        HpcDdpError
+            the best checkpoint is not there any more, or damaged
+        """
+        step = self._manager.load_best(model)
+        beat()
+        return step

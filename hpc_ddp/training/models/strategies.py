@@ -1,0 +1,244 @@
+"""Models over several ranks with torch's own means: FSDP2, tensor and pipeline parallel.
+
+Imported where a script asks for one of them only: torch's part takes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import _random
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.training import devices
+from hpc_ddp.training.checkpoint.state import unwrap
+from hpc_ddp.training.models.evaluation import in_eval_mode
+from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.models.meta import Init, materialize
+
+SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
+
+
+def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> DeviceMesh:
+    """Return the ranks as torch's mesh; all ranks make it at the same time."""
+    sizes = {"pp": dims.pp, "dp": dims.dp, "tp": dims.tp}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if devices.is_accelerator(device):
+        # torch would make it at the first random operation on a DTensor, and give all ranks rank
+        # 0's random numbers by a broadcast: one that stages without such an operation never join,
+        # and that a resumed run repeats in the midst of its numbers. `Run.epochs` has seeded the
+        # ranks that share a layer alike.
+        _random._rng_tracker = _Tracker(device)
+    # A mesh makes groups that wait for ten minutes with NCCL, and shortens the whole run's to that.
+    for group in (dist.group.WORLD, *map(mesh.get_group, sizes)):
+        backend: Any = group._get_backend(device)  # type: ignore[union-attr]
+        if hasattr(backend, "_set_default_timeout"):  # NCCL's and Gloo's have it
+            backend._set_default_timeout(timeout)
+    return mesh
+
+
+class _Tracker(_random.OffsetBasedRNGTracker):
+    """torch's, of this rank's device: torch takes the one that the global rank would have."""
+
+    def __init__(self, device: torch.device) -> None:
+        super(_random.OffsetBasedRNGTracker, self).__init__(device)
+
+
+def share_layers(
+    model: nn.Module,
+    plan: Mapping[str, ParallelStyle],
+    mesh: DeviceMesh,
+    device: torch.device,
+    init: Init | None,
+) -> None:
+    """See `Run.parallelize`. One module of the plan after the other comes to the device."""
+    for pattern, style in plan.items():
+        modules = list(_matching(model, pattern))
+        if not modules:
+            raise UsageError(
+                f"run.parallelize was given a plan for {pattern!r}, and the model has no such"
+                " module; accepted: names as in model.named_modules(), with * for a part of one"
+            )
+        for module in modules:
+            materialize(module, device, init)
+            parallelize_module(module, mesh, style)
+
+
+def _matching(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
+    parts = pattern.split(".")
+    for name, module in model.named_modules():
+        names = name.split(".")
+        if len(names) == len(parts) and all(map(fnmatchcase, names, parts)):
+            yield module
+
+
+def shard_fully(
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    offload: bool,
+    init: Init | None,
+) -> None:
+    """See `Run.fully_shard`. Gradients are added up in fp32.
+
+    torch moves each unit to the device as it shards it, so a device never has the whole model.
+    """
+    options: dict[str, Any] = {"mesh": mesh}
+    if dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        options["mp_policy"] = policy
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=devices.is_accelerator(device))
+    for module in (*units, model):
+        materialize(module, device, init)
+        fully_shard(module, **options)
+
+
+class Pipeline:
+    """A model in stages, each on a rank of its own (see `Run.pipeline`).
+
+    All ranks call `step`, or the pipeline itself, with the same batch, and get the same answer.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        schedule: str,
+        n_microbatches: int,
+        dims: ParallelDims,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        weight: Callable[[], float],
+    ) -> None:
+        self.stage = stage
+        self._schedule, self._count = schedule, n_microbatches
+        self._group, self._device, self._autocast = group, device, autocast
+        self._index, self._last = dims.pp_rank, dims.pp - 1
+        self._losses: list[torch.Tensor] = []
+        self._shapes: dict[Any, list[Any]] = {}
+        self._schedules: dict[Any, Any] = {}
+
+        def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            loss = loss_fn(output, target)
+            self._losses.append(loss.detach())
+            return loss * weight()
+
+        self._loss_fn = weighted
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Run forward and backward of a batch, as `Run.backward` would; return its mean loss.
+
+        Raises
+        ------
+        UsageError
+            the batch can't be cut into equal micro-batches
+        """
+        if len(inputs) % self._count:
+            raise UsageError(
+                f"a batch of {len(inputs)} samples for {self._count} micro-batches of the pipeline;"
+                " accepted: a multiple",
+                hint="give run.loader such a batch size, and drop_last=True",
+            )
+        key = tuple(inputs.shape)
+        if key not in self._schedules:
+            self._schedules[key] = self._make(inputs[: len(inputs) // self._count])
+        self._losses.clear()
+        first, last = self._index == 0, self._index == self._last
+        with self._autocast():
+            self._schedules[key].step(
+                *([inputs] if first else []), **({"target": targets} if last else {})
+            )
+        # In fp32, as the other stages expect it, also where the loss is computed in bf16.
+        mean = torch.stack(self._losses).mean(dtype=torch.float32) if last else None
+        loss = torch.zeros((), device=self._device) if mean is None else mean
+        dist.broadcast(loss, group=self._group, group_src=self._last)
+        return loss
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the whole model's output, without gradients."""
+        between = self._between(inputs)
+        if self._index:
+            inputs = torch.empty_like(between[self._index], device=self._device)
+            dist.recv(inputs, group=self._group, group_src=self._index - 1)
+        output = self._forward(inputs)
+        if self._index < self._last:
+            dist.send(output, group=self._group, group_dst=self._index + 1)
+            output = torch.empty_like(between[-1], device=self._device)
+        dist.broadcast(output, group=self._group, group_src=self._last)
+        return output
+
+    def _make(self, inputs: torch.Tensor) -> Any:
+        between = self._between(inputs)
+        stage = PipelineStage(
+            self.stage,
+            self._index,
+            self._last + 1,
+            self._device,
+            input_args=between[self._index].requires_grad_(self._index > 0),
+            output_args=between[self._index + 1].requires_grad_(),
+            group=self._group,
+        )
+        # `_between` has connected the stages; torch 2.9 would, and send an int64 into a float32.
+        vars(stage)["_get_init_p2p_neighbors_ops"] = list
+        return get_schedule_class(self._schedule)(stage, self._count, loss_fn=self._loss_fn)
+
+    def _between(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Return what goes into the first stage and what comes out of each, on ``meta``.
+
+        torch would find out by training steps on made-up numbers, which draw random ones: then a
+        resumed run would not be the undisturbed one.
+        """
+        key = tuple(inputs.shape)
+        if key not in self._shapes:
+            shapes: list[Any] = [(inputs.shape, inputs.dtype)]
+            for index in range(self._last + 1):
+                box: list[Any] = [None]
+                if index == self._index:
+                    shape, dtype = shapes[-1]
+                    output = self._forward(torch.zeros(shape, dtype=dtype, device=self._device))
+                    box = [(output.shape, output.dtype)]
+                dist.broadcast_object_list(box, group=self._group, group_src=index)
+                shapes += box
+            self._shapes[key] = shapes
+        return [
+            torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self._shapes[key]
+        ]
+
+    def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        plain = unwrap(self.stage)
+        with in_eval_mode(plain), self._autocast():
+            output: torch.Tensor = plain(inputs).contiguous()
+        return output
+
+
+def check_schedule(name: str, n_microbatches: int, stages: int, device: torch.device) -> None:
+    """Raise UsageError for a schedule that can't be had, with this backend or at all."""
+    if devices.is_accelerator(device) and dist.get_backend() == "gloo" and stages > 1:
+        raise UsageError(
+            f"the backend is 'gloo' on {device.type} with pp={stages}; accepted: the device's own,"
+            " since Gloo sends no tensor of a device to a single peer",
+            hint="leave out backend= and HPC_DDP_BACKEND",
+        )
+    if name.lower() not in map(str.lower, SCHEDULES):
+        raise UsageError(f"schedule is {name!r}; accepted: {', '.join(SCHEDULES)}")
+    if n_microbatches < stages:
+        raise UsageError(
+            f"n_microbatches is {n_microbatches} for {stages} stages; accepted: {stages} or more",
+            hint="with fewer, most stages would wait most of the time",
+        )

@@ -1,0 +1,1 @@
+"""A worker's process: its environment, its group, its end."""

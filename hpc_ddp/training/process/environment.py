@@ -1,0 +1,114 @@
+"""The environment variables of a worker, as values."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from hpc_ddp.run.errors import UsageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DistEnv:
+    """Rank and world size of this process; a world of one without a launcher."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    launched: bool = False  # by torchrun or the like: MASTER_ADDR and MASTER_PORT are set
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> DistEnv:
+        """Read torchrun's variables.
+
+        Raises
+        ------
+        UsageError
+            only some of them are set, or one is not a number
+        """
+        if "RANK" not in environ:
+            return cls()
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        rank, local_rank, world_size, local_world_size = (_number(environ, n) for n in names)
+        return cls(rank, local_rank, world_size, local_world_size, launched=True)
+
+
+@dataclass(frozen=True)
+class LaunchEnv:
+    """The variables of hpc-ddp's launcher and supervisor; all None under a plain start.
+
+    `end_time` is in unix seconds, `save_every` in seconds or ``"auto"``, `hang_after` in seconds.
+    """
+
+    run: Path | None
+    attempt: int | None
+    node: str
+    notice: Path | None
+    end_time: float | None
+    save_every: float | str | None
+    hang_after: float | None
+    profile: tuple[int, ...] | None  # first and last step
+    backend: str | None
+    runs: Path
+    stem: str
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> LaunchEnv:
+        """Read the ``HPC_DDP_*`` variables; raises UsageError for a value that is no number."""
+        run, notice = environ.get("HPC_DDP_RUN"), environ.get("HPC_DDP_NOTICE")
+        script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
+        auto = "auto" if environ.get("HPC_DDP_SAVE_EVERY") == "auto" else None
+        return cls(
+            run=Path(run) if run else None,
+            attempt=_number(environ, "HPC_DDP_ATTEMPT") if run else None,
+            node=environ.get("HPC_DDP_NODE") or socket.gethostname(),
+            notice=Path(notice) if notice else None,
+            end_time=_seconds(environ, "HPC_DDP_END_TIME"),
+            save_every=auto or _seconds(environ, "HPC_DDP_SAVE_EVERY"),
+            hang_after=_seconds(environ, "HPC_DDP_HANG_AFTER"),
+            profile=_parse(environ, "HPC_DDP_PROFILE", _window, "two steps, like 10:15"),
+            backend=environ.get("HPC_DDP_BACKEND") or None,
+            runs=Path(environ.get("HPC_DDP_RUNS") or "runs").expanduser().absolute(),
+            stem=script if script not in ("", "-", "-c") else "python",
+        )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except (KeyError, ValueError):
+        raise UsageError(
+            f"the environment variable {name} is {environ.get(name)!r}; accepted: a whole number",
+            hint="start the script with torchrun or hpc-ddp, which set it",
+        ) from None
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+    return _parse(environ, name, float, "a number of seconds")
+
+
+def _window(text: str) -> tuple[int, ...]:
+    return tuple(int(step) for step in text.split(":"))
+
+
+def _parse(
+    environ: Mapping[str, str], name: str, parse: Callable[[str], T], accepted: str
+) -> T | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return parse(text)
+    except ValueError:
+        raise UsageError(
+            f"the environment variable {name} is {text!r}; accepted: {accepted}",
+            hint=f"unset {name}",
+        ) from None

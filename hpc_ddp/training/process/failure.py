@@ -1,0 +1,109 @@
+"""How a worker ends early: say it once, and be gone.
+
+After an error an ordinary exit would wait for the process group, and that for peers which may
+never come. After a stop it would take torch apart object by object, a second or more of a grace
+time that may be short.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import textwrap
+import traceback
+from types import TracebackType
+
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.events import RankFailed
+from hpc_ddp.run.journal import Journal
+from hpc_ddp.training.checkpoint.saver import SupersededError
+from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.process.environment import DistEnv
+
+
+class FailureHook:
+    """A ``sys.excepthook`` that journals, prints, and ends the process without a teardown.
+
+    `journal` is None until the run's folder is known. The exit code is 1, or an HpcDdpError's
+    own. ``sys.exit(n)`` does not pass here and keeps its code.
+    """
+
+    def __init__(self, info: DistEnv, node: str) -> None:
+        self.journal: Journal | None = None
+        self.position: Position | None = None
+        self._info, self._node, self._told = info, node, False
+        self._pid = os.getpid()
+
+    def install(self) -> None:
+        """Take over; again after init_process_group, which puts a hook of its own around ours
+        that would hold back what we print until we return."""
+        sys.excepthook = self
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if os.getpid() != self._pid:
+            # A forked process, as of a loader, is no rank: what ends a thread of it, when the
+            # rank has left, is no failure of the run.
+            sys.__excepthook__(kind, error, trace)
+            return
+        code = error.exit_code if isinstance(error, HpcDdpError) else 1
+        try:
+            self.tell(error, "".join(traceback.format_exception(kind, error, trace)))
+        finally:
+            os._exit(code)
+
+    def tell(self, error: BaseException, text: str) -> None:
+        """Journal and print an error and its traceback, unless another one came before it."""
+        if self._told:
+            return
+        self._told = True
+        self._write(error, text)
+        self._show(error, text)
+        _tell_torchrun(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    def _write(self, error: BaseException, text: str) -> None:
+        # A superseded attempt writes nothing: the files belong to its successor.
+        if self.journal is None or isinstance(error, SupersededError):
+            return
+        line = traceback.format_exception_only(error)[-1].strip()
+        if "in DataLoader worker process" in line:  # the message holds a traceback
+            line = line.splitlines()[-1]
+        step = self.position.step if self.position else None
+        self.journal.write(RankFailed(self._info.rank, self._node, step, line, text))
+        self.journal.drain()
+
+    def _show(self, error: BaseException, text: str) -> None:
+        if isinstance(error, HpcDdpError):
+            text = f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else "")
+        if self._info.world_size > 1:  # they may all write to one terminal
+            text = textwrap.indent(text, f"[rank{self._info.rank}]: ", lambda line: True)
+        sys.stderr.write(text)
+
+
+def leave_quickly() -> None:
+    """Arrange for an exit that runs all exit functions, the script's own too, but no more."""
+
+    def leave() -> None:
+        atexit.unregister(leave)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    atexit.register(leave)  # the last one registered is the first to run
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """Leave the error where torchrun's own summary of a failure finds it."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        raise error
+    except BaseException as raised:
+        get_error_handler().record_exception(raised)

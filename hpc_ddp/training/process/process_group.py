@@ -1,0 +1,205 @@
+"""The process group, and the small talk between ranks beside the gradients."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports it untyped
+
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.training import devices
+from hpc_ddp.training.process.environment import DistEnv
+
+TEARDOWN_S = 10.0
+TIMEOUT_S = 1800.0  # torch's own for gloo
+NEVER = timedelta(days=20)  # torch counts milliseconds, in places with 31 bits
+_met_at_agents: list[DistEnv] = []  # this process's runs that use torchrun's store: one at most
+
+
+def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
+    """Return this rank's `per_worker` GPUs and make the first the current one, or CPUs.
+
+    Raises
+    ------
+    HpcDdpError
+        there are GPUs, but fewer than the workers of a torchrun on this node need
+    """
+    count = devices.count()
+    if not count:
+        return [devices.CPU] * per_worker
+    # Where each worker is a Slurm task, srun may have given each GPUs of its own to see.
+    sees_own = count == per_worker and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    first = 0 if sees_own else info.local_rank * per_worker
+    if first + per_worker > count:
+        needs = f" of {per_worker} GPUs" if per_worker > 1 else ""
+        words = devices.hiding_words()
+        hide = f", or hide the GPUs with {words}" if words else ""
+        fitting = (
+            f"start {count // per_worker} workers per node"
+            if count >= per_worker
+            else "take fewer GPUs"
+        )
+        raise HpcDdpError(
+            f"{info.local_world_size} workers{needs} on this node, but {count} visible GPU(s)",
+            hint=f"{fitting}{hide}",
+        )
+    return devices.take(first, per_worker)
+
+
+def choose_backend(requested: str | None, device: torch.device) -> str:
+    """Return what carries gradients: as asked, else the device's own: NCCL for NVIDIA and AMD,
+    XCCL for Intel, HCCL for Ascend, Gloo for the CPU.
+
+    Raises
+    ------
+    HpcDdpError
+        this torch was built without it, or NCCL is asked for and there is no GPU
+    """
+    backend = requested or devices.default_backend(device)
+    why = ""
+    if not dist.is_backend_available(backend):
+        why = f"this torch was built without {backend.upper()}"
+    elif not devices.carries(backend, device):
+        why = f"it sends no tensors of {device.type}" if devices.count() else "there is no GPU here"
+    if why:
+        raise HpcDdpError(
+            f"the backend {backend!r} can't be used: {why}",
+            hint=f"leave it out: this run's own is {devices.default_backend(device)!r}"
+            if requested
+            else "install a torch that has it; slower: HPC_DDP_BACKEND=gloo",
+        )
+    return backend
+
+
+def join(
+    info: DistEnv,
+    devices_of_rank: Sequence[torch.device],
+    hang_after_s: float | None,
+    requested: str | None = None,
+) -> Control:
+    """Create the default process group and return the control group beside it.
+
+    Collectives wait longer than `hang_after_s`: the watchdog comes first, which says more.
+    `requested` names the backend, None for the device's own.
+
+    Raises
+    ------
+    UsageError
+        there is a group already; or there was one that met in torchrun's store, in which a second
+        group of the same process would read the first one's keys, and hang
+    """
+    if dist.is_initialized():
+        raise UsageError(
+            "torch's process group exists already; accepted: start() makes it",
+            hint="remove init_process_group, or call run.finish() before another start()",
+        )
+    at_agents = info.launched and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if at_agents and _met_at_agents:
+        raise UsageError(
+            "start() was called again in a process that torchrun has started; accepted: once",
+            hint="start the second run in a process of its own",
+        )
+    device, *more_devices = devices_of_rank
+    backend = choose_backend(requested, device)
+    # A group that is bound to one device refuses the tensors of the others.
+    bind = {} if more_devices else devices.bound(backend, device)
+    timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else NEVER
+    if at_agents:
+        _met_at_agents.append(info)
+    if info.launched:
+        dist.init_process_group(backend, timeout=timeout, **bind)
+    else:  # a store in memory: a process alone needs no port
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)
+    if dist.get_world_size() != info.world_size:  # MPI asks its own launcher
+        raise HpcDdpError(
+            f"MPI knows of {dist.get_world_size()} processes, and {info.world_size} were started",
+            hint="leave out the backend: torchrun's workers are none of MPI's",
+        )
+    return Control(info, timeout)
+
+
+class Control:
+    """Messages of the ranks on the CPU, over a gloo group of its own.
+
+    Its own group, so that a flag never waits behind gradients, needs no GPU, and can travel
+    while a step computes.
+    """
+
+    def __init__(self, info: DistEnv, timeout: timedelta) -> None:
+        self.rank = info.rank
+        self.world_size = info.world_size
+        self._info, self.timeout = info, timeout
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+
+    def another(self) -> Control:
+        """Return one like it, for another thread: all ranks make it at the same time."""
+        return Control(self._info, self.timeout)
+
+    def start_max(self, values: torch.Tensor) -> Any:
+        """Begin to replace a CPU tensor by its maximum over ranks; `wait` on what is returned."""
+        return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        """Begin to send a CPU tensor to rank 0: every rank's there, none elsewhere; `wait` on the
+        second before reading the first."""
+        tensors = [
+            torch.empty_like(values) for _ in range(self.world_size if self.rank == 0 else 0)
+        ]
+        work = dist.gather(values, tensors or None, dst=0, group=self._group, async_op=True)
+        return tensors, work
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Replace a CPU tensor by its sum over ranks."""
+        dist.all_reduce(values, group=self._group)
+
+    def from_first(self, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def to_first(self, value: Any) -> list[Any]:
+        """Return every rank's value on rank 0, and an empty list elsewhere."""
+        box: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, box, dst=0, group=self._group)
+        return box or []
+
+    def first_copy(self, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor with rank 0's."""
+        on_cpu = tensor.detach().cpu().contiguous()
+        dist.broadcast(on_cpu, src=0, group=self._group)
+        tensor.data.copy_(on_cpu)
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+
+def leave(control: Control, device: torch.device, then_exit: bool) -> None:
+    """Tear the process group down once all ranks are here; never longer than `TEARDOWN_S`.
+
+    A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by
+    now, so after that time a process that is to exit does so, on the spot and with code 0, and
+    one that has more to do goes on without it.
+    """
+
+    def tear_down() -> None:
+        devices.use(device)  # NCCL would open the first GPU, whose current one a new thread has
+        control.barrier()
+        dist.destroy_process_group()
+
+    thread = threading.Thread(target=tear_down, daemon=True)
+    thread.start()
+    thread.join(TEARDOWN_S)
+    if thread.is_alive():
+        print("hpc-ddp: the process group did not come down; left as it is", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if then_exit:
+            os._exit(0)

@@ -1,0 +1,95 @@
+"""The folder of the run: the launcher's, or one below ``./runs`` under a plain start."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.run import process
+from hpc_ddp.run.checkpoints import published
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.events import Started
+from hpc_ddp.run.folder import RunFolder, write_json
+from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
+from hpc_ddp.training.process.process_group import Control
+
+
+def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder, int]:
+    """Return the run's folder and this attempt's number, the same on all ranks.
+
+    Raises
+    ------
+    HpcDdpError
+        another process is at work in the folder
+    """
+    if env.run is not None and env.attempt is not None:
+        return RunFolder(env.run), env.attempt
+    # Rank 0 alone claims it; its error has to reach the other ranks, which wait for a folder.
+    answer: Any = None
+    if dist_env.rank == 0:
+        try:
+            answer = _claim_local(env, dist_env)
+        except HpcDdpError as error:
+            answer = error
+    answer = control.from_first(answer)
+    if isinstance(answer, HpcDdpError):
+        raise answer
+    path, attempt = answer
+    return RunFolder(path), attempt
+
+
+def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
+    """Make ``<runs>/<script's name>/local``, or take it up again where it is unfinished."""
+    run = RunFolder(env.runs / env.stem / "local")
+    finished = _move_away(run.path) if run.path.exists() and run.finished() else None
+    run.make()
+    attempt = run.claim_attempt(process.identity(), process.is_live)
+    job = JobSpec(
+        script=os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else env.stem,
+        args=tuple(sys.argv[1:]),
+        job_name=re.sub(r"[^\w .+=,@-]|^\W+", "_", env.stem)[:100],
+        backend="local",
+        nproc_per_node=dist_env.world_size,
+        chdir=os.getcwd(),
+    )
+    if not run.job_json.exists():
+        write_json(run.job_json, asdict(job))
+    else:
+        _compare(run, JobSpec.from_json(run.job_json.read_text()), job)
+    moved = f" (the finished one is now {finished})" if finished else ""
+    print(f"hpc-ddp: run: {run.path}{moved}", file=sys.stderr, flush=True)
+    run.journal("rank-0", attempt.number).write(Started(backend="local", **process.identity()))
+    return run.path, attempt.number
+
+
+def _compare(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
+    """Refuse to go on with another script's run. Other arguments are the run's from here on:
+    the script has them in any case; with a checkpoint a warning names the earlier ones."""
+    if begun.script != job.script:
+        raise UsageError(
+            f"{run.path} is a run of {begun.script}, and this is {job.script}",
+            hint=f"rename or remove {run.path}, or set HPC_DDP_RUNS to another folder",
+        )
+    if list(begun.args) == list(job.args):
+        return
+    write_json(run.job_json, asdict(replace(begun, args=job.args, chdir=job.chdir)))
+    if published(run.checkpoints):
+        args = " ".join(begun.args) or "none"
+        print(
+            f"hpc-ddp: {run.path} was last started with other arguments ({args}); it goes on with"
+            " the new ones; remove or rename the folder to start afresh",
+            file=sys.stderr,
+        )
+
+
+def _move_away(path: Path) -> Path:
+    number = 1
+    while (target := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    path.rename(target)
+    return target

@@ -1,0 +1,170 @@
+"""Notices that a rank hangs, and ends it so that one can see where.
+
+One stuck rank makes all others wait for it in a collective, so each rank watches only itself,
+and all of them end with their stacks written. A wait that takes Python's lock with it (C code
+of an extension) stops our thread too: for that one faulthandler has a timer in C.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as torch_distributed
+from torch._C import _distributed_c10d
+
+from hpc_ddp.run import process
+from hpc_ddp.run.folder import NodeFolder
+from hpc_ddp.training.data.order import Position
+
+dist: Any = torch_distributed  # some of what is used here has no types
+c10d: Any = _distributed_c10d
+_last_beat = 0.0  # one per process, as faulthandler's timer is
+_shown: int | None = None  # where stacks go that somebody asks for
+
+
+def beat() -> None:
+    """Say that the training goes on. Costs less than a microsecond."""
+    global _last_beat
+    _last_beat = time.monotonic()
+
+
+def show_stacks_when_asked() -> None:
+    """Have a signal write the stacks to where `hpc-ddp attach --py-spy` reads them."""
+    global _shown
+    if sys.platform == "linux" and _shown is None:
+        _shown = os.memfd_create(process.STACKS)  # on no disk, which may be why it stands still
+        faulthandler.register(process.SHOW_STACKS, _shown)
+
+
+class HangError(RuntimeError):
+    """The training has stood still for too long. Raised nowhere: the main thread is stuck."""
+
+    __module__ = "builtins"  # so that it is shown by its plain name
+
+
+class Watchdog:
+    """Watches from the first step on, which may take long to compile, until `end`.
+
+    Parameters
+    ----------
+    hang_after_s
+        seconds without a `beat` after which this rank hangs; None or 0 for no watching
+    dump_flight
+        returns what the flight recorder holds, as bytes
+    tell
+        takes an error and its text, for the journal and for people
+    """
+
+    def __init__(
+        self,
+        hang_after_s: float | None,
+        node: NodeFolder,
+        rank: int,
+        position: Position,
+        dump_flight: Callable[[], bytes],
+        tell: Callable[[BaseException, str], None],
+    ) -> None:
+        self._hang_after_s = hang_after_s or 0.0
+        # The ranks' last beats lie up to a step apart, and the first one to exit ends all.
+        self._grace_s = min(60.0, 2.0 + self._hang_after_s / 30)
+        self._poll_s = self._grace_s / 6
+        self._node, self._rank, self._position = node, rank, position
+        self._dump_flight, self._tell = dump_flight, tell
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stacks: int | None = None  # the file's descriptor: what faulthandler works on
+        show_stacks_when_asked()
+
+    def step_done(self) -> None:
+        """Beat; the first time also start to watch."""
+        beat()
+        if self._stacks is None and self._hang_after_s > 0:
+            # Opened now, since nothing can be opened once Python's lock is gone.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            try:
+                self._node.path.mkdir(parents=True, exist_ok=True)
+                self._stacks = os.open(self._node.stacks(self._rank), flags, 0o600)
+            except OSError:  # a disk in trouble; the next step tries again
+                return
+            self._arm(0.0)
+            self._thread = threading.Thread(target=self._watch, name="hpc-ddp watchdog")
+            self._thread.daemon = True
+            self._thread.start()
+
+    def end(self) -> None:
+        """Watch no more: what comes now is not training."""
+        self._ended.set()
+        if self._thread is None or self._stacks is None:
+            return
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        os.close(self._stacks)
+        with suppress(OSError):
+            self._node.stacks(self._rank).unlink()
+
+    def _arm(self, quiet_s: float) -> None:
+        """Have C write the stacks and exit with code 1, should our thread not do so in time."""
+        left_s = max(self._hang_after_s - quiet_s, 0.0) + self._grace_s + self._poll_s
+        assert self._stacks is not None
+        faulthandler.dump_traceback_later(left_s, exit=True, file=self._stacks)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._poll_s):
+            quiet_s = time.monotonic() - _last_beat
+            self._arm(quiet_s)
+            if quiet_s >= self._hang_after_s:
+                self._hung()
+
+    def _hung(self) -> None:
+        ends_at = time.monotonic() + self._grace_s
+        assert self._stacks is not None
+        faulthandler.dump_traceback(self._stacks)
+        error = HangError(
+            f"no step for {self._hang_after_s:g} s at step {self._position.step};"
+            f" stacks in {self._node.stacks(self._rank)}"
+        )
+        self._tell(error, _traceback_of_main(error))
+        try:
+            self._node.flight(self._rank).write_bytes(self._dump_flight())
+        except Exception as no_dump:
+            print(f"hpc-ddp: no dump of the flight recorder: {no_dump}", file=sys.stderr)
+        sys.stderr.flush()
+        time.sleep(max(ends_at - time.monotonic(), 0.0))
+        os._exit(1)
+
+
+def flight_recorder(device: torch.device) -> bytes:
+    """Return the pickled record of the last collectives of what carries a device's tensors.
+
+    On by default from torch 2.15 (``TORCH_FR_BUFFER_SIZE`` entries); 2.9 records NCCL only.
+
+    Raises
+    ------
+    AttributeError, TypeError
+        this build of torch has no record of that backend
+    """
+    backend = dist.group.WORLD._get_backend(device)
+    # From 2.15 on the backend "nccl" may be another implementation, whose record is elsewhere.
+    legacy = getattr(dist, "ProcessGroupNCCL", None)
+    if legacy and isinstance(backend, legacy):
+        record: bytes = c10d._dump_nccl_trace()
+    else:
+        name = backend.name()
+        record = c10d._dump_fr_trace(**({} if name == "gloo" else {"backend": name}))
+    return record
+
+
+def _traceback_of_main(error: HangError) -> str:
+    """Return the main thread's stack in the form of an exception's traceback."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    lines = "".join(traceback.format_stack(frame))
+    return f"Traceback (most recent call last):\n{lines}HangError: {error}\n"

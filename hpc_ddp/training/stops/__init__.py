@@ -1,0 +1,1 @@
+"""When to save and when to stop, agreed on by all ranks."""

@@ -1,0 +1,177 @@
+"""Signals and other signs that the attempt must end soon.
+
+Under hpc-ddp's supervisor a SIGTERM can mean two things: the cluster wants the node back
+(all ranks are alive and can save), or torchrun is clearing away the survivors of a crash
+(a collective would hang). The supervisor knows which, and creates a file for the first.
+Under a plain torchrun nobody knows, and SIGTERM itself is the notice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from hpc_ddp.run.folder import read_seconds, read_word
+from hpc_ddp.run.vocabulary import StopReason
+from hpc_ddp.training.process.stdio import say
+
+NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
+REASONS = {
+    CANCELLED: StopReason.CANCELLED,
+    DEADLINE: StopReason.DEADLINE,
+    NOTICE: StopReason.NOTICE,
+}
+
+# USR1 and USR2 are the warning signals of many job scripts. On clusters that signal every process
+# of a step they arrive here too, where their default action would be to kill.
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
+WORD_S = 2.0  # the cluster may signal everybody before the supervisor has written its file
+POLL_S = 1.0
+AGAIN_S = 1.0
+TORN_DOWN = 143  # what a shell shows for a death by SIGTERM
+
+
+class Notices:
+    """Listens for notices. `reason` is one of the numbers above, `source` who gave it.
+
+    The signal handler sets nothing but a flag; a thread does the rest, since the main thread
+    may sit in a collective for as long as its peers like. The thread also looks at the files
+    once a second, so a notice without a signal works, and no step ever asks a file system.
+
+    `end_time`, in unix seconds, is when the attempt's time is over: None without a limit, and on a
+    rank that does not watch the time.
+    """
+
+    def __init__(self, notice: Path | None) -> None:
+        self.reason = NONE
+        self.source: str | None = None
+        self.end_time: float | None = None
+        self._notice = notice
+        self._end_time_file: Path | None = None
+        self._cancelled: Path | None = None
+        self._ended = False
+        self._first_s = 0.0  # when the first signal came, on the monotonic clock
+
+    def install(self) -> None:
+        """Take the signals over and start listening; main thread only."""
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, _flag)
+        os.register_at_fork(after_in_child=_give_back)
+        threading.Thread(target=self._listen, name="hpc-ddp notices", daemon=True).start()
+
+    def watch_for_cancel(self, path: Path) -> None:
+        """Take the file's existence for a cancel; it may exist already."""
+        self._cancelled = path
+        self._look()
+
+    def watch_end_time(self, end_time: float | None, path: Path) -> None:
+        """Know when the time is over; a file at `path` has another time as soon as Slurm does."""
+        self.end_time, self._end_time_file = end_time, path
+        self._look()
+
+    def end(self, then_exit: bool) -> None:
+        """Ignore what comes now: the work is safe, and only the exit code could suffer.
+
+        Ignored and not handled, because Python gives handled signals back to their deadly
+        default a good while before the process is gone. Where no supervisor is there and the
+        script has more to do (not `then_exit`), Ctrl-C is an ordinary one again.
+        """
+        self._ended = True
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        if self._notice is None and not then_exit:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _listen(self) -> None:
+        while not self._ended:
+            self._look()
+            ready, _, _ = select.select([self._reader], [], [], POLL_S)
+            for number in self._reader.recv(4096) if ready else b"":
+                if number in SIGNALS:  # the socket hears of all handled ones: SIGCHLD, for one
+                    self._signalled(signal.Signals(number))
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if self._notice is None:
+            again = time.monotonic() - self._first_s > AGAIN_S  # not torchrun's copy of a Ctrl-C
+            if self.reason != NOTICE:
+                self._first_s = time.monotonic()
+                text = f"{number.name}: stops and saves after this step"
+                say(text + ("; Ctrl-C again ends it at once" if number == signal.SIGINT else ""))
+            elif number == signal.SIGINT and again:
+                os._exit(128 + signal.SIGINT)
+            self._note(NOTICE, number.name)
+            return
+        deadline = time.monotonic() + WORD_S
+        while self.reason != NOTICE and time.monotonic() < deadline:
+            self._look()
+            time.sleep(0.02)
+        if self.reason != NOTICE and number not in WARNINGS and not self._ended:
+            say(f"{number.name} without a notice: a peer has failed; ending")
+            os._exit(TORN_DOWN)
+
+    def _look(self) -> None:
+        text = read_word(self._notice) if self._notice and self.reason != NOTICE else ""
+        if text:
+            self._note(NOTICE, _source(text))
+        # os.path's: Path.exists raises for a disk that is in trouble.
+        if self._cancelled is not None and self.reason == NONE and os.path.exists(self._cancelled):
+            self._note(CANCELLED, "cancelled")
+
+        if self._end_time_file is not None:
+            self.end_time = read_seconds(self._end_time_file) or self.end_time
+
+    def _note(self, reason: int, source: str) -> None:
+        if reason > self.reason:
+            self.source, self.reason = source, reason
+
+
+def _flag(number: int, frame: FrameType | None) -> None:
+    """Do nothing: that a handler exists makes Python write the number to the wake-up socket."""
+
+
+def _give_back() -> None:
+    """In a forked child: stop writing to the parent's socket, and be as deadly as any process."""
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        if signal.getsignal(number) is _flag:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def ignore_in_loader(worker: int) -> None:
+    """``worker_init_fn``: outlive a notice, since the rank still needs its batches until it stops.
+
+    A loader worker ends when its parent is gone, or says so: multiprocessing does it by a
+    SIGTERM, for which it then waits without end.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
+
+
+def _source(text: str) -> str:
+    """Return the ``source`` of a notice file; a file that holds a plain word is its own source."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text[:100]
+    return str(value.get("source", "notice")) if isinstance(value, dict) else str(value)

@@ -1,0 +1,1 @@
+"""Measured numbers on their way to the journal and to people."""

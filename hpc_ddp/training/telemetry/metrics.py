@@ -1,0 +1,119 @@
+"""Measured values on their way to the journal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.events import FirstStep, MetricsLine
+from hpc_ddp.run.journal import Journal
+from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.devices import Transfer, plain
+
+EVERY_S = 0.5  # in the first minutes; then less often, so that a week is no gigabyte
+SELDOM_S = 10.0
+TAKEN = {"time", "event", "attempt", "step", "total_steps", "epoch", "samples_per_s", "mfu"}
+
+
+class Metrics:
+    """Writes `first_step`, then `metrics`: one per `EVERY_S` at most, and the last one always.
+
+    Values are this rank's own (rank 0's in practice): a reduced loss would cost a collective
+    a step. A tensor is read only when a line is due, and written once it has come from its
+    device, some steps later: no step waits for a device, or for a disk.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        world_size: int,
+        hosts: list[str],
+        use_per_sample_s: float | None = None,  # one sample per second, as a share of the peak
+        total_steps: Callable[[], int | None] = lambda: None,
+        listeners: Sequence[Callable[[dict[str, Any]], None]] = (),  # each gets the lines
+    ) -> None:
+        self._journal, self._use_per_sample_s = journal, use_per_sample_s
+        self._total_steps, self._listeners = total_steps, listeners
+        self._first: dict[str, Any] = {"world_size": world_size, "hosts": hosts}
+        self._began = self._written_at = time.monotonic()
+        self._due = self._began + EVERY_S
+        self._samples = 0
+        self._latest: tuple[int, int, dict[str, Any]] | None = None
+        self._line: tuple[dict[str, Any], Transfer] | None = None  # under way to the journal
+
+    def add(self, position: Position, samples: int, values: dict[str, Any]) -> None:
+        """Take in a step's values; `samples` is the size of its global batch."""
+        if self._first:
+            self._journal.write(FirstStep(position.step, **self._first))
+            self._first = {}
+        self._samples += samples
+        self._latest = position.step, position.epoch, values
+        if time.monotonic() >= self._due:
+            self._begin_line()
+        if self._line is not None and self._line[1].is_over():
+            self._write_line()
+
+    def flush(self) -> None:
+        """Write what was added last, unless that has been done."""
+        self._begin_line()
+        self._write_line()
+
+    def _begin_line(self) -> None:
+        """Take a line's fields, and begin to read the values that are on a device."""
+        if self._latest is None:
+            return
+        self._write_line()  # of half a second ago: waits for no step but that one
+        now = time.monotonic()
+        speed = self._samples / max(now - self._written_at, 1e-9)
+        step, epoch, values = self._latest
+        head = {"step": step, "total_steps": self._total_steps(), "epoch": epoch}
+        tail = {"samples_per_s": round(speed, 1)}
+        if self._use_per_sample_s is not None:
+            tail["mfu"] = round(speed * self._use_per_sample_s, 4)
+        self._line = {**head, **values, **tail}, Transfer(values)
+        self._written_at, self._samples, self._latest = now, 0, None
+        self._due = now + min(max(EVERY_S, (now - self._began) / 1000), SELDOM_S)
+
+    def _write_line(self) -> None:
+        if self._line is None:
+            return
+        fields, transfer = self._line
+        fields |= transfer.numbers()
+        fields = {name: value for name, value in fields.items() if value is not None}
+        self._line = None
+        self._journal.write_later(MetricsLine(fields))
+        for listener in self._listeners:
+            listener(fields)
+
+
+def check_values(values: dict[str, Any]) -> None:
+    """Raise UsageError for a value that is no scalar, or whose name the journal has already."""
+    if reserved := TAKEN & values.keys():
+        raise UsageError(
+            f"run.step was given {sorted(reserved)[0]!r}, which the journal has already",
+            hint="give it another name",
+        )
+    for name, value in values.items():
+        try:
+            json.dumps(plain(value))
+        except Exception:
+            raise UsageError(
+                f"run.step was given {name}, a {type(value).__name__} that is no scalar; accepted:"
+                " numbers, and tensors of one number",
+                hint=f"{name}.mean(), for instance",
+            ) from None
+
+
+def number(call: str, name: str, value: Any) -> float:
+    """Return a number or a tensor of one as a float, or raise UsageError for what is none."""
+    try:
+        return float("no number" if isinstance(value, str) else plain(value))
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
+        raise UsageError(
+            f"{call} was given {name}, a {type(value).__name__} that is no number; accepted:"
+            " numbers, and tensors of one number",
+            hint=f"float({name}) has to work, or {name}.mean() for a tensor of several",
+        ) from None

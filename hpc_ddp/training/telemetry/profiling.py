@@ -1,0 +1,75 @@
+"""Where the time goes: a trace of some steps, and the share of the GPUs' peak that is used."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from hpc_ddp.training import devices
+from hpc_ddp.training.options import Options
+
+# Dense peaks in TFLOP/s by the data sheets of NVIDIA and AMD: with 16-bit operands, and with 32-bit
+# ones (TF32 where there is such a thing). NVIDIA's newer sheets count sparsity, which is twice as
+# much; an MI250X shows as two devices, each half of it. The first name within the device's counts.
+PEAKS = {
+    "V100": (125.0, 15.7),
+    "A100": (312.0, 156.0),
+    "L40S": (362.0, 183.0),
+    "H100 PCIe": (756.0, 378.0),
+    "H100 NVL": (835.0, 417.5),
+    "H100": (989.4, 494.7),
+    "H200": (989.4, 494.7),
+    "MI250X": (191.5, 47.9),
+    "MI300X": (1307.4, 653.7),
+}
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """Return the peak of a GPU in FLOP/s, None for a name that is not in the table."""
+    peaks = next((pair for model, pair in PEAKS.items() if model in name), None)
+    return peaks and 1e12 * peaks[precision == "fp32"]
+
+
+def use_per_sample(options: Options, device: torch.device, world_size: int) -> float | None:
+    """Return what share of all GPUs' peak one sample per second is; None where not known."""
+    peak = options.peak_flops
+    if peak is None:
+        peak = peak_flops(devices.name(device), options.precision)
+    if peak is None or options.flops_per_sample is None:
+        return None
+    return options.flops_per_sample / (peak * world_size)
+
+
+class Profiler:
+    """Traces the steps of a window (first, last), counted from 1 in this attempt.
+
+    Leaves a Chrome trace at `path`, and prints its path where it `announces`.
+    """
+
+    def __init__(self, window: tuple[int, ...] | None, path: Path, announces: bool) -> None:
+        self._first, self._last = window or (0, 0)
+        self._path, self._told = path, announces
+        self._steps = 0
+        self._profile: torch.profiler.profile | None = None
+
+    def step_done(self) -> None:
+        self._steps += 1
+        if self._steps == self._first - 1:
+            self._profile = torch.profiler.profile()
+            self._profile.start()
+        elif self._steps == self._last:
+            self.end()
+
+    def end(self) -> None:
+        """Write what has been traced, if anything; also when the run stops inside the window."""
+        if self._profile is None:
+            return
+        self._profile.stop()
+        self._path.parent.mkdir(exist_ok=True)
+        self._profile.export_chrome_trace(str(self._path))
+        self._profile = None
+        if self._told:
+            steps = f"steps {self._first} to {min(self._steps, self._last)} of this attempt"
+            print(f"hpc-ddp: profile of {steps}: {self._path}", file=sys.stderr, flush=True)

@@ -1,0 +1,171 @@
+"""How long each rank itself works in a step: its wait for data, and its forward.
+
+All ranks end a step together, so its duration does not show which of them is slow. DDP's ranks wait
+for each other in the backward; so the time from a batch to its backward, and the wait for the
+loader, are a rank's own. (In front of a forward the others may wait for rank 0's buffers, so of a
+model with buffers a slow forward of rank 0 can't be seen.) On a GPU the forward is timed in the
+stream, since the CPU runs ahead of it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hpc_ddp.run.events import StepTiming
+from hpc_ddp.run.journal import Journal
+from hpc_ddp.training import devices
+from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.process.process_group import Control
+
+EVERY_S, SELDOM_S = 30.0, 300.0  # between two events, at first and at last
+SAMPLE_S = 0.05  # at most one step in this time is measured, since events of a GPU cost some us
+DIGITS = 4
+
+Mark = Any  # a moment: seconds, or torch.Event
+
+
+class StepTimer:
+    """Times this rank's steps; rank 0 gathers the means of all ranks, and journals them.
+
+    `nodes` are the names of the ranks' nodes, on rank 0. Forwards are timed where `has_ddp` is set:
+    those of other strategies wait for peers.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        journal: Journal,
+        position: Position,
+        device: torch.device,
+        nodes: Sequence[str],
+    ) -> None:
+        self._control, self._journal, self._position = control, journal, position
+        self._nodes = nodes
+        self._device, self._on_gpu = device, devices.is_accelerator(device)
+        self.has_ddp = self._is_sampled = False
+        self._forward_start: Mark = None
+        self._forwards: list[tuple[Mark, Mark]] = []  # of this step
+        self._measured: list[list[tuple[Mark, Mark]]] = []  # the same of earlier steps
+        self._gathered: tuple[int, Any, Any] | None = None
+        self._next_sample = self._step_start = 0.0
+        self._began = time.monotonic()
+        self._due_at = self._began + EVERY_S
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps = self._samples = 0
+        self._wall_s = self._forward_s = self._data_s = 0.0
+
+    def start_step(self) -> None:
+        """Start the clock: between two steps may lie a save, or the end of an epoch."""
+        self._step_start = time.perf_counter()
+        is_measured = self.has_ddp and self._control.world_size > 1
+        self._is_sampled = is_measured and self._step_start >= self._next_sample
+        if self._is_sampled:
+            self._next_sample = self._step_start + SAMPLE_S
+            self._forwards, self._forward_start = [], self._mark()
+
+    def end_step(self) -> None:
+        if not self._step_start:
+            return
+        self._steps += 1
+        self._wall_s += time.perf_counter() - self._step_start
+        if self._is_sampled and self._forwards:
+            self._measured.append(self._forwards)
+            self._add_measured()
+        self._is_sampled, self._step_start = False, 0.0
+
+    def batches(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Pass batches on, and count the time that they are waited for."""
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            self._data_s += time.perf_counter() - start
+            if self._is_sampled:
+                self._forward_start = self._mark()
+            yield batch
+
+    def end_forward(self) -> None:
+        """Count the time since the batch came, or since the step or the last backward began."""
+        if self._is_sampled:
+            mark = self._mark()
+            self._forwards.append((self._forward_start, mark))
+            self._forward_start = mark
+
+    def _mark(self) -> Mark:
+        return devices.mark(self._device, timed=True) if self._on_gpu else time.perf_counter()
+
+    def _add_measured(self) -> None:
+        """Add up the measured steps that are over; the GPU may be behind."""
+        while self._measured:
+            forwards = self._measured[0]
+            if self._on_gpu and not forwards[-1][1].query():
+                return
+            self._forward_s += sum(self._between(start, end) for start, end in forwards)
+            self._samples += 1
+            del self._measured[0]
+
+    def _between(self, start: Mark, end: Mark) -> float:
+        return float(start.elapsed_time(end) / 1000 if self._on_gpu else end - start)
+
+    def is_due(self) -> bool:
+        """Return whether it is time to gather; rank 0's answer counts."""
+        several = self._control.world_size > 1 and self._control.rank == 0
+        return several and time.monotonic() >= self._due_at
+
+    def gather(self) -> None:
+        """Send the means since the last time to rank 0. All ranks call it at the same step."""
+        now = time.monotonic()
+        self._due_at = now + min(max(EVERY_S, (now - self._began) / 100), SELDOM_S)
+        steps = max(self._steps, 1)
+        data_s = self._data_s / steps
+        busy_s = data_s + self._forward_s / self._samples if self._samples else math.nan
+        means = [self._wall_s / steps, busy_s, data_s, float(self._steps)]
+        gather = self._control.start_gather(torch.tensor(means, dtype=torch.float64, device="cpu"))
+        self._gathered = self._position.step, *gather
+        self._clear()
+
+    def report(self) -> None:
+        """Journal what was gathered, some steps later, so that no step waits for it."""
+        if self._gathered is None:
+            return
+        step, rows, work = self._gathered
+        self._gathered = None
+        work.wait()
+        if not rows or not rows[0][3]:
+            return
+        step_s, busy_s, data_s, steps = ([row[i].item() for row in rows] for i in range(4))
+        has_busy = not any(map(math.isnan, busy_s))
+        excess = [_excess(data_s), _excess(busy_s)] if has_busy else [_excess(data_s)]
+        largest = [max(rank_excess) for rank_excess in zip(*excess, strict=True)]
+        slowest = largest.index(max(largest))
+        self._journal.write_later(
+            StepTiming(
+                step,
+                int(steps[0]),
+                _round(step_s[0]),
+                [_round(seconds) for seconds in data_s],
+                slowest,
+                self._nodes[slowest],
+                [_round(seconds) for seconds in busy_s] if has_busy else None,
+            )
+        )
+
+
+def _excess(seconds: Sequence[float]) -> list[float]:
+    """Return how much longer than the median each rank takes."""
+    usual = statistics.median_low(seconds)
+    return [rank_s - usual for rank_s in seconds]
+
+
+def _round(seconds: float) -> float:
+    return float(f"{max(seconds, 0.0):.{DIGITS}g}")

@@ -1,0 +1,241 @@
+"""A worker: joined with its peers, and made of the parts of a run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from hpc_ddp.run import goodput, process
+from hpc_ddp.run.events import JournalEvent, Stopped, WorkerStarted
+from hpc_ddp.training.checkpoint.files import Retention
+from hpc_ddp.training.checkpoint.manager import CheckpointManager
+from hpc_ddp.training.checkpoint.saver import Checkpoints
+from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.models.precision import Precision, make_deterministic
+from hpc_ddp.training.options import Options
+from hpc_ddp.training.process import process_group, run_directory
+from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
+from hpc_ddp.training.process.failure import FailureHook, leave_quickly
+from hpc_ddp.training.process.stdio import make_patient
+from hpc_ddp.training.process.watchdog import Watchdog, beat, flight_recorder
+from hpc_ddp.training.stops.consensus import (
+    SaveSchedule,
+    StopConsensus,
+    between_failures,
+    slowest_save,
+)
+from hpc_ddp.training.stops.signals import REASONS, Notices
+from hpc_ddp.training.telemetry.metrics import Metrics
+from hpc_ddp.training.telemetry.profiling import Profiler, use_per_sample
+from hpc_ddp.training.telemetry.sinks import ProgressLines, TensorBoardSink
+from hpc_ddp.training.telemetry.step_timing import StepTimer
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+LOOK_EVERY = 10  # exchanges, so about a second, and with slow steps every tenth
+
+
+class Worker:
+    """Builds the parts of a run in the order in which a worker comes to life, and ends them.
+
+    `device` is this rank's (`devices` all of them), `folder` the run's, `position` where the
+    training is.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Do what `start` promises; `arguments` are its own.
+
+        Signals first: the rest takes seconds, and may wait for peers.
+        """
+        called = time.time()
+        FailureHook(DistEnv(), "").install()  # for a wrong environment
+        self._info, env = DistEnv.from_env(), LaunchEnv.from_env()
+        if env.notice is not None:
+            make_patient()
+        self._notices = Notices(env.notice)
+        self._notices.install()
+        self._hook = FailureHook(self._info, env.node)
+        self._hook.install()
+        options = Options.chosen(env, **arguments)
+        self._join(options, env, called)
+        self._prepare(options, env)
+        self._over = False
+        self._look_at = 0  # the number of exchanges
+        self._look_answers_at: int | None = None
+
+    def _join(self, options: Options, env: LaunchEnv, called: float) -> None:
+        """Join the process group, and open the run's folder."""
+        info = self._info
+        self.rank, self.world_size, self.seed = info.rank, info.world_size, options.seed
+        if options.deterministic:
+            make_deterministic()
+        self._dims = ParallelDims(info.rank, info.world_size, options.tp, options.pp)
+        self.devices = process_group.choose_devices(info, options.devices_per_worker)
+        self.device = self.devices[0]
+        self._control = process_group.join(info, self.devices, options.hang_after, options.backend)
+        self._hook.install()
+        self.folder, attempt = run_directory.find(env, info, self._control)
+        self._journal = self.folder.journal(f"rank-{info.rank}", attempt)
+        self._hook.journal = self._journal
+        if info.rank == 0:
+            self._journal.write(WorkerStarted(process.began_at(), called))
+            self._notices.watch_for_cancel(self.folder.cancelled)
+            # One clock: hosts' clocks differ, and rank 0 alone knows how long a whole save takes.
+            self._notices.watch_end_time(env.end_time, self.folder.attempt(attempt).end_time)
+
+    def _prepare(self, options: Options, env: LaunchEnv) -> None:
+        """Make the parts of the run that save, measure and watch."""
+        control, journal, attempt = self._control, self._journal, self._journal.attempt
+        is_first = self.rank == 0
+        self.position = self._hook.position = Position()
+        self._checkpoints = Checkpoints(
+            self.folder,
+            attempt,
+            control,
+            control.another(),
+            journal,
+            Retention(options.keep_last, options.keep_every),
+            self._before_publishing,
+        )
+        self._manager = CheckpointManager(
+            self._checkpoints,
+            self.position,
+            self.devices,
+            options.seed,
+            self._dims,
+            options.stop_on_nan,
+        )
+        history = self.folder.events() if is_first and attempt else []
+        self._schedule = SaveSchedule(
+            self._checkpoints,
+            self.rank,
+            options.save_every,
+            options.save_every_steps,
+            slowest_save_s=slowest_save(history),
+            failure_interval_s=between_failures(history),
+        )
+        nodes = control.to_first(env.node)
+        rng.seed_all(options.seed, self.devices)
+        self._watchdog = Watchdog(
+            options.hang_after,
+            self.folder.attempt(attempt).node(env.node),
+            self.rank,
+            self.position,
+            partial(flight_recorder, self.device),
+            self._hook.tell,
+        )
+        self._timer = StepTimer(control, journal, self.position, self.device, nodes)
+        self._consensus = StopConsensus(control, self._notices, self._schedule, self._timer)
+        self._precision = Precision(options.precision, self.device, options.stop_on_nan, self._dims)
+        board = self.folder.path / "tensorboard"
+        self._board = (
+            TensorBoardSink(board, self.position) if options.tensorboard and is_first else None
+        )
+        self._progress = ProgressLines() if options.progress and is_first else None
+        use = use_per_sample(options, self.device, self.world_size)
+        self._metrics = Metrics(
+            journal,
+            self.world_size,
+            sorted(set(nodes)),
+            use,
+            self._total_steps,
+            [sink.show for sink in (self._board, self._progress) if sink is not None],
+        )
+        trace = f"attempt-{attempt}-rank-{self.rank}.json.gz"
+        self._profiler = Profiler(
+            options.profile, self.folder.path / "profile" / trace, announces=is_first
+        )
+
+    def _before_publishing(self, step: int) -> None:
+        """Called in the saving thread of rank 0 before a checkpoint appears; for the drill."""
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
+
+    def _refuse_non_finite(self) -> None:
+        if self._precision.has_non_finite():
+            raise self._checkpoints.non_finite_error(self.position.step)
+
+    def _stop(self, reason: int) -> NoReturn:
+        source = self._notices.source
+        self._end(Stopped(self.position.step, REASONS[reason], source or None))
+        leave_quickly()
+        raise SystemExit(0)
+
+    def _end(self, event: JournalEvent) -> None:
+        """Save, journal the event, and leave; all ranks come here together."""
+        if self._over:
+            return
+        is_stop = isinstance(event, Stopped)
+        self._precision.look()
+        self._refuse_non_finite()
+        self._manager.save_surely()
+        if not is_stop:  # a stop has no time for it, and the next start does it
+            self._checkpoints.tidy()
+        self._watchdog.end()
+        if self.rank == 0:
+            self._metrics.flush()
+            self._journal.drain()
+            self._journal.write_surely(event)
+        for end in [sink.end for sink in (self._board, self._progress, self._profiler) if sink]:
+            end()
+        self._over = True
+        self._notices.end(then_exit=is_stop)
+        process_group.leave(self._control, self.device, then_exit=is_stop)
+        if self.rank == 0:
+            if is_stop:
+                self._say(
+                    f"stopped and saved at step {self.position.step}; it can go on from there"
+                )
+            self._say_goodput()
+
+    def _say_goodput(self) -> None:
+        with suppress(OSError):  # all is done: no reason left to fail
+            line = goodput.line(goodput.account(self.folder.events(), time.time()))
+            print(f"hpc-ddp: {line}", file=sys.stderr, flush=True)
+
+    def sum(self, *values: float | torch.Tensor) -> list[float]:
+        """Return the sums of numbers over all ranks, in double precision. All ranks call it.
+
+        Of the ranks that take the same samples one counts: the last stage's, with pipelines.
+        """
+        counts = self._dims.counts
+        numbers_here = [float(value) if counts else 0.0 for value in values]
+        sums = torch.tensor(numbers_here, dtype=torch.float64, device="cpu")
+        self._control.sum(sums)
+        beat()
+        numbers: list[float] = sums.tolist()
+        return numbers
+
+    def print(self, *values: Any) -> None:
+        """Print on rank 0 only, at once."""
+        if self.rank == 0:
+            print(*values, flush=True)
+
+    @property
+    def tensorboard(self) -> SummaryWriter | None:
+        """TensorBoard's writer on rank 0, where `start` was asked for it; for use after `track`."""
+        return self._board.writer if self._board else None
+
+    def _watch_weights(self, exchanges: int) -> None:
+        """Look at the weights now and then; all ranks do so, and hear of it, at the same steps."""
+        if self._look_answers_at is not None and exchanges >= self._look_answers_at:
+            self._look_answers_at = None
+            self._refuse_non_finite()
+        if exchanges >= self._look_at:
+            self._look_at, self._look_answers_at = exchanges + LOOK_EVERY, exchanges + 1
+            self._precision.look()
+
+    def _total_steps(self) -> int | None:
+        """Return the steps of the whole run, where the length of an epoch is known."""
+        raise NotImplementedError
