@@ -4,7 +4,7 @@
 ``<run>/drill/rank-<r>.jsonl``, a `record` when the loop begins, after each step and each epoch,
 and at the end: a digest of each tracked object and each random generator, and of what the
 optimizers read in the step. Two runs that are equal bit for bit have equal records, and where
-they differ, the first part that differs is the cause. `hpc_ddp.launch.compare` reads them.
+they differ, the first part that differs is the cause. `hpc_ddp.launch.drill.compare` reads them.
 """
 
 from __future__ import annotations

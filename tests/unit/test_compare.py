@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.launch import compare
-from hpc_ddp.launch.compare import Curve, Difference, explain, first_difference
-from hpc_ddp.launch.drill import LEAST_STEPS, Report, Row, choose
+from hpc_ddp.launch.drill import compare
+from hpc_ddp.launch.drill.compare import Curve, Difference, explain, first_difference
+from hpc_ddp.launch.drill.disturb import LEAST_STEPS, choose
+from hpc_ddp.launch.drill.report import Report, Row
 from hpc_ddp.run.errors import UsageError
 
 Record = dict[str, Any]

@@ -16,112 +16,42 @@ import json
 import math
 import os
 import shutil
-import signal
-import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.launch import compare
 from hpc_ddp.launch.backends import LocalBackend
-from hpc_ddp.launch.compare import Curve, Difference, Record
 from hpc_ddp.launch.config import Settings
+from hpc_ddp.launch.drill import compare
+from hpc_ddp.launch.drill.compare import Difference, Record
+from hpc_ddp.launch.drill.disturb import (
+    LEAST_STEPS,
+    Disturbance,
+    Leg,
+    Points,
+    choose,
+    flip,
+    kill,
+    legs,
+    terminate,
+)
+from hpc_ddp.launch.drill.report import Report, Row
 from hpc_ddp.launch.plan import PreparedRun, plan_new
-from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, last_event, read_events
-from hpc_ddp.run.process import signal_recorded
 
 PLAN = "HPC_DDP_DRILL"
-LEAST_STEPS = 8
 TRAINING_S = 30.0  # of an undisturbed run, without --steps
 PLAIN_S = 600.0  # in this time a script has to call `start`, or to end by itself
 PRINT_EVERY_S = 15.0
 LOG_LINES = 30
 TOO_LONG = 124  # as the code of timeout(1)
 
-Disturbance = Callable[[subprocess.Popen[bytes], RunFolder], None]
 NOT_RESTORED: Event = {"step": None, "passed_over": []}
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Points:
-    """The steps at which a run is disturbed: it is stopped, saves, is killed (in a save, too)."""
-
-    stop: int
-    save: int
-    kill: int
-
-
-@dataclass(frozen=True)
-class Leg:
-    """One attempt of the disturbed run: the recorder's plan, and how the attempt is ended.
-
-    The run has to resume from step `least_step` at the earliest.
-    """
-
-    name: str
-    plan: dict[str, Any]
-    disturbance: Disturbance | None = None
-    least_step: int = 0
-
-
-@dataclass(frozen=True)
-class Row:
-    """A disturbance and its outcome; `resumed_from` is the step of the checkpoint taken up."""
-
-    done: str
-    survived: bool
-    resumed_from: int | None = None
-    passed_over: tuple[str, ...] = ()
-    curve: Curve = field(default_factory=Curve)
-    difference: Difference | None = None
-
-
-@dataclass
-class Report:
-    """`verdict` is ``right``, ``sums`` (right but for the order of sums), ``wrong``,
-    ``unsteady`` (two undisturbed runs differ already), ``broken`` (it did not go on), or
-    ``plain`` (a script that uses nothing of hpc-ddp has survived)."""
-
-    script: str
-    folder: Path
-    steps: int = 0
-    verdict: str = "right"
-    why: str = ""
-    hint: str = ""
-    notes: list[str] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        return self.verdict in ("right", "sums", "plain")
-
-    def text(self) -> str:
-        """Return the result as a person reads it: what was done, what came of it, the verdict."""
-        lines = [" ".join(cells).rstrip() for cells in _aligned([HEAD, *map(_cells, self.rows)])]
-        lines += [f"note: {note}" for note in self.notes]
-        name = Path(self.script).name
-        verdict = {
-            "right": f"{name} resumes right: every step is equal, bit for bit, and so are the final"
-            " weights",
-            "sums": f"{name} resumes right, up to rounding: {self.why}",
-            "wrong": f"{name} does NOT resume right. {self.why}",
-            "unsteady": f"{name} is not reproducible: {self.why}",
-            "broken": f"{name} does NOT go on. {self.why}",
-            "plain": f"{name} survives. {self.why}",
-        }[self.verdict]
-        lines += ["", verdict]
-        lines += [f"hint: {self.hint}"] if self.hint else []
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ok": self.ok, "folder": str(self.folder) if not self.ok else None}
 
 
 def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say) -> Report:
@@ -156,47 +86,6 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
     if report.ok:
         shutil.rmtree(folder, ignore_errors=True)
     return report
-
-
-def choose(total: int, epoch_ends: Sequence[int]) -> Points:
-    """Return when to disturb a run of `total` steps.
-
-    The stop comes in mid-epoch, after an epoch's end where there is one. The save is at the next
-    epoch's end, which is a place of its own to go on from; the kill comes well after it.
-
-    Raises
-    ------
-    UsageError
-        the run is too short to be disturbed
-    """
-    if total < LEAST_STEPS:
-        raise UsageError(
-            f"the script takes {total} steps, and a drill needs {LEAST_STEPS}",
-            hint="more epochs or a smaller batch, in the script's own arguments"
-            if total
-            else "call run.step() behind each optimizer.step()",
-        )
-    ends = [step for step in epoch_ends if step <= total - 6]
-    stop = max(2, total * 3 // 10, ends[0] + 1 if ends else 0)
-    while stop in epoch_ends and stop < total - 5:
-        stop += 1
-    later = [step for step in epoch_ends if stop < step <= total - 3]
-    save = later[0] if later else stop + max(1, (total - stop) // 4)
-    return Points(stop, save, min(total - 2, save + max(1, (total - save) // 3)))
-
-
-def _legs(points: Points, end: int | None) -> list[Leg]:
-    """Return the attempts of the disturbed run, which end at step `end`, or with the script."""
-    plan = {} if end is None else {"end": end}
-    stop = {**plan, "hold": "stop", "at": points.stop}
-    kill = {**plan, "hold": "kill", "at": points.kill, "save": points.save}
-    save = {**plan, "hold": "save", "at": points.kill}
-    return [
-        Leg(f"stopped politely (SIGTERM) at step {points.stop}", stop, _terminate),
-        Leg(f"killed (SIGKILL) at step {points.kill}", kill, _kill, points.stop),
-        Leg(f"killed while saving step {points.kill}", save, _kill, points.save),
-        Leg("", plan),
-    ]
 
 
 class _Drill:
@@ -261,7 +150,7 @@ class _Drill:
     def _disturb(self, base: list[Record], points: Points, end: int | None) -> None:
         prepared = self._make("disturbed")
         run, before = prepared.run, ""
-        for number, leg in enumerate(_legs(points, end)):
+        for number, leg in enumerate(legs(points, end)):
             self._say(f"disturbed: to be {leg.name}" if leg.name else f"{before}; now to the end")
             code = self._launch(prepared, leg.plan, leg.disturbance)
             events = [event for event in run.events() if event["attempt"] == number]
@@ -291,7 +180,7 @@ class _Drill:
                 return
             before = leg.name
             if number == 2:
-                before += f", and a byte flipped in {_flip(run)}"
+                before += f", and a byte flipped in {flip(run)}"
 
     def _is_harmless(self, difference: Difference, base: list[Record], before: str) -> bool:
         """Take a difference into the report; True when the drill can go on."""
@@ -326,10 +215,10 @@ class _Drill:
             return "it starts from its beginning, since no checkpoint was found"
         if number == 3 and not restored["passed_over"]:
             return "the damaged checkpoint was not passed over"
-        if leg.disturbance is _kill:
+        if leg.disturbance is kill:
             ready = run.path / "drill" / f"ready-{number}"
             fault = None if ready.exists() else why or "it ended too early"
-        elif leg.disturbance is _terminate:
+        elif leg.disturbance is terminate:
             stopped = last_event(events, "stopped")
             is_polite = code == CAN_GO_ON and stopped and stopped["step"] == leg.plan["at"]
             fault = None if is_polite else f"a polite stop ended it with code {code}"
@@ -357,11 +246,12 @@ class _Drill:
         report.rows.append(Row(f"undisturbed, {took_s:.0f} s", survived=True))
         prepared = self._make("disturbed")
         run, before = prepared.run, ""
-        legs = (
-            Leg("stopped politely (SIGTERM)", {}, _terminate),
-            Leg("killed (SIGKILL)", {}, _kill),
+        endings = (
+            Leg("stopped politely (SIGTERM)", {}, terminate),
+            Leg("killed (SIGKILL)", {}, kill),
+            Leg("", {}),
         )
-        for leg in (*legs, Leg("", {})):
+        for leg in endings:
             self._say(f"disturbed: to be {leg.name} half-way" if leg.name else "now to the end")
             code = self._launch(prepared, {}, leg.disturbance, after_s=took_s / 2)
             if leg.disturbance and run.finished():
@@ -421,7 +311,7 @@ class _Drill:
                 time.sleep(0.05)
         finally:
             if process.poll() is None:
-                _kill(process, run)
+                kill(process, run)
         return process.returncode
 
     def _print_step(self, run: RunFolder) -> None:
@@ -452,52 +342,4 @@ def _log(run: RunFolder) -> Path:
     return run.logs / "drill.out"
 
 
-HEAD = ["done", "survived", "went on from", "loss curve", "state"]
-
-
-def _cells(row: Row) -> list[str]:
-    if row.resumed_from is None:
-        return [row.done, "yes" if row.survived else "NO", "", "", ""]
-    damaged = ", ".join(text.partition(":")[0] for text in row.passed_over)
-    difference, curve, state = row.difference, row.curve, "equal"
-    if difference is not None:
-        judgement = "rounding" if difference.is_rounding else "DIFFERS"
-        state = f"{judgement}: {difference.label} from step {difference.step}"
-    return [
-        row.done,
-        "yes" if row.survived else "NO",
-        f"step {row.resumed_from}" + (f", past {damaged}" if damaged else ""),
-        f"{curve.equal} of {curve.steps} steps equal" if curve.steps else "-",
-        state,
-    ]
-
-
-def _aligned(rows: Sequence[list[str]]) -> list[list[str]]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [[cell.ljust(n + 1) for cell, n in zip(row, widths, strict=True)] for row in rows]
-
-
 # -- disturbances ----------------------------------------------------------------------------
-
-
-def _terminate(process: subprocess.Popen[bytes], run: RunFolder) -> None:
-    process.terminate()
-
-
-def _kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
-    """Kill all of a run at once, the launcher first, so that nobody is left to react."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its session: launcher and supervisors
-    for attempt in run.attempts()[-1:]:
-        signal_recorded(attempt.path.glob("*/rank-*.pid"), signal.SIGKILL)
-    process.wait()
-
-
-def _flip(run: RunFolder) -> str:
-    """Flip a bit in the middle of the newest checkpoint's largest file; return its name."""
-    newest = checkpoints.published(run.checkpoints)[0]
-    path = max(newest.iterdir(), key=lambda path: path.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    return newest.name
