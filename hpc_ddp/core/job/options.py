@@ -2,7 +2,7 @@
 
 From the declaration follow the option of the command line, its heading in ``--help``, the key of
 ``hpc-ddp.toml`` and the type of its value, what is passed to sbatch, and the table in
-``docs/options.md``.
+``docs/reference.md``.
 """
 
 from __future__ import annotations
