@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp import slurm
-from hpc_ddp.launch import backends, config, prepare
+from hpc_ddp.launch import backends, config
 from hpc_ddp.launch import sweep as launch_sweep
-from hpc_ddp.report import live, logs, status
-from hpc_ddp.report.status import Status
+from hpc_ddp.launch.plan import plan_new
+from hpc_ddp.report.logs.files import log_files
+from hpc_ddp.report.status.run_status import Status, cancel, status_of
+from hpc_ddp.report.status.state import Queue, describe_work, jobs_in_queue
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.options import default_of, key_of
@@ -65,11 +67,11 @@ class Handle:
     def state(self) -> str:
         """The run's state in one word, as `hpc-ddp status` has it: ``waiting``, ``running``,
         ``finished``, ``failed``, ``cancelled``, ``stopped`` … Slurm is asked each time."""
-        return self.status().state
+        return str(self.status().state)
 
     def status(self) -> Status:
         """Return all that a line of `hpc-ddp status` has: step, loss, goodput, results …"""
-        return status.status_of(self._run, status.queue() if self.job_id else {})
+        return status_of(self._run, jobs_in_queue() if self.job_id else {})
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait until nothing works on the run any more and nothing will, and return its state.
@@ -108,10 +110,10 @@ class Handle:
         if self._process:
             return self._process.poll() is None
         try:
-            queue = live.Queue(slurm.queue() if self.job_id else {}, ())
+            queue = Queue(slurm.queue() if self.job_id else {}, ())
         except slurm.NoAnswerError:  # it will come back
             return True
-        return bool(live.at_work(self._run, queue))
+        return bool(describe_work(self._run, queue))
 
     def cancel(self) -> None:
         """End the run for good: nothing requeues it after this.
@@ -121,7 +123,7 @@ class Handle:
         UsageError
             it is finished
         """
-        status.cancel(self._run)
+        cancel(self._run)
 
     def logs(self, rank: int | None = None) -> str:
         """Return what the job has printed so far, or one of its ranks, over all attempts.
@@ -137,7 +139,7 @@ class Handle:
         >>> "hello" in run.logs(rank=0)
         True
         """
-        files = logs.log_files(self._run, rank, None)
+        files = log_files(self._run, rank, None)
         return "".join(path.read_text(errors="replace") for path in files)
 
 
@@ -180,7 +182,7 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     sweep = layer.pop("sweep", None)
     merged = config.load(_as_file(layer) | _sweep(sweep), cwd, Path.home())
     root = config.runs_dir(merged, os.environ)
-    prepared = prepare.new_run(merged, cwd, root)
+    prepared = plan_new(merged, cwd, root).write()
     with contextlib.ExitStack() as stack:
         output = None
         if prepared.spec.backend in ("local", "salloc"):  # where Slurm would put it

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.terminal import say
 
 TIMEOUT_S = 60.0
 PATIENCE_S = 120.0  # how long a controller that is being restarted is waited for
@@ -85,12 +85,16 @@ def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[s
         option = name.removeprefix("SBATCH_").lower().replace("_", "-")
         option = _OPTIONS.get(option, option)
         family = next((family for family in _FAMILIES if option in family), {option})
-        own = sorted(family & options.keys())
-        if own or option in _NEVER:
+        options_of_job = sorted(family & options.keys())
+        if options_of_job or option in _NEVER:
             value = env.pop(name)
             if value != options.get(option):
-                reason = f"the job has --{own[0]}" if own else "a job of hpc-ddp has its own way"
-                print(f"hpc-ddp: {name}={value} is not used: {reason}", file=sys.stderr)
+                reason = (
+                    f"the job has --{options_of_job[0]}"
+                    if options_of_job
+                    else "a job of hpc-ddp has its own way"
+                )
+                say(f"{name}={value} is not used: {reason}")
     return env
 
 
@@ -141,12 +145,12 @@ def _run(
             f"{argv[0]} gave no answer within {timeout_s:.0f} s", hint="scontrol ping"
         ) from None
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        said = re.sub(rf"^{argv[0]}: (error: )?", "", said, flags=re.M).replace("\n", "; ")
-        if _NO_ANSWER.search(said):
-            raise NoAnswerError(f"{argv[0]} got no answer: {said}", hint="scontrol ping")
-        hint = next((hint for word, hint in _HINTS.items() if word in said), f"man {argv[0]}")
-        raise HpcDdpError(f"{argv[0]} refused: {said}", hint=hint)
+        reason = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        reason = re.sub(rf"^{argv[0]}: (error: )?", "", reason, flags=re.M).replace("\n", "; ")
+        if _NO_ANSWER.search(reason):
+            raise NoAnswerError(f"{argv[0]} got no answer: {reason}", hint="scontrol ping")
+        hint = next((hint for word, hint in _HINTS.items() if word in reason), f"man {argv[0]}")
+        raise HpcDdpError(f"{argv[0]} refused: {reason}", hint=hint)
     return done.stdout
 
 
@@ -181,15 +185,17 @@ def _patiently(argv: Sequence[str]) -> str:
 
 
 def _say_again(error: HpcDdpError) -> None:
-    print(f"hpc-ddp: {error.message}; trying again", file=sys.stderr, flush=True)
+    say(f"{error.message}; trying again")
 
 
-def sbatch(script: Path, env: Mapping[str, str], *options: str, known: Collection[str] = ()) -> str:
+def sbatch(
+    script: Path, env: Mapping[str, str], *options: str, earlier: Collection[str] = ()
+) -> str:
     """Submit a script file and return the job id.
 
     Without an answer nobody knows whether the job is queued ("Socket timed out", and it ran all
     the same: seen on 22.05). Then the queue is asked for a job of this very script, and only if
-    there is none it is submitted again. `known` are ids of jobs of the script from before.
+    there is none it is submitted again. `earlier` are ids of jobs of the script from before.
     """
     argv = ["sbatch", "--parsable", *options, str(script)]
     env = submit_env(env, _options_of(_text_of(script), options))
@@ -199,13 +205,13 @@ def sbatch(script: Path, env: Mapping[str, str], *options: str, known: Collectio
             printed = _run(argv, env=env)
         except NoAnswerError as error:
             _say_again(error)
-            found = _find_submitted(script, known, options)
-            if found:
-                return found
+            submitted = _find_submitted(script, earlier, options)
+            if submitted:
+                return submitted
             if time.monotonic() > give_up:
                 raise
         else:
-            job_id = parse_job_id(printed) or _find_submitted(script, known, options)
+            job_id = parse_job_id(printed) or _find_submitted(script, earlier, options)
             if job_id is None:
                 raise NoAnswerError(
                     f"sbatch has accepted the job, and printed no job id: {printed.strip()!r}",
@@ -221,8 +227,8 @@ def parse_job_id(printed: str) -> str | None:
     return ids[-1] if ids else None
 
 
-def _find_submitted(script: Path, known: Collection[str], options: Sequence[str]) -> str | None:
-    """Return the id of a job of a script that is not among the `known` ones, if there is one.
+def _find_submitted(script: Path, earlier: Collection[str], options: Sequence[str]) -> str | None:
+    """Return the id of a job of a script that is not among the `earlier` ones, if there is one.
 
     Tasks of an array share the script, and each may queue a job of its own just now.
     """
@@ -231,10 +237,12 @@ def _find_submitted(script: Path, known: Collection[str], options: Sequence[str]
         time.sleep(2)
         printed = _patiently(["squeue", "--me", "--noheader", "--format=%F|%K|%o", "--states=all"])
         rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
-        mine = [id for id, of, command in rows if command == str(script) and task in (None, of)]
-        found = [id for id in mine if id not in known]
-        if found:
-            return max(found, key=int)
+        of_script = [
+            id for id, of, command in rows if command == str(script) and task in (None, of)
+        ]
+        new = [id for id in of_script if id not in earlier]
+        if new:
+            return max(new, key=int)
     return None
 
 
@@ -323,7 +331,7 @@ def _state(shown: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What ``scontrol show job`` says of a job; times in unix seconds.
+    """A job as ``scontrol show job`` prints it; times in unix seconds.
 
     `left_s` is how long the job may still run, inf without a limit, None where Slurm does not say.
     Unlike `end_time`, which the controller prints by its own clock and in local time, it holds on
@@ -429,8 +437,8 @@ LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")
 
 
 @dataclass(frozen=True)
-class Queued:
-    """One line of the queue. `reason` is Slurm's word for why a job waits."""
+class QueuedJob:
+    """A line of the queue; `reason` is Slurm's word for why a job waits."""
 
     state: str
     reason: str
@@ -438,21 +446,27 @@ class Queued:
     time_left: str
 
 
-def queue() -> dict[str, Queued]:
-    """Return my jobs that Slurm still has, by job id, with one call.
+def queue() -> dict[str, QueuedJob]:
+    """Return the user's jobs that Slurm still knows, by job id, with one call of squeue.
 
-    A task of an array has an id of its own (all but the last have another than the array's). The
-    array's is that of the tasks that have not begun, then of the last one to begin; once that is
-    over, it stands here for any other task that is not.
+    %A is a task's own id, %F its array's. Pending tasks, and the one that starts last, have the
+    array's id. When that one has ended, the array would look finished while others still run; so
+    the array's id then maps to a task that is live.
     """
     printed = _run(["squeue", "--me", "--noheader", "--format=%F|%A|%T|%r|%N|%L", "--states=all"])
-    rows = [row for row in (line.split("|") for line in printed.splitlines()) if len(row) == 6]
-    each_of = [(row[0], row[1], Queued(_state(row[2]), *row[3:])) for row in rows]
-    own = {job: each for _, job, each in each_of}
-    live = {array: each for array, _, each in each_of if each.state in LIVE}
-    return own | {
-        job: each for job, each in live.items() if job not in own or own[job].state not in LIVE
-    }
+    jobs: dict[str, QueuedJob] = {}
+    live_tasks: dict[str, QueuedJob] = {}
+    for fields in (line.split("|") for line in printed.splitlines()):
+        if len(fields) != 6:
+            continue
+        array_id, job_id, state, *details = fields
+        jobs[job_id] = job = QueuedJob(_state(state), *details)
+        if job.state in LIVE:
+            live_tasks[array_id] = job
+    for array_id, job in live_tasks.items():
+        if array_id not in jobs or jobs[array_id].state not in LIVE:
+            jobs[array_id] = job
+    return jobs
 
 
 # States that nothing comes after. PREEMPTED is none of them: a requeue may follow.
@@ -478,7 +492,7 @@ def queued_scripts() -> set[str]:
 
 @dataclass(frozen=True)
 class Record:
-    """What is left of a job in Slurm's memory, in Slurm's words.
+    """A job as Slurm still remembers it, in Slurm's words.
 
     `exit_code` is ``code:signal``; `start_time` is in unix seconds, of a waiting job a guess.
     """
@@ -502,9 +516,9 @@ def record(job_id: str) -> Record:
         return parse_record(_run(["scontrol", "show", "job", job_id]))
     except HpcDdpError as error:
         forgotten = error
-    asked = ["--format=State,Reason,ExitCode,NodeList,Start", f"--jobs={job_id}"]
+    query = ["--format=State,Reason,ExitCode,NodeList,Start", f"--jobs={job_id}"]
     try:
-        printed = _run(["sacct", "--allocations", "--noheader", "--parsable2", *asked])
+        printed = _run(["sacct", "--allocations", "--noheader", "--parsable2", *query])
     except HpcDdpError:  # a site without accounting, say
         raise forgotten from None
     rows = [line.split("|") for line in printed.splitlines() if line.count("|") == 4]
@@ -570,12 +584,12 @@ def takes_option(command: str, option: str) -> bool:
 
 def parse_config(text: str) -> dict[str, str]:
     """Read lines of the form ``Name   = value``; a name that comes again is another section's."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, value = line.partition("=")
         if equals:
-            found.setdefault(name.strip(), value.strip())
-    return found
+            values.setdefault(name.strip(), value.strip())
+    return values
 
 
 def parse_records(text: str) -> list[dict[str, str]]:

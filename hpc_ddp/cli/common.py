@@ -1,4 +1,4 @@
-"""What the commands share."""
+"""Parts that several commands share."""
 
 from __future__ import annotations
 

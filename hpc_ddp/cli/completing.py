@@ -1,4 +1,4 @@
-"""What the Tab key offers, by click's own mechanism."""
+"""Completion by the Tab key, by click's own mechanism."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def script(shell: str) -> str:
     """Return the shell's own lines."""
     kinds = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
     kind = kinds[shell]
-    found = kind(click.Command("hpc-ddp"), {}, "hpc-ddp", VARIABLE)
-    return kind.source_template % found.source_vars()  # source() would look for a new bash first
+    completion = kind(click.Command("hpc-ddp"), {}, "hpc-ddp", VARIABLE)
+    return (
+        kind.source_template % completion.source_vars()
+    )  # source() would look for a new bash first
 
 
 def teach(command: click.Command) -> click.Command:
@@ -43,19 +45,19 @@ def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
     with suppress(HpcDdpError, OSError), redirect_stderr(io.StringIO()):
         for name in os.scandir(folder_of(ctx.params.get("runs_dir"))):
             if name.is_dir() and not name.name.startswith("."):
-                mine = [run.name for run in os.scandir(name) if run.is_dir()]
-                ids |= dict.fromkeys(mine, name.name)
-                names |= {name.name: max(mine)} if mine else {}
+                run_ids = [run.name for run in os.scandir(name) if run.is_dir()]
+                ids |= dict.fromkeys(run_ids, name.name)
+                names |= {name.name: max(run_ids)} if run_ids else {}
     offered = sorted(names, key=lambda name: names[name], reverse=True)
-    found = [CompletionItem(name, help="the newest of that name") for name in offered]
-    found += [CompletionItem(id, help=ids[id]) for id in sorted(ids, reverse=True)]
-    return [item for item in found if item.value.startswith(incomplete)]
+    run_names = [CompletionItem(name, help="the newest of that name") for name in offered]
+    run_names += [CompletionItem(id, help=ids[id]) for id in sorted(ids, reverse=True)]
+    return [item for item in run_names if item.value.startswith(incomplete)]
 
 
 def _stems(*folders: Path) -> Callable[[click.Context, str], list[CompletionItem]]:
     def offer(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = sorted({path.stem for each in folders for path in each.glob("*.toml")})
-        return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+        names = sorted({path.stem for folder in folders for path in folder.glob("*.toml")})
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
     return offer
 

@@ -1,11 +1,9 @@
-"""What makes a day with runs easier: attach, tensorboard, bundle, clean, completion."""
+"""Tools beside a run: attach, bundle, clean, completion."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +14,11 @@ from hpc_ddp import slurm
 from hpc_ddp.cli import completing
 from hpc_ddp.cli.common import folder_of, folder_option, json_option, run_of, say
 from hpc_ddp.launch import attach as launch_attach
-from hpc_ddp.report import board
 from hpc_ddp.report import bundle as report_bundle
 from hpc_ddp.report import clean as report_clean
 from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import all_runs, find_run
+from hpc_ddp.run.folder import find_run
+from hpc_ddp.run.units import byte_count
 
 OLD = "30d"
 
@@ -40,7 +38,7 @@ OLD = "30d"
 @click.option(
     "--checkpoints-only", is_flag=True, help="Keep the runs, with the last good checkpoint."
 )
-@click.option("-n", "--dry-run", is_flag=True, help="Only list what would go.")
+@click.option("-n", "--dry-run", is_flag=True, help="Only list the deletions.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @folder_option
 @json_option
@@ -56,39 +54,40 @@ def clean(
 ) -> None:
     """Delete old runs, or the RUNs that are named, of any age; lists them and asks first.
 
-    A finished run goes as a whole. Of one that is not, the checkpoints before the last good one go;
-    that one stays in any case, and all that is needed to go on from it. What is queued or runs is
-    never touched. With --json nothing is asked: it only lists, unless there is --yes.
+    A finished run is deleted completely. Of an unfinished one, the checkpoints before the last good
+    one are deleted; all that it needs to go on stays. Queued and live runs are never touched. With
+    --json there is no question: it only lists, unless there is --yes.
     """
     # Without one of the settings it might be another folder, whose runs would be deleted.
     root = folder_of(runs_dir, is_strict=True)
     named = list(dict.fromkeys(find_run(root, text) for text in runs))
     older_than_s = report_clean.parse_age(older_than or (OLD if not runs else "0h"))
-    items = report_clean.plan(root, named, older_than_s, states, checkpoints_only)
-    if not as_json and items:
-        click.echo(report_clean.table(items))
-    elif not items:
+    deletions = report_clean.plan(root, named, older_than_s, states, checkpoints_only)
+    if not as_json and deletions:
+        click.echo(report_clean.table(deletions))
+    elif not deletions:
         say("nothing to clean")
-    # Without anything to ask about there may still be what an interrupted one has left over.
-    do = not dry_run and (yes or not (items or as_json))
-    if items and not (yes or dry_run or as_json):
+    # Without a deletion to confirm, remains of an interrupted call may still be there.
+    is_confirmed = not dry_run and (yes or not (deletions or as_json))
+    if deletions and not (yes or dry_run or as_json):
         if not sys.stdin.isatty():
-            raise UsageError("nobody is there to ask", hint="hpc-ddp clean --yes, or --dry-run")
-        do = click.confirm("Delete?", err=True)
-    told = [item.to_dict() | {"deleted": False} for item in items]
-    problems = 0
-    if do and root.is_dir():
-        for told_of, (item, problem) in zip(told, report_clean.take_away(items, root), strict=True):
-            told_of["deleted"] = not problem
-            problems += bool(problem)
+            raise UsageError(
+                "clean asks before it deletes, and stdin is no terminal",
+                hint="hpc-ddp clean --yes, or --dry-run",
+            )
+        is_confirmed = click.confirm("Delete?", err=True)
+    rows = [deletion.to_dict() | {"deleted": False} for deletion in deletions]
+    if is_confirmed and root.is_dir():
+        results = report_clean.delete(deletions, root)
+        for row, (deletion, problem) in zip(rows, results, strict=True):
+            row["deleted"] = not problem
             if problem:
-                say(f"{item.run.id}: {problem}")
-        freed = sum(item["bytes"] for item in told if item["deleted"])
-        if items:
-            say(f"freed {report_clean.size(freed)}")
+                say(f"{deletion.run.id}: {problem}")
+        if deletions:
+            say(f"freed {byte_count(sum(row['bytes'] for row in rows if row['deleted']))}")
     if as_json:
-        click.echo(json.dumps(told))
-    sys.exit(bool(problems))
+        click.echo(json.dumps(rows))
+    sys.exit(is_confirmed and not all(row["deleted"] for row in rows))
 
 
 @click.command()
@@ -112,33 +111,13 @@ def attach(
     the script uses hpc_ddp.training.
     """
     if py_spy and command:
-        raise UsageError("--py-spy and a command are two things", hint=f"attach {run} --py-spy")
+        raise UsageError(
+            "--py-spy can't be combined with a command", hint=f"hpc-ddp attach {run} --py-spy"
+        )
     words = ["stacks"] if py_spy else ["run", *(command or ("bash",))]
     terminal = not py_spy and sys.stdin.isatty() and sys.stdout.isatty()
-    found = run_of(run, runs_dir)
-    argv = launch_attach.command(found, node, rank, words, terminal)
+    argv = launch_attach.command(run_of(run, runs_dir), node, rank, words, terminal)
     os.execvpe(argv[0], argv, slurm.clean_env(os.environ))
-
-
-@click.command()
-@click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option("--port", type=click.IntRange(1, 65535), help="Default: one that is free.")
-@folder_option
-def tensorboard(runs: Sequence[str], port: int | None, runs_dir: str | None) -> None:
-    """Show the metrics of runs (default: all) in TensorBoard, until Ctrl-C; prints its URL.
-
-    It listens on this machine alone, so from a laptop it takes the ssh line that is said with it.
-    """
-    found = [run_of(text, runs_dir) for text in runs] or all_runs(folder_of(runs_dir))
-    folders = board.event_folders(found)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        board.served(folders, board.command(found[0]), port) as (here, process),
-    ):
-        click.echo(f"http://127.0.0.1:{here}/")
-        say(f"{len(folders)} runs; from your laptop: {board.from_elsewhere(here)}")
-        process.wait()
 
 
 @click.command()
@@ -152,11 +131,11 @@ def tensorboard(runs: Sequence[str], port: int | None, runs_dir: str | None) -> 
 )
 @folder_option
 def bundle(run: str, output: Path | None, runs_dir: str | None) -> None:
-    """Pack what a support ticket needs of RUN into one archive, and print its path.
+    """Pack RUN's logs and settings into one archive for a support ticket, and print its path.
 
-    Journals, the end of each log, job and script, versions, and what Slurm says of the job. Values
-    of environment variables, and of what is named like a secret, are replaced; checkpoints and code
-    are left out. Look through it before you send it: a log may have printed anything.
+    Journals, the end of each log, job and script, versions, and Slurm's record of the job. Values
+    of environment variables, and of names like a secret's, are replaced; checkpoints and code are
+    left out. Look through it before you send it: a log may have printed anything.
     """
     folder = run_of(run, runs_dir)
     path = output or Path(f"hpc-ddp-{folder.id.replace('/', '-')}.tar.gz")
@@ -169,7 +148,7 @@ def bundle(run: str, output: Path | None, runs_dir: str | None) -> None:
 @click.command()
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 def completion(shell: str) -> None:
-    """Print what makes the Tab key complete commands, options and runs.
+    """Print the shell code with which the Tab key completes commands, options and runs.
 
     \b
     bash, in ~/.bashrc:   eval "$(hpc-ddp completion bash)"

@@ -23,15 +23,23 @@ from hpc_ddp.cli.options import (
     node_options,
     settings_of,
 )
-from hpc_ddp.launch import backends, config, origin, prepare
+from hpc_ddp.launch import backends, config, origin
 from hpc_ddp.launch import drill as rehearsal
 from hpc_ddp.launch import preflight as launch_preflight
 from hpc_ddp.launch import sweep as launch_sweep
-from hpc_ddp.launch.prepare import Prepared
-from hpc_ddp.report import preflight as report_preflight
-from hpc_ddp.report.progress import watch
+from hpc_ddp.launch.plan import (
+    Plan,
+    PreparedRun,
+    bring_back,
+    find_mistakes,
+    plan_continuation,
+    plan_new,
+    plan_rerun,
+    set_aside,
+)
+from hpc_ddp.report import tables
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder, find_run
+from hpc_ddp.run.folder import find_run
 
 PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
 
@@ -41,23 +49,23 @@ _fresh = click.option(
 )
 
 
-def _prepare(options: dict[str, Any], fresh: bool = False, **forced: Any) -> Prepared:
+def _prepare(options: dict[str, Any], fresh: bool = False, **forced: Any) -> PreparedRun:
     if fresh and options["run_text"] is None:
         raise UsageError(
             "--fresh needs --run RUN: a new run begins at step 0 in any case",
             hint="hpc-ddp submit --run RUN --fresh",
         )
-    planned, settings = _plan(options, **forced)
-    return prepare.make(planned, settings, Path.cwd())
+    plan, _ = _plan(options, **forced)
+    return plan.write()
 
 
-def _begin(prepared: Prepared, fresh: bool) -> backends.Started:
+def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
     """Start a run, from step 0 where it is to be `fresh`; a failure leaves it as it was."""
-    folders = prepare.set_aside(prepared) if fresh else []  # before, since a job may start at once
+    folders = set_aside(prepared) if fresh else []  # before, since a job may start at once
     try:
         started = backends.start(prepared)
     except HpcDdpError:
-        prepare.bring_back(folders)
+        bring_back(folders)
         raise
     for folder in folders:
         say(f"its checkpoints are kept in {folder}")
@@ -73,26 +81,25 @@ def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
             say(f"note: {name} stands behind {script}, so it goes to the script")
 
 
-def _plan(options: dict[str, Any], **forced: Any) -> tuple[Prepared, config.Settings]:
+def _plan(options: dict[str, Any], **forced: Any) -> tuple[Plan, config.Settings]:
     _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")
-    said = settings_of(options) | forced
+    layer = settings_of(options) | forced
     cwd = Path.cwd()
-    settings = config.load(said, cwd, Path.home())
+    settings = config.load(layer, cwd, Path.home())
     project = config.find_project_file(cwd)
     if project and project.parent != cwd:
         say(f"settings: {project}")
     if settings.recognised:
         say(f"site: {settings.recognised}")
     if run_text is None:
-        prepared = prepare.planned_run(settings, cwd, root_of(settings))
+        plan = plan_new(settings, cwd, root_of(settings))
     else:
         run = find_run(root_of(settings), run_text)
-        prepared = prepare.planned_continuation(run, said, settings, cwd)
-    spec = prepared.spec
-    for text in (*prepared.rendering.left_out(), *prepare.doubts(spec)):
+        plan = plan_continuation(run, layer, settings, cwd)
+    for text in (*plan.rendering.left_out(), *find_mistakes(plan.spec)):
         say(f"warning: {text}")
-    return prepared, settings
+    return plan, settings
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
@@ -103,13 +110,13 @@ def submit(as_json: bool, fresh: bool, **options: Any) -> None:
     _start(_prepare(options, fresh), as_json, fresh)
 
 
-def _start(prepared: Prepared, as_json: bool, fresh: bool = False) -> None:
+def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     started = _begin(prepared, fresh)
     if started.process:
-        sys.exit(_foreground(prepared.run, started))
+        sys.exit(_foreground(started))
     say(f"run: {prepared.run.path}")
-    told = {"job_id": started.job_id, "run": str(prepared.run.path)}
-    click.echo(json.dumps(told) if as_json else started.job_id)
+    answer = {"job_id": started.job_id, "run": str(prepared.run.path)}
+    click.echo(json.dumps(answer) if as_json else started.job_id)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
@@ -153,8 +160,8 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
     say(f"run: {prepared.run.path}")
     if prepared.spec.backend in ("slurm", "submitit"):
         say(f"submit by hand: sbatch {shlex.quote(str(prepared.run.script))}")
-    told = {"script": text, "run": str(prepared.run.path)}
-    click.echo(json.dumps(told) if as_json else text, nl=as_json)
+    answer = {"script": text, "run": str(prepared.run.path)}
+    click.echo(json.dumps(answer) if as_json else text, nl=as_json)
 
 
 @click.command("dry-run", cls=Grouped, context_settings=PASS_ON)
@@ -167,7 +174,7 @@ def dry_run(as_json: bool, fresh: bool, **options: Any) -> None:
     """
     prepared = _prepare(options, fresh, backend="local")
     say(f"run: {prepared.run.path}")
-    code = _foreground(prepared.run, _begin(prepared, fresh))
+    code = _foreground(_begin(prepared, fresh))
     if code == CAN_GO_ON:
         say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(str(prepared.run.path))}")
     if as_json:
@@ -221,7 +228,7 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
     if as_json:
         click.echo(json.dumps(event))
     elif event["report"]:
-        click.echo(report_preflight.table(event))
+        click.echo(tables.preflight_table(event))
     sys.exit(not event["ok"])
 
 
@@ -229,7 +236,7 @@ def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
     os.environ[backends.SHOW_DEVICES] = "1"  # unlike a dry run, this one is about them
     prepared = launch_preflight.first_contact(settings, Path.cwd(), root_of(settings))
     say(f"run: {prepared.run.path}; this takes a minute or two")
-    code = _foreground(prepared.run, backends.start(prepared, subprocess.DEVNULL))
+    code = _foreground(backends.start(prepared, subprocess.DEVNULL))
     table = launch_preflight.table_of(prepared)
     click.echo(json.dumps({"table": table, "run": str(prepared.run.path)}) if as_json else table)
     sys.exit(bool(code) or "| no |" in table or "| not tried |" in table)
@@ -257,17 +264,18 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
                 hint=f"hpc-ddp rerun {run} --set lr=0.1",
             )
         changes[name] = value
-    said, cwd = settings_of(options), Path.cwd()
-    settings = config.load(said, cwd, Path.home())
+    layer, cwd = settings_of(options), Path.cwd()
+    settings = config.load(layer, cwd, Path.home())
     root = root_of(settings)
-    found = find_run(root, run)
-    _start(prepare.rerun(found, changes, said, settings, cwd, root, same_code), as_json)
+    old = find_run(root, run)
+    plan = plan_rerun(old, changes, layer, settings, cwd, root, same_code)
+    _start(plan.write(), as_json)
 
 
-def _foreground(run: RunFolder, started: backends.Started) -> int:
+def _foreground(started: backends.StartedRun) -> int:
     """Wait for a run in the foreground; Ctrl-C and SIGTERM are passed on to it as a notice."""
     process = started.process
     assert process is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: process.terminate())
-    return watch(run, process)
+    return process.wait()

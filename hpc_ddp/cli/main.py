@@ -22,7 +22,7 @@ COMMANDS = {
         ("submit", "sweep", "render", "dry-run", "drill", "preflight", "rerun"), "jobs"
     ),
     **dict.fromkeys(("status", "explain", "logs", "verify", "cancel"), "runs"),
-    **dict.fromkeys(("attach", "tensorboard", "bundle", "clean", "completion"), "handy"),
+    **dict.fromkeys(("attach", "bundle", "clean", "completion"), "handy"),
     "report": "report",
     "site": "site",
     "trust": "trust",

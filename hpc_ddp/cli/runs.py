@@ -1,4 +1,4 @@
-"""Looking after runs: status, explain, logs, verify, cancel."""
+"""Commands for runs: status, explain, logs, verify, cancel."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from dataclasses import asdict
 import click
 
 from hpc_ddp.cli.common import folder_of, folder_option, json_option, run_of, say
-from hpc_ddp.report import health as report_health
-from hpc_ddp.report import logs as report_logs
-from hpc_ddp.report import overview as report_overview
-from hpc_ddp.report import status as report_status
+from hpc_ddp.report import tables
+from hpc_ddp.report.status import run_status
+from hpc_ddp.report.status import table as status_table
 from hpc_ddp.run import checkpoints
 
 
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option("--all", "every", is_flag=True, help="All runs, not only those that are new or live.")
+@click.option(
+    "--all", "show_all", is_flag=True, help="All runs, not only those that are new or live."
+)
 @click.option(
     "--watch",
     is_flag=False,
@@ -31,17 +32,17 @@ from hpc_ddp.run import checkpoints
 @folder_option
 @json_option
 def status(
-    runs: Sequence[str], every: bool, watch: float | None, runs_dir: str | None, as_json: bool
+    runs: Sequence[str], show_all: bool, watch: float | None, runs_dir: str | None, as_json: bool
 ) -> None:
     """Show the state of runs, those under way first; of one array or sweep also its tasks."""
     root = folder_of(runs_dir)
 
-    def shown() -> str:
-        return report_overview.show(root, runs, every, as_json)
+    def render() -> str:
+        return status_table.show(root, runs, show_all, as_json)
 
     if watch:
-        report_overview.watch(shown, watch)
-    elif text := shown():
+        status_table.watch(render, watch)
+    elif text := render():
         click.echo(text)
 
 
@@ -50,19 +51,21 @@ def status(
 @folder_option
 @json_option
 def explain(run: str, runs_dir: str | None, as_json: bool) -> None:
-    """Tell what became of RUN (a folder, id, name or job id), why, and what to do about it."""
-    from hpc_ddp.report import explain as report_explain  # a quarter of what `status` takes
+    """Explain what became of RUN (a folder, id, name or job id), and what to do about it."""
+    # A quarter of the time of `status` to import.
+    from hpc_ddp.report.explain.explain import explain_run
+    from hpc_ddp.report.explain.explanation import paragraph
 
-    found = report_explain.explain_run(run_of(run, runs_dir))
+    explanation = explain_run(run_of(run, runs_dir))
     if as_json:
-        click.echo(json.dumps(found.to_dict()))
+        click.echo(json.dumps(explanation.to_dict()))
     else:
-        click.echo(report_explain.paragraph(found))
+        click.echo(paragraph(explanation))
 
 
 @click.command()
 @click.argument("run")
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is added, until it has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Go on with new lines, until the run has ended.")
 @click.option("--rank", type=click.IntRange(0), help="One rank's log as it is (default: all).")
 @click.option("--attempt", type=click.IntRange(0), help="One attempt's (default: all).")
 @click.option("--grep", metavar="PATTERN", help="Only lines with this regular expression.")
@@ -79,17 +82,21 @@ def logs(
     raw: bool,
     runs_dir: str | None,
 ) -> None:
-    """Print what RUN (a folder, id, name or job id) has printed, all ranks in order of time.
+    """Print the output of RUN (a folder, id, name or job id), all ranks in order of time.
 
-    Each line has its node and rank before it, unless only rank 0 has said anything. Equal lines of
-    several ranks are shown once.
+    Each line has its node and rank before it, unless only rank 0 has printed anything. Equal lines
+    of several ranks are shown once.
     """
-    asked = report_logs.Asked.of(rank, attempt, job, raw, grep)
+    # Both read the logs of a run, which `status` needs not.
+    from hpc_ddp.report.logs import view
+    from hpc_ddp.report.logs.files import LogQuery
+
+    query = LogQuery.from_options(rank, attempt, job, raw, grep)
     folder = run_of(run, runs_dir)
     if follow:
-        report_logs.follow(folder, asked, lambda: report_status.has_ended(folder))
+        view.follow(folder, query, lambda: run_status.has_ended(folder))
     else:
-        report_logs.show(folder, asked)
+        view.show(folder, query)
 
 
 @click.command()
@@ -97,9 +104,9 @@ def logs(
 @folder_option
 @json_option
 def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
-    """Read RUN's checkpoints through and tell whether every byte is as it was written.
+    """Read RUN's checkpoints and report whether every byte is as it was written.
 
-    Exit code 1 where one is not. A resume passes over those, to the newest good one.
+    Exit code 1 where one is damaged. A resume skips those, to the newest good one.
     """
     rows = checkpoints.health(run_of(run, runs_dir).checkpoints)
     if as_json:
@@ -107,7 +114,7 @@ def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
     elif not rows:
         say("no checkpoints yet")
     else:
-        click.echo(report_health.table(rows))
+        click.echo(tables.checkpoint_table(rows))
     sys.exit(any(row.problem for row in rows))
 
 
@@ -117,5 +124,5 @@ def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
 def cancel(runs: Sequence[str], runs_dir: str | None) -> None:
     """Cancel runs for good: nothing requeues them after this."""
     for run in [run_of(text, runs_dir) for text in runs]:
-        report_status.cancel(run)
+        run_status.cancel(run)
         say(f"cancelled: {run.path}")

@@ -31,10 +31,10 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
     home = Path.home()
     recognised = None if name else sites.recognised(home, os.environ)
     name = name or (recognised[0] if recognised else "site")
-    known = sites.shipped_keys(name)
-    if known:
+    shipped = sites.shipped_keys(name)
+    if shipped:
         say(f"{name} is known (hpc-ddp site show {name}): its keys are left out here")
-    description = detect.describe(login.probe(os.environ), known)
+    description = detect.describe(login.probe(os.environ), shipped)
     text = description.to_toml(time.strftime("%Y-%m-%d"))
     if only_print:
         click.echo(text, nl=False)
@@ -48,9 +48,9 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
 def list_() -> None:
     """List the site files: yours, and those that come with hpc-ddp. `*` marks the site in use."""
     home = Path.home()
-    here = sites.files(_chosen(home), home, operators.site_file(os.environ))
+    in_use = sites.files(_chosen(home), home, operators.site_file(os.environ))
     for path in sites.all_files(home):
-        click.echo(f"{'*' if path in here else ' '} {path.stem:16} {sites.title(path) or path}")
+        click.echo(f"{'*' if path in in_use else ' '} {path.stem:16} {sites.title(path) or path}")
 
 
 @site.command()

@@ -1,4 +1,4 @@
-"""What the user allows to act for the user: `hpc-ddp trust`."""
+"""`hpc-ddp trust`: accept settings files of other users."""
 
 from __future__ import annotations
 

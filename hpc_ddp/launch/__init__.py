@@ -1,1 +1,1 @@
-"""What runs on the login node before the job does. Never imports torch."""
+"""Runs on the login node, before the job. Never imports torch."""

@@ -1,4 +1,4 @@
-"""What to run on the login node to be beside a worker of a run."""
+"""Commands on the login node that open a shell beside a worker of a run."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ def _runs(job_id: str) -> bool:
 
 
 def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Path:
-    found = {_rank(path): path for path in attempt.path.glob("*/rank-*.pid")}
-    mine = {n: path for n, path in found.items() if node in (None, path.parent.name)}
-    wanted = rank if rank is not None else min(mine, default=0)
-    if wanted not in mine:
-        nodes = sorted({path.parent.name for path in found.values()})
+    pid_files = {_rank(path): path for path in attempt.path.glob("*/rank-*.pid")}
+    on_node = {n: path for n, path in pid_files.items() if node in (None, path.parent.name)}
+    wanted = rank if rank is not None else min(on_node, default=0)
+    if wanted not in on_node:
+        nodes = sorted({path.parent.name for path in pid_files.values()})
         raise UsageError(
             (f"rank {wanted}" if rank is not None else f"node {node!r}" if node else "rank 0")
             + f" has no worker{f' on {node}' if node and rank is not None else ''};"
-            + f" ranks: {', '.join(map(str, sorted(found))) or 'none yet'};"
+            + f" ranks: {', '.join(map(str, sorted(pid_files))) or 'none yet'};"
             + f" nodes: {', '.join(nodes) or 'none yet'}",
             hint="hpc-ddp logs -f shows when they start",
         )
-    return mine[wanted]
+    return on_node[wanted]
 
 
 def _rank(pid_file: Path) -> int:

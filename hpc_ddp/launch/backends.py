@@ -15,9 +15,10 @@ from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
 from hpc_ddp.launch import template
-from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.launch.plan import Plan, PreparedRun
 from hpc_ddp.launch.render import job_env, node_command, step_options
 from hpc_ddp.run.accelerators import hiding_env
+from hpc_ddp.run.attempt_env import INTERACTIVE
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.events import Queued, Submitted
 from hpc_ddp.run.folder import link_job, written_by_owner
@@ -37,8 +38,8 @@ SRUN = """srun() {{
 
 
 @dataclass(frozen=True)
-class Started:
-    """What a back-end has started: a queued job, or a process in the foreground."""
+class StartedRun:
+    """The result of a start: a queued job, or a process in the foreground."""
 
     job_id: str | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -47,15 +48,15 @@ class Started:
 class Backend(Protocol):
     """A way to start a run."""
 
-    def script(self, prepared: Prepared) -> str:
+    def script(self, plan: Plan) -> str:
         """Return the batch script as it will run."""
         ...
 
-    def write_rest(self, prepared: Prepared) -> None:
+    def write_rest(self, prepared: PreparedRun) -> None:
         """Write what the script needs beside itself."""
         ...
 
-    def start(self, prepared: Prepared, output: Output = None) -> Started:
+    def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
         """Start the run. What a process in the foreground prints goes to `output`.
 
         Raises
@@ -69,31 +70,31 @@ class Backend(Protocol):
 class SlurmBackend:
     """Our own batch script, through sbatch."""
 
-    def script(self, prepared: Prepared) -> str:
-        return prepared.rendering.whole()
+    def script(self, plan: Plan) -> str:
+        return plan.rendering.whole()
 
-    def write_rest(self, prepared: Prepared) -> None:
+    def write_rest(self, prepared: PreparedRun) -> None:
         pass
 
-    def start(self, prepared: Prepared, output: Output = None) -> Started:
+    def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
         run = prepared.run
-        known = run.job_ids(run.events())
-        return Started(job_id=slurm.sbatch(run.script, os.environ, known=known))
+        earlier = run.job_ids(run.events())
+        return StartedRun(job_id=slurm.sbatch(run.script, os.environ, earlier=earlier))
 
 
 class AllocationBackend(SlurmBackend):
     """The same script, run by a shell inside an allocation that is there already."""
 
-    def start(self, prepared: Prepared, output: Output = None) -> Started:
+    def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
         if "SLURM_JOB_ID" not in os.environ:
             raise UsageError(
                 "the allocation back-end runs inside an allocation, and this shell is in none",
                 hint=f"salloc --nodes {prepared.spec.nodes}, then the same command again",
             )
-        env = dict(os.environ, HPC_DDP_INTERACTIVE="1")
+        env = {**os.environ, INTERACTIVE: "1"}
         argv = ["bash", str(prepared.run.script)]
         # A session of its own: Ctrl-C is for this process, which passes on a notice.
-        return Started(
+        return StartedRun(
             process=subprocess.Popen(
                 argv,
                 env=env,
@@ -110,11 +111,10 @@ class LocalBackend(SlurmBackend):
     It has no accelerators unless `SHOW_DEVICES` is set, a developer's switch: docs/testing.md.
     """
 
-    def start(self, prepared: Prepared, output: Output = None) -> Started:
-        bar = output is None and sys.stdout.isatty() and sys.stderr.isatty()
-        return Started(process=self.launch(prepared, subprocess.PIPE if bar else output))
+    def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
+        return StartedRun(process=self.launch(prepared, output))
 
-    def launch(self, prepared: Prepared, output: Output) -> subprocess.Popen[bytes]:
+    def launch(self, prepared: PreparedRun, output: Output) -> subprocess.Popen[bytes]:
         """Start the run with all that it prints going to `output`, as Popen takes it."""
         spec, run = prepared.spec, prepared.run
         env = {**slurm.clean_env(os.environ), **job_env(spec)}
@@ -123,14 +123,14 @@ class LocalBackend(SlurmBackend):
             env |= hiding_env()
         env.setdefault("OMP_NUM_THREADS", "1")
         node = str(run.lib / "node.py")
-        _, told = node_command(spec, node, str(prepared.script))
-        command = [sys.executable, node, "local", *told, *spec.args]
+        _, prefix = node_command(spec, node, str(prepared.script))
+        command = [sys.executable, node, "local", *prefix, *spec.args]
         return subprocess.Popen(
             command,
             env=env,
             cwd=spec.chdir,
             start_new_session=True,  # Ctrl-C is for this process, which passes on a notice
-            stdout=output,  # a pipe's content is shown above a progress bar
+            stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
         )
 
@@ -145,12 +145,12 @@ class SubmititBackend(SlurmBackend):
     person's `sbatch`.
     """
 
-    def script(self, prepared: Prepared) -> str:
-        executor = self._executor(prepared)
+    def script(self, plan: Plan) -> str:
+        executor = self._executor(plan)
         text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
         return text + "\n"
 
-    def write_rest(self, prepared: Prepared) -> None:
+    def write_rest(self, prepared: PreparedRun) -> None:
         from submitit.core.utils import DelayedSubmission
 
         from hpc_ddp.node.task import submitit_main
@@ -161,10 +161,10 @@ class SubmititBackend(SlurmBackend):
         folder.mkdir(exist_ok=True)
         DelayedSubmission(submitit_main, part, command).dump(folder / PICKLE)
 
-    def _executor(self, prepared: Prepared) -> Any:
+    def _executor(self, plan: Plan) -> Any:
         import submitit
 
-        spec, run = prepared.spec, prepared.run
+        spec, run = plan.spec, plan.run
         if spec.container or spec.image:
             raise UsageError("the submitit back-end has no containers", hint="--backend slurm")
         template.check_used(spec.template, (*SET_UP, "unfit", *TEAR_DOWN))
@@ -176,20 +176,20 @@ class SubmititBackend(SlurmBackend):
             )
         except RuntimeError:
             raise HpcDdpError("srun was not found: this machine has no Slurm client") from None
-        pairs = {name: value or True for name, value in prepared.rendering.header}
+        pairs = {name: value or True for name, value in plan.rendering.header}
         folder = shlex.quote(str(run.path / "submitit"))
         executor.update_parameters(
             job_name=str(pairs.pop("job-name")),
             wckey=None,
             stderr_to_stdout=True,
             setup=[
-                *(prepared.rendering.block(name) for name in SET_UP),
+                *(plan.rendering.block(name) for name in SET_UP),
                 'job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"',
                 f'ln -sfn {PICKLE} {folder}/"${{job}}_submitted.pkl"',
                 'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',
                 SRUN.format(tasks_per_node=spec.tasks_per_node),
             ],
-            teardown=[prepared.rendering.block(name) for name in TEAR_DOWN],
+            teardown=[plan.rendering.block(name) for name in TEAR_DOWN],
             srun_args=[
                 f"--output={pairs['output']}",
                 "--open-mode=append",
@@ -211,7 +211,7 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def render(prepared: Prepared) -> str:
+def render(prepared: PreparedRun) -> str:
     """Write the run's script, and return its text."""
     backend = BACKENDS[prepared.spec.backend]
     text = backend.script(prepared)
@@ -221,7 +221,7 @@ def render(prepared: Prepared) -> str:
     return text
 
 
-def start(prepared: Prepared, output: Output = None) -> Started:
+def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     """Start a prepared run with its back-end, and journal it; `output` as `Backend.start` has it.
 
     Raises

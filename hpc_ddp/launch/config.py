@@ -15,7 +15,7 @@ from string import Template
 from typing import Any, Literal, TypeVar
 
 from hpc_ddp.launch import operators, sites
-from hpc_ddp.launch.fabric import read_toml
+from hpc_ddp.launch.fabrics import read_toml
 from hpc_ddp.run.errors import UsageError, closest
 from hpc_ddp.run.folder import RunFolder, find_run
 from hpc_ddp.run.options import ENVIRONMENT, FLAG, LIST, TEXT, Kind, option, options_of
@@ -143,9 +143,9 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
     if project:
         layers.append(Layer("project", usable(partial(_read_layer, project), {}), project))
     site = next((layer.values["site"] for layer in layers if layer.values.get("site")), None)
-    found = None if site else usable(partial(sites.recognised, home, os.environ), None)
+    recognised_by = None if site else usable(partial(sites.recognised, home, os.environ), None)
     operators_file = usable(partial(operators.site_file, os.environ), None)
-    name = found[0] if found else site
+    name = recognised_by[0] if recognised_by else site
     nameless = [operators_file] if operators_file else []
     paths = usable(partial(sites.files, name, home, operators_file), nameless)
     read = [usable(partial(_site_layer, path, home, operators_file), None) for path in paths]
@@ -160,7 +160,7 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
     values = _merged(_merge_layers(layers), _merge_layers(of_site))
     if values.get("array") and _first(layers, "continue-by") is None:
         values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
-    recognised = f"{found[0]} ({found[1]})" if found else ""
+    recognised = f"{recognised_by[0]} ({recognised_by[1]})" if recognised_by else ""
     return Settings(values, [*layers, *of_site], recognised, limits)
 
 
@@ -171,16 +171,16 @@ def _first(layers: Sequence[Layer], key: str) -> Any:
 def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Layer]:
     """Return the layers, and before each those of its ``[when]`` tables that count for a job in the
     chosen partition and QOS."""
-    found: list[Layer] = []
+    expanded: list[Layer] = []
     for layer in layers:
         when = layer.values.get("when", {})
         for key, names in chosen.items():
             tables = when.get(key, {})
             named = (name for name in names.split(",") if name in tables)  # Slurm has lists
-            found += [replace(layer, values=tables[name]) for name in named]
+            expanded += [replace(layer, values=tables[name]) for name in named]
         values = {key: value for key, value in layer.values.items() if key != "when"}
-        found.append(replace(layer, values=values))
-    return found
+        expanded.append(replace(layer, values=values))
+    return expanded
 
 
 def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
@@ -239,10 +239,10 @@ def _read_layer(
     """Return a file's values; it may have `more_keys`, which are none of a job's. Without
     `is_strict` an unknown key is a warning: the operators' file may be for a newer hpc-ddp, and no
     user can mend it."""
-    read, known = read_toml(path), known_keys()
+    read, keys = read_toml(path), known_keys()
     when = read.pop("when", {})
-    layer = _checked(path, {k: v for k, v in read.items() if k not in more_keys}, known, is_strict)
-    inner = [key for key in known if key not in (*CHOICES, "site")]
+    layer = _checked(path, {k: v for k, v in read.items() if k not in more_keys}, keys, is_strict)
+    inner = [key for key in keys if key not in (*CHOICES, "site")]
     for key, tables in when.items() if isinstance(when, dict) else [(when, None)]:
         if key not in CHOICES or not isinstance(tables, dict):
             raise UsageError(
@@ -267,9 +267,7 @@ def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
     return _checked(Path(where), values, known_keys())
 
 
-def _checked(
-    path: Path, layer: Any, known: Sequence[str], is_strict: bool = True
-) -> dict[str, Any]:
+def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True) -> dict[str, Any]:
     """Return a file's keys and values, or those of one of its tables.
 
     Raises
@@ -279,9 +277,9 @@ def _checked(
     """
     if not isinstance(layer, dict):
         raise UsageError(f"{path}: {layer!r} must be a table", hint=f"see {path}")
-    for key in [key for key in layer if key not in known]:
-        near = closest(key, known)
-        message = f"{path}: unknown key {key!r}{near}; accepted: {', '.join(known)}"
+    for key in [key for key in layer if key not in keys]:
+        near = closest(key, keys)
+        message = f"{path}: unknown key {key!r}{near}; accepted: {', '.join(keys)}"
         if is_strict:
             raise UsageError(message, hint=f"look at {path}")
         operators.warn(message, f"tell the operators of this cluster: {path}")
@@ -363,8 +361,8 @@ def runs_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
 
 def runs_folder(option: str | None, is_strict: bool = False) -> Path:
     """Return the folder of all runs for a command that knows no other setting of a job."""
-    said = {"runs-dir": option} if option else {}
-    return runs_dir(load(said, Path.cwd(), Path.home(), is_strict), os.environ)
+    layer = {"runs-dir": option} if option else {}
+    return runs_dir(load(layer, Path.cwd(), Path.home(), is_strict), os.environ)
 
 
 def run_of(text: str, option: str | None) -> RunFolder:

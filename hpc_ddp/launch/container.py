@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_ddp.launch.fabric import read_toml
+from hpc_ddp.launch.fabrics import read_toml
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError, closest
 from hpc_ddp.run.spec import JobSpec
@@ -38,16 +38,16 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
         return Entry(command=tuple(shlex.split(spec.container or "")))
     data = read_toml(_file(spec.container_tool or DEFAULT_TOOL))
     paths = list(dict.fromkeys(str(path) for path in (run, code, Path(spec.chdir))))
-    outer = [p for p in paths if not any(Path(other) in Path(p).parents for other in paths)]
+    outer = [p for p in paths if not any(Path(parent) in Path(p).parents for parent in paths)]
     if bad := next((path for path in outer if set(path) & set(",:")), None):
         raise UsageError(
             f"the folder {bad!r} can't be mounted: its name has a comma or a colon",
             hint="rename it, or say the whole command: --container 'apptainer exec …'",
         )
     values, options = {"image": spec.image, "workdir": spec.chdir}, list(spec.container_options)
-    said = not spec.gpu_count or {*options} & {*data.get("gpu_or", [])}
+    has_gpu_option = not spec.gpu_count or {*options} & {*data.get("gpu_or", [])}
     lists = {
-        "{gpu}": [] if said else data.get("gpu", []),
+        "{gpu}": [] if has_gpu_option else data.get("gpu", []),
         "{options}": options,
     }
     mount = data.get("mount", "")
@@ -58,9 +58,9 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
 
     def filled(words: list[str]) -> tuple[str, ...]:
         return tuple(
-            each
+            argument
             for word in words
-            for each in (lists[word] if word in lists else [word.format(**values)])
+            for argument in (lists[word] if word in lists else [word.format(**values)])
         )
 
     return Entry(*(filled(data.get(part, [])) for part in ("command", "srun", "sbatch")))

@@ -27,7 +27,7 @@ _NOTHING = ("", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE")
 
 
 @dataclass(frozen=True)
-class Facts:
+class ClusterFacts:
     """The values that a login node has of its cluster.
 
     Attributes
@@ -104,7 +104,7 @@ def _line(setting: Setting) -> str:
 # --- what the nodes are --------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
+class NodeKind(NamedTuple):
     """Nodes of the same make: GPUs as (type, number), with type '' where Slurm has none; MB."""
 
     gpus: tuple[tuple[str, int], ...]
@@ -141,7 +141,7 @@ class Partition:
     """A partition, its nodes' kinds (the most common first), and the nodes' names."""
 
     values: Record
-    kinds: Sequence[Kind]
+    kinds: Sequence[NodeKind]
     nodes: frozenset[str]
 
     @property
@@ -190,14 +190,14 @@ class Partition:
         return "; ".join(parts)
 
 
-def partitions_of(facts: Facts) -> list[Partition]:
+def partitions_of(facts: ClusterFacts) -> list[Partition]:
     """Return the partitions with the kinds of their nodes, in Slurm's order."""
     partitions = []
     for values in facts.partitions:
         name = values["PartitionName"]
         nodes = [n for n in facts.nodes if name in n.get("Partitions", "").split(",")]
         kinds = Counter(
-            Kind(
+            NodeKind(
                 gpus_of(node.get("Gres", "")),
                 int(node.get("CPUEfctv") or node.get("CPUTot") or 0),
                 int(node.get("RealMemory") or 0),
@@ -226,7 +226,7 @@ class Preemption:
         return f"jobs can be preempted{by} ({self.mode}, {self.grace_s} s of grace)"
 
 
-def preemptions(facts: Facts, partitions: Sequence[Partition]) -> list[Preemption]:
+def preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Preemption]:
     """Return the kinds of jobs that may be preempted, in which mode, and their grace time (s)."""
     plugin = facts.value("PreemptType").rpartition("/")[2]
     if plugin == "partition_prio":
@@ -259,10 +259,10 @@ def _of_partition(partition: Partition, partitions: Sequence[Partition]) -> Pree
 # --- the site file -------------------------------------------------------------------------
 
 
-def describe(facts: Facts, known: Collection[str] = ()) -> Site:
+def describe(facts: ClusterFacts, shipped_keys: Collection[str] = ()) -> Site:
     """Return the site file of a cluster.
 
-    `known` are the keys that the shipped file of this site has already: they are left out.
+    `shipped_keys` are the keys that the shipped file of this site has already: they are left out.
     """
     partitions = partitions_of(facts)
     threats = preemptions(facts, partitions)
@@ -274,8 +274,8 @@ def describe(facts: Facts, known: Collection[str] = ()) -> Site:
         *_scratch(facts),
         *_tool(facts),
     ]
-    settings = [setting for setting in settings if setting.key not in known]
-    if "partition" not in known:
+    settings = [setting for setting in settings if setting.key not in shipped_keys]
+    if "partition" not in shipped_keys:
         settings = [*_default_partition(partitions, settings), *settings]
     scopes = {setting.scope for setting in settings} | {threat.scope for threat in threats}
     summaries = {("partition", p.name): p.summary for p in partitions}
@@ -289,13 +289,13 @@ def describe(facts: Facts, known: Collection[str] = ()) -> Site:
         remarks=[
             *_remarks(facts, partitions),
             *(f"{threat}." for threat in threats if threat.scope is None),
-            *([] if {"scratch", "runs-dir"} & {*known} else _runs_folder(facts)),
+            *([] if {"scratch", "runs-dir"} & {*shipped_keys} else _runs_folder(facts)),
         ],
         tables={scope: text for scope, text in summaries.items() if scope in scopes},
     )
 
 
-def _title(facts: Facts, partitions: Sequence[Partition]) -> str:
+def _title(facts: ClusterFacts, partitions: Sequence[Partition]) -> str:
     name = facts.value("ClusterName") or "this cluster"
     version = facts.value("SLURM_VERSION") or "of unknown version"
     gpus = sum(1 for node in facts.nodes if gpus_of(node.get("Gres", "")))
@@ -318,7 +318,7 @@ def _default_partition(
     return []
 
 
-def _accounts(facts: Facts) -> list[Setting]:
+def _accounts(facts: ClusterFacts) -> list[Setting]:
     cluster = facts.value("ClusterName")
     rows = [row for row in facts.accounts if row.get("Cluster") in ("", cluster)]
     names = list(dict.fromkeys(row["Account"] for row in rows if row["Account"]))
@@ -339,14 +339,14 @@ def _chains(threats: Sequence[Preemption]) -> list[Setting]:
     ]
 
 
-def _expedited(facts: Facts) -> list[Setting]:
+def _expedited(facts: ClusterFacts) -> list[Setting]:
     """Return the request for the highest priority after a requeue (Slurm 25.11 and later)."""
     if "enable_expedited_requeue" not in facts.value("SlurmctldParameters"):
         return []
     return [Setting("sbatch", ["--requeue=expedite"], "a requeued job comes first, without a wait")]
 
 
-def _requests(facts: Facts, partitions: Sequence[Partition]) -> list[Setting]:
+def _requests(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Setting]:
     """Return the requests for GPUs and CPUs; certain only where jobs get whole nodes.
 
     Measured: in a partition with whole nodes a step without a request has no GPUs.
@@ -365,13 +365,13 @@ def _requests(facts: Facts, partitions: Sequence[Partition]) -> list[Setting]:
     return settings
 
 
-def _default_cpus(facts: Facts, partition: Partition) -> str:
+def _default_cpus(facts: ClusterFacts, partition: Partition) -> str:
     defaults = f"{partition.value('JobDefaults')},{facts.value('JobDefaults')}"
     match = re.search(r"DefCpuPerGPU=(\d+)", defaults)
     return f"{match[1]} per GPU (DefCpuPerGPU)" if match else "one core for all workers"
 
 
-def _scratch(facts: Facts) -> list[Setting]:
+def _scratch(facts: ClusterFacts) -> list[Setting]:
     """Return the disk for runs, unless it is hpc-ddp's default."""
     writable = [name for name, _, is_writable in facts.scratch if is_writable]
     if not writable or writable[0] == "SCRATCH" or facts.runs:
@@ -379,13 +379,13 @@ def _scratch(facts: Facts) -> list[Setting]:
     return [Setting("scratch", f"${writable[0]}", "set in this shell, and writable")]
 
 
-def _tool(facts: Facts) -> list[Setting]:
+def _tool(facts: ClusterFacts) -> list[Setting]:
     if not facts.containers or facts.containers[0] == DEFAULT_TOOL:
         return []
     return [Setting("container-tool", facts.containers[0], "installed here, for --image")]
 
 
-def _remarks(facts: Facts, partitions: Sequence[Partition]) -> list[str]:
+def _remarks(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[str]:
     """Return what keeps jobs from starting, or needs a decision."""
     remarks = []
     match = re.match(r"(\d+)\.(\d+)", facts.value("SLURM_VERSION"))
@@ -404,7 +404,7 @@ def _remarks(facts: Facts, partitions: Sequence[Partition]) -> list[str]:
     return remarks
 
 
-def _runs_folder(facts: Facts) -> list[str]:
+def _runs_folder(facts: ClusterFacts) -> list[str]:
     if facts.runs:
         return [f"Runs are kept in {facts.runs} (HPC_DDP_RUNS)."]
     remarks = [

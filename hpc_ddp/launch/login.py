@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_ddp import slurm
-from hpc_ddp.launch.detect import Facts
+from hpc_ddp.launch.detect import ClusterFacts
 
 # Variables of sites for a disk that all nodes see, the fastest first.
 SCRATCH = ("SCRATCH", "PSCRATCH", "CINECA_SCRATCH", "FAST", "WORK", "GROUP_SCRATCH")
 CONTAINERS = ("apptainer", "singularity", "shifter", "podman-hpc")
 
 
-def probe(environ: Mapping[str, str]) -> Facts:
+def probe(environ: Mapping[str, str]) -> ClusterFacts:
     """Return the values of the cluster that Slurm and this shell have.
 
     Raises
@@ -24,7 +24,7 @@ def probe(environ: Mapping[str, str]) -> Facts:
     HpcDdpError
         this machine has no Slurm client, or the controller does not answer
     """
-    return Facts(
+    return ClusterFacts(
         config=slurm.show_config(),
         partitions=slurm.show_all("partition"),
         nodes=slurm.show_all("node"),

@@ -1,4 +1,4 @@
-"""What the operators of a cluster have from hpc-ddp: a site file for all users, limits, a mark."""
+"""For the operators of a cluster: a site file for all users, limits, and a mark on jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp import __version__
-from hpc_ddp.launch.fabric import read_toml
+from hpc_ddp.launch.fabrics import read_toml
 from hpc_ddp.run.errors import UsageError, closest
 from hpc_ddp.run.spec import JobSpec
 

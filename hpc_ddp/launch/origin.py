@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.launch.config import Layer, Settings
-from hpc_ddp.launch.fabric import fabric_env
-from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.launch.fabrics import fabric_env
+from hpc_ddp.launch.plan import Plan
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.options import key_of
 from hpc_ddp.run.spec import JobSpec
@@ -44,7 +44,7 @@ class Origin:
         return {name: text for name, text in asdict(self).items() if text is not None}
 
 
-def origins(prepared: Prepared, settings: Settings) -> list[Origin]:
+def origins(plan: Plan, settings: Settings) -> list[Origin]:
     """Return the settings of a planned job that are not empty, with the origin of each.
 
     The lines of a list (set-up lines of a site, then of the job) and the variables of ``env``
@@ -53,13 +53,13 @@ def origins(prepared: Prepared, settings: Settings) -> list[Origin]:
     rows: list[Origin] = []
     for field in fields(JobSpec):
         key = key_of(field)
-        value = getattr(prepared.spec, field.name)
+        value = getattr(plan.spec, field.name)
         if field.name == "env":
-            rows += _variables(prepared, settings)
+            rows += _variables(plan, settings)
         elif isinstance(value, tuple):
-            rows += [_origin(prepared, settings, key, line, line) for line in value]
+            rows += [_origin(plan, settings, key, line, line) for line in value]
         elif value not in (None, "", False) and value != {}:
-            rows.append(_origin(prepared, settings, key, str(value), None))
+            rows.append(_origin(plan, settings, key, str(value), None))
     return rows
 
 
@@ -69,29 +69,27 @@ def table(rows: list[Origin]) -> str:
     return "\n".join(f"{row.key:{keys}}  {row.place:{places}}  {row.value}" for row in rows)
 
 
-def _variables(prepared: Prepared, settings: Settings) -> Iterator[Origin]:
-    spec = prepared.spec
-    for name, value in prepared.rendering.environment.items():
+def _variables(plan: Plan, settings: Settings) -> Iterator[Origin]:
+    spec = plan.spec
+    for name, value in plan.rendering.environment.items():
         if name not in spec.env and name in fabric_env(spec.fabric):
             file = folder("templates") / "fabrics" / f"{spec.fabric}.toml"
             yield Origin(f"env.{name}", value, "fabric", str(file))
         else:
-            origin = _origin(prepared, settings, "env", value, name)
+            origin = _origin(plan, settings, "env", value, name)
             yield Origin(f"env.{name}", value, origin.source, origin.file)
 
 
-def _origin(
-    prepared: Prepared, settings: Settings, key: str, value: str, entry: str | None
-) -> Origin:
+def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | None) -> Origin:
     """Return the origin of a value; `entry` names one of a list's lines or of the variables."""
     layer: Layer | None = settings.layer(key, entry)
-    if prepared.is_new or (layer and layer.kind == "option"):
+    if plan.is_new or (layer and layer.kind == "option"):
         path = str(layer.path) if layer and layer.path else None
         return Origin(key, value, layer.kind if layer else "default", path)
     default = getattr(JobSpec, key.replace("-", "_"), None)
     if value == str(default):
         return Origin(key, value, "default")
-    return Origin(key, value, "run", str(prepared.run.job_json))
+    return Origin(key, value, "run", str(plan.run.job_json))
 
 
 def _short(path: str) -> str:

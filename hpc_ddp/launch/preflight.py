@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.launch.config import Settings
-from hpc_ddp.launch.prepare import Prepared, new_run
+from hpc_ddp.launch.plan import PreparedRun, plan_new
 from hpc_ddp.launch.resources import PACKAGE, folder
 from hpc_ddp.run.accelerators import VENDORS, device_files, visible
 from hpc_ddp.run.errors import HpcDdpError, UsageError
@@ -41,7 +41,7 @@ def look(settings: Settings, cwd: Path, root: Path) -> Event:
     values = _values(settings) | {"job-name": NAME, "snapshot": False, "preflight": True}
     # A run has a script; this one's is the part of the preflight that needs torch.
     values["script"] = str(PACKAGE / "node" / "bandwidth.py")
-    prepared = new_run(Settings(values), cwd, root)
+    prepared = plan_new(Settings(values), cwd, root).write()
     run = prepared.run
     try:
         spec = replace(prepared.spec, template=str(folder("templates") / TEMPLATE))
@@ -57,7 +57,7 @@ def look(settings: Settings, cwd: Path, root: Path) -> Event:
     return event
 
 
-def first_contact(settings: Settings, cwd: Path, root: Path) -> Prepared:
+def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
     """Prepare a training that tries each feature once, on all of this allocation or machine.
 
     Without GPUs two workers per node train on the CPU.
@@ -79,7 +79,7 @@ def first_contact(settings: Settings, cwd: Path, root: Path) -> Prepared:
     else:
         values["nproc-per-node"] = None
     values["script"] = str(folder("jobs") / "first_contact.py")
-    return new_run(Settings(values), cwd, root)
+    return plan_new(Settings(values), cwd, root).write()
 
 
 def devices_here() -> int:
@@ -91,7 +91,7 @@ def devices_here() -> int:
     return max(counts, default=0)
 
 
-def table_of(prepared: Prepared) -> str:
+def table_of(prepared: PreparedRun) -> str:
     """Return the table of a `first_contact` that has ended; raises HpcDdpError without one."""
     path = prepared.run.path / "first-contact.md"
     if not path.exists():

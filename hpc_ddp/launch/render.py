@@ -11,7 +11,7 @@ from typing import Any
 
 from hpc_ddp import __version__
 from hpc_ddp.launch import container, template
-from hpc_ddp.launch.fabric import fabric_env
+from hpc_ddp.launch.fabrics import fabric_env
 from hpc_ddp.launch.operators import comment_pairs
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder

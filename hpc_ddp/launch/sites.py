@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_ddp.launch import operators
-from hpc_ddp.launch.fabric import read_toml
+from hpc_ddp.launch.fabrics import read_toml
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import HpcDdpError, UsageError, closest
 
@@ -40,13 +40,15 @@ def files(site: str | None, home: Path, operators_file: Path | None) -> list[Pat
     UsageError
         there is no such site
     """
-    own, shipped = _folders(home)
-    paths = [own / f"{site or 'site'}.toml", shipped / f"{site or 'generic'}.toml"]
-    there = [path for path in paths if path.is_file()]
-    if site and not there:
-        known = sorted(path.stem for where in (own, shipped) for path in where.glob("*.toml"))
+    user_folder, shipped = _folders(home)
+    paths = [user_folder / f"{site or 'site'}.toml", shipped / f"{site or 'generic'}.toml"]
+    existing = [path for path in paths if path.is_file()]
+    if site and not existing:
+        names = sorted(
+            path.stem for where in (user_folder, shipped) for path in where.glob("*.toml")
+        )
         raise UsageError(
-            f"site {site!r} is unknown; accepted: {', '.join(known)}{closest(site, known)}",
+            f"site {site!r} is unknown; accepted: {', '.join(names)}{closest(site, names)}",
             hint=f"describe it in {paths[0]}",
         )
     return [path for path in (paths[0], operators_file, paths[1]) if path and path.is_file()]
@@ -63,10 +65,10 @@ def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None
     UsageError
         a ``match`` is no table of regular expressions
     """
-    own, shipped = _folders(home)
-    if (own / "site.toml").is_file():
+    user_folder, shipped = _folders(home)
+    if (user_folder / "site.toml").is_file():
         return None
-    for path in (*sorted(own.glob("*.toml")), *sorted(shipped.glob("*.toml"))):
+    for path in (*sorted(user_folder.glob("*.toml")), *sorted(shipped.glob("*.toml"))):
         match = read_toml(path).get("match", {})
         try:
             if match and all(re.fullmatch(match[name], environ.get(name, "")) for name in match):
@@ -92,9 +94,9 @@ def title(path: Path) -> str:
 
 def all_files(home: Path) -> list[Path]:
     """Return all site files, the user's own first."""
-    own, shipped = (sorted(where.glob("*.toml")) for where in _folders(home))
+    user_files, shipped = (sorted(where.glob("*.toml")) for where in _folders(home))
     operators_file = operators.site_file(os.environ)
-    return [*own, *([operators_file] if operators_file else []), *shipped]
+    return [*user_files, *([operators_file] if operators_file else []), *shipped]
 
 
 def write(home: Path, name: str, text: str, force: bool) -> Path:

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from hpc_ddp.launch.fabric import for_auto
+from hpc_ddp.launch.fabrics import for_auto
 from hpc_ddp.launch.resources import PACKAGE
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder, close_to_others
-from hpc_ddp.run.progress import Progress
+from hpc_ddp.run.progress import ProgressBar
 
 LIMIT_BYTES = 50 * 10**6
 LIMIT_FILES = 20_000
@@ -64,13 +64,13 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
     """
     root, names = files(script, run, exclude)
     target, inside = place(script, run)
-    made: set[Path] = set()
-    with Progress("copying the code", len(names)) as progress:
+    folders: set[Path] = set()
+    with ProgressBar("copying the code", len(names)) as progress:
         for name in names:
             copy = target / name
-            if copy.parent not in made:
+            if copy.parent not in folders:
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                made.add(copy.parent)
+                folders.add(copy.parent)
             shutil.copy(root / name, copy, follow_symlinks=False)
             progress.add(1)
     if not inside.exists():  # ignored by git, or excluded: the one file that must be there
@@ -97,15 +97,15 @@ def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
     UsageError
         there is none, or none of the script
     """
-    found = run.newest_code
+    newest_code = run.newest_code
     # Where the work tree began is not written down: the longest end of the script's path it is.
     ends = (Path(*script.parts[start:]) for start in range(1, len(script.parts)))
-    inside = next((end for end in ends if found and (found / end).is_file()), None)
-    if found is None or inside is None:
+    inside = next((end for end in ends if newest_code and (newest_code / end).is_file()), None)
+    if newest_code is None or inside is None:
         raise UsageError(
             f"run {run.path} has no snapshot of {script}", hint="leave out --same-code"
         )
-    return found, inside
+    return newest_code, inside
 
 
 def _work_tree(script: Path) -> Path | None:
@@ -132,17 +132,17 @@ def _git_files(root: Path, runs: Path) -> Iterator[str]:
 def _plain_files(root: Path, runs: Path) -> Iterator[str]:
     """Walk a folder without git, leaving out hidden ones, caches, environments and runs."""
     for folder, folders, files in os.walk(root):
-        here = Path(folder)
+        parent = Path(folder)
         folders[:] = [
             name
             for name in sorted(folders)
             if not name.startswith(".")
             and name != "__pycache__"
-            and here / name != runs
-            and not (here / name / "pyvenv.cfg").exists()
+            and parent / name != runs
+            and not (parent / name / "pyvenv.cfg").exists()
         ]
         for name in sorted(files):
-            yield str((here / name).relative_to(root))
+            yield str((parent / name).relative_to(root))
 
 
 def _measure(root: Path, names: Iterator[str], exclude: Sequence[str]) -> dict[str, int]:
@@ -164,10 +164,10 @@ def _measure(root: Path, names: Iterator[str], exclude: Sequence[str]) -> dict[s
 
 def _refuse(root: Path, sizes: dict[str, int]) -> None:
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-    told = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
+    sizes_text = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
     raise UsageError(
         f"the code in {root} is more than a snapshot takes ({LIMIT_BYTES // 10**6} MB,"
-        f" {LIMIT_FILES:,} files); largest so far: {told}",
+        f" {LIMIT_FILES:,} files); largest so far: {sizes_text}",
         hint=f"put snapshot-exclude = [{largest[0]!r}] into hpc-ddp.toml, list it in .gitignore,"
         " or run the live code with --no-snapshot",
     )

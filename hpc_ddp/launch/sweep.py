@@ -33,8 +33,8 @@ def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
         name, equals, values = text.partition("=")
         name = name.removeprefix("--")
         if not equals or name in sweep:
-            what = "is said twice" if name in sweep else "is not of the form name=value,value"
-            raise UsageError(f"--set {text} {what}", hint=_HINT)
+            fault = "is said twice" if name in sweep else "is not of the form name=value,value"
+            raise UsageError(f"--set {text} {fault}", hint=_HINT)
         parts = re.split(r"(?<!\\),", values)
         sweep[name] = tuple(part.replace("\\,", ",").strip() for part in parts)
     if max_parallel is not None and max_parallel < 1:

@@ -32,12 +32,12 @@ NEEDED = {
 }
 
 
-def whole(own: str | None, values: Mapping[str, Any]) -> str:
+def whole(user_template: str | None, values: Mapping[str, Any]) -> str:
     """Return the script.
 
     Parameters
     ----------
-    own
+    user_template
         the user's template, which extends ours
     values
         the template's variables
@@ -47,28 +47,30 @@ def whole(own: str | None, values: Mapping[str, Any]) -> str:
     UsageError
         the template is missing or broken; names file and line
     """
-    loaded = _load(own)
+    loaded = _load(user_template)
     context = loaded.new_context({**values})
-    return _guarded(lambda: "".join(loaded.root_render_func(context)), own)
+    return _guarded(lambda: "".join(loaded.root_render_func(context)), user_template)
 
 
-def block(name: str, own: str | None, values: Mapping[str, Any]) -> str:
+def block(name: str, user_template: str | None, values: Mapping[str, Any]) -> str:
     """Return one block of the script, as `whole` has it; parameters and errors as there."""
-    loaded = _load(own)
+    loaded = _load(user_template)
     context = loaded.new_context({**values})
 
     def text() -> str:
         "".join(loaded.root_render_func(context))  # only then are the parents' blocks known
         if name not in context.blocks:
-            raise _broken(own, None, f"it has no block {name!r}, and does not extend {BASE}")
+            raise _broken(
+                user_template, None, f"it has no block {name!r}, and does not extend {BASE}"
+            )
         return "".join(context.blocks[name][0](context))
 
-    return _guarded(text, own)
+    return _guarded(text, user_template)
 
 
-def _load(own: str | None) -> jinja2.Template:
+def _load(user_template: str | None) -> jinja2.Template:
     """Return the template of a job, checked."""
-    path = _normal(own) if own else None
+    path = _normal(user_template) if user_template else None
     if path and not path.is_file():
         raise UsageError(f"template {str(path)!r} does not exist", hint="--template FILE")
     environment = _environment(path.parent if path else None)
@@ -78,23 +80,23 @@ def _load(own: str | None) -> jinja2.Template:
             _check(environment, str(path))
         return environment.get_template(str(path) if path else BASE)
 
-    return _guarded(checked, own)
+    return _guarded(checked, user_template)
 
 
-def _guarded(work: Callable[[], T], own: str | None) -> T:
+def _guarded(work: Callable[[], T], user_template: str | None) -> T:
     """Do something with a template; what goes wrong in a user's is an error with file and line."""
     try:
         return work()
     except UsageError:
         raise
     except Exception as error:  # a template can do anything
-        if own is None:
+        if user_template is None:
             raise  # a mistake of ours
-        found = _place(error.__traceback__)
+        origin = _place(error.__traceback__)
         if isinstance(error, jinja2.TemplateSyntaxError):
-            found = error.filename, error.lineno
-        file, line = found
-        raise _broken(file or own, line, _told(error)) from None
+            origin = error.filename, error.lineno
+        file, line = origin
+        raise _broken(file or user_template, line, _told(error)) from None
 
 
 def _told(error: Exception) -> str:
@@ -119,8 +121,8 @@ def _broken(file: str | None, line: int | None, why: str) -> UsageError:
     )
 
 
-def _normal(own: str) -> Path:
-    return Path(os.path.normpath(Path(own).absolute()))
+def _normal(user_template: str) -> Path:
+    return Path(os.path.normpath(Path(user_template).absolute()))
 
 
 def _place(trace: TracebackType | None) -> tuple[str | None, int | None]:
@@ -134,7 +136,7 @@ def _place(trace: TracebackType | None) -> tuple[str | None, int | None]:
     return file, line
 
 
-def check_used(own: str | None, used: Collection[str]) -> None:
+def check_used(user_template: str | None, used: Collection[str]) -> None:
     """Refuse a template that overrides blocks which a back-end has no use for.
 
     Raises
@@ -142,9 +144,9 @@ def check_used(own: str | None, used: Collection[str]) -> None:
     UsageError
         names the block, its line, and the used ones
     """
-    if own is None:
+    if user_template is None:
         return
-    path = _normal(own)
+    path = _normal(user_template)
     environment = _environment(path.parent)
     base = _blocks(environment, BASE)
     for name, file, tree in _chain(environment, str(path)):
@@ -160,8 +162,8 @@ def check_used(own: str | None, used: Collection[str]) -> None:
 def missing(script: str) -> list[str]:
     """Return what a rendered script leaves out, and what follows from it."""
     return [
-        f"the template leaves out {word.strip('=').split('|')[0]!r}: {so}"
-        for word, so in NEEDED.items()
+        f"the template leaves out {word.strip('=').split('|')[0]!r}: {consequence}"
+        for word, consequence in NEEDED.items()
         if not re.search(rf"(?m)^(?!\s*#).*\b({word})", script)
     ]
 
@@ -181,11 +183,11 @@ def _check(environment: jinja2.Environment, name: str) -> None:
         return  # told with its line when it is rendered
     for node in _outermost(tree.body):
         if isinstance(node, nodes.Block) and node.name not in accepted:
-            known = ", ".join(accepted)
+            names = ", ".join(accepted)
             raise _broken(
                 file,
                 node.lineno,
-                f"{parent} has no block {node.name!r}; accepted: {known}"
+                f"{parent} has no block {node.name!r}; accepted: {names}"
                 + closest(node.name, accepted),
             )
         if isinstance(node, nodes.Output) and (line := _first_line(node)):

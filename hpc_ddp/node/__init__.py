@@ -1,4 +1,4 @@
-"""What runs on the compute nodes. Standard library only, so that it works in any container.
+"""Runs on the compute nodes. Standard library only, so that it works in any container.
 
 ``batch`` in the batch shell, ``supervisor`` as the Slurm task of each node, ``agent`` (which
 is torchrun) and ``worker`` below it; ``local`` plays the batch shell on one machine.

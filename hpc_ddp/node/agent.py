@@ -58,11 +58,11 @@ def ignore_sigterm() -> None:
     """
     from torch.distributed.elastic.multiprocessing import api
 
-    theirs = api._terminate_process_handler
+    original = api._terminate_process_handler
 
     def handler(signum: int, frame: FrameType | None) -> None:
         if signum != signal.SIGTERM:
-            theirs(signum, frame)
+            original(signum, frame)
 
     api._terminate_process_handler = handler
 
@@ -97,9 +97,9 @@ def count_the_lost() -> None:
     waiting, join = Handler.num_nodes_waiting, Handler.next_rendezvous
 
     def waiting_or_lost(self: Any) -> int:
-        found: int = waiting(self)
-        left: int = self.joined - len(self._state_holder.state.participants)
-        return found + left
+        waiting_nodes: int = waiting(self)
+        lost_nodes: int = self.joined - len(self._state_holder.state.participants)
+        return waiting_nodes + lost_nodes
 
     def join_and_count(self: Any) -> Any:
         info = join(self)
@@ -168,12 +168,12 @@ def read_options(options: list[str]) -> Any:
     from torch.distributed import run
 
     parse: Any = run.parse_args  # without types in torch
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             return parse([*options, "--no-python", "script"])
     except SystemExit:
-        raise ValueError(said.getvalue().strip().rpartition("error: ")[2]) from None
+        raise ValueError(stderr.getvalue().strip().rpartition("error: ")[2]) from None
 
 
 def launch(argv: list[str], place: Place) -> dict[str, Any] | None:
@@ -184,8 +184,8 @@ def launch(argv: list[str], place: Place) -> dict[str, Any] | None:
 
     options, script = split(argv)
     args = read_options(options)
-    args.training_script, *rest = started_by(sys.executable, script)
-    args.training_script_args = escape(rest)
+    args.training_script, *script_args = started_by(sys.executable, script)
+    args.training_script_args = escape(script_args)
     config, command, command_args = run.config_from_args(args)
     ignore_sigterm()
     end_when_told(place.attempt.node(place.node))

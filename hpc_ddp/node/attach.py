@@ -71,22 +71,24 @@ def stacks(pid: int) -> None:
     py_spy = shutil.which("py-spy", path=path)
     if py_spy and subprocess.run([py_spy, "dump", "--pid", str(pid)]).returncode == 0:
         return
-    kept = _kept(pid)
-    if kept is None or not _catches(pid, SHOW_STACKS):
+    variables = _kept(pid)
+    if variables is None or not _catches(pid, SHOW_STACKS):
         why = "py-spy may not look at it" if py_spy else f"there is no py-spy beside {python}"
         raise HpcDdpError(
             f"{why}, and a script that has not called hpc_ddp's start can't tell by itself",
             hint=f"{python} -m pip install py-spy",
         )
-    before = kept.stat().st_size
+    before = variables.stat().st_size
     os.kill(pid, SHOW_STACKS)
     give_up, size = time.monotonic() + ANSWER_S, before
-    while size == before or size != kept.stat().st_size:  # until it has written, and writes no more
+    while (
+        size == before or size != variables.stat().st_size
+    ):  # until it has written, and writes no more
         if time.monotonic() > give_up:
             raise HpcDdpError(f"process {pid} gave no answer within {ANSWER_S:.0f} s")
-        size = kept.stat().st_size
+        size = variables.stat().st_size
         time.sleep(0.1)
-    sys.stdout.buffer.write(kept.read_bytes()[before:])
+    sys.stdout.buffer.write(variables.read_bytes()[before:])
 
 
 def _kept(pid: int) -> Path | None:
@@ -108,10 +110,10 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def main(words: list[str]) -> int:
-    pid_file, what, *command = words
+    pid_file, mode, *command = words
     try:
         pid = worker_of(Path(pid_file))
-        stacks(pid) if what == "stacks" else run(pid, command)
+        stacks(pid) if mode == "stacks" else run(pid, command)
     except (HpcDdpError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if isinstance(error, HpcDdpError) and error.hint:

@@ -1,4 +1,4 @@
-"""What a preflight needs torch for: that it can be imported, and how fast the nodes reduce.
+"""The part of a preflight that needs torch: its import, and the speed of an all-reduce.
 
 ``python <run>/lib/node.py bandwidth``, one process per node, started by `checks`.
 
@@ -36,11 +36,11 @@ def partner(rank: int, world: int, turn: int) -> int | None:
     even = world + world % 2
     last = even - 1
     if rank == last:
-        other = next(other for other in range(last) if 2 * other % last == turn % last)
+        peer = next(peer for peer in range(last) if 2 * peer % last == turn % last)
     else:
-        other = (turn - rank) % last
-        other = last if other == rank else other
-    return other if other < world else None
+        peer = (turn - rank) % last
+        peer = last if peer == rank else peer
+    return peer if peer < world else None
 
 
 def turns(world: int) -> int:
@@ -59,40 +59,40 @@ class Meter:
     def _zeros(self, count: int) -> Any:
         return self._torch.zeros(count, dtype=self._torch.float32, device=self._device)
 
-    def _move(self, operation: Any, tensor: Any, other: int) -> None:
+    def _move(self, operation: Any, tensor: Any, peer: int) -> None:
         """Send or receive, and wait until it is done."""
         dist = self._dist
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, other)]):
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer)]):
             work.wait()
         if self._device != "cpu":
             self._torch.accelerator.synchronize()
 
-    def send(self, other: int) -> float:
+    def send(self, peer: int) -> float:
         """Send more and more; return the best speed, in MB/s: what disturbs only slows down."""
         dist = self._dist
         size, best, spent, count = FIRST_BYTES, 0.0, 0.0, 0
         while spent < BURST_S or (count < SAMPLES and spent < ENOUGH_S):
             begin = time.perf_counter()
-            self._move(dist.isend, self._word.fill_(size), other)
-            self._move(dist.isend, self._payload[: size // 4], other)
-            self._move(dist.irecv, self._word, other)
+            self._move(dist.isend, self._word.fill_(size), peer)
+            self._move(dist.isend, self._payload[: size // 4], peer)
+            self._move(dist.irecv, self._word, peer)
             took = time.perf_counter() - begin
             best, spent, count = max(best, size / took / 1e6), spent + took, count + 1
             if took < BURST_S / SAMPLES:
                 size = min(size * 2, LAST_BYTES)
-        self._move(dist.isend, self._word.fill_(0), other)
+        self._move(dist.isend, self._word.fill_(0), peer)
         return best
 
-    def receive(self, other: int) -> None:
+    def receive(self, peer: int) -> None:
         """Be the other end of a `send`."""
         dist = self._dist
         while True:
-            self._move(dist.irecv, self._word, other)
+            self._move(dist.irecv, self._word, peer)
             size = int(self._word.item())
             if not size:
                 return
-            self._move(dist.irecv, self._payload[: size // 4], other)
-            self._move(dist.isend, self._word, other)
+            self._move(dist.irecv, self._payload[: size // 4], peer)
+            self._move(dist.isend, self._word, peer)
 
     def all_reduce(self, count: int) -> tuple[float, bool]:
         """Add up over all members; return the speed in MB/s, and whether the sum is right."""
@@ -142,18 +142,18 @@ def accelerators(torch: Any) -> tuple[str | None, int]:
 def measure(meter: Meter, names: list[str], rank: int) -> None:
     """Tell the speeds to several others, and that of all together."""
     for turn in range(turns(len(names))):
-        other = partner(rank, len(names), turn)
-        if other is None:
+        peer = partner(rank, len(names), turn)
+        if peer is None:
             continue
         try:
-            for sender in sorted((rank, other)):
+            for sender in sorted((rank, peer)):
                 if sender == rank:
-                    tell(to=names[other], mb_s=round(meter.send(other), 1))
+                    tell(to=names[peer], mb_s=round(meter.send(peer), 1))
                 else:
-                    meter.receive(other)
+                    meter.receive(peer)
         except RuntimeError as error:
-            why = f"no exchange with {names[other]}: {_first_line(error)}"
-            tell(pair=names[other], check="bandwidth", why=why, turn=turn)
+            why = f"no exchange with {names[peer]}: {_first_line(error)}"
+            tell(pair=names[peer], check="bandwidth", why=why, turn=turn)
             raise
     speed, right = meter.all_reduce(REDUCED)
     tell(values={"all_reduce_mb_s": round(speed, 1)})

@@ -1,4 +1,4 @@
-"""What the batch shell asks for: the attempt's facts before the step, the verdict after it.
+"""Commands of the batch script: the attempt's variables before the step, the verdict after it.
 
 ``python <run>/lib/node.py batch queue-next | begin | watch | warned | interrupted | next-port
 | teardown-time | verdict``
@@ -15,23 +15,34 @@ import re
 import shlex
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.node import continuation
-from hpc_ddp.node.continuation import ask, say
+from hpc_ddp.node.continuation import ask
 from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port, reach
-from hpc_ddp.node.verdict import Facts, Verdict, decide, over_budget, silent_nodes
+from hpc_ddp.node.verdict import (
+    AttemptFacts,
+    Verdict,
+    decide,
+    over_budget,
+    silent_nodes,
+    too_many_silent,
+)
 from hpc_ddp.node.worker import die_with_parent
 from hpc_ddp.run import process
+from hpc_ddp.run.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.events import Started, VerdictGiven
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_seconds
 from hpc_ddp.run.journal import Event
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.terminal import say
 from hpc_ddp.run.vocabulary import Action, Cause, NoticeSource
 
 ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again
@@ -61,6 +72,15 @@ def queue_next(environ: dict[str, str]) -> None:
 
 
 def begin(environ: dict[str, str]) -> dict[str, str] | None:
+    """Do what `_begin` does; a job that is not to start takes its early link with it."""
+    try:
+        return _begin(environ)
+    except HpcDdpError:
+        continuation.take_back_early(_run_of(environ), environ)
+        raise
+
+
+def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     """Take the next attempt's number and return what the step needs, as variables.
 
     None means that the run is finished already and there is nothing left to do.
@@ -80,10 +100,11 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
     continuation.check_wanted(run, restarts, is_link, job_id)
     check_budget(run, spec)
+    check_silent_ends(run, spec)
     job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info: dict[str, Any] = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
-    if "HPC_DDP_INTERACTIVE" in environ:  # the script leads a session
+    if INTERACTIVE in environ:  # the script leads a session
         info["shell"] = process.identity(os.getsid(0))
     cluster = environ.get("SLURM_CLUSTER_NAME")
     is_live = partial(_is_live, job_id=job_id, restarts=restarts)
@@ -99,16 +120,16 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
             f"the job has {cpus} CPU(s) on a node, and {spec.workers_per_node} workers there, which"
             f" will be slow; hint: --cpus-per-node {4 * spec.workers_per_node}"
         )
-    known = _end_of(job)
-    end = math.inf if known is None else known
-    return {
-        "HPC_DDP_RUN": str(run.path),
-        "HPC_DDP_RESTARTS": str(restarts),
-        "HPC_DDP_HEAD": reach(nodes, 0, spec.host_suffix),
-        "HPC_DDP_PORT": str(free_port(_first_port(job_id))),
-        "HPC_DDP_CPUS": str(cpus),
-        **variables(attempt, nodes, job_id, end if math.isfinite(end) else None, spec),
-    }
+    end_time = _end_of(job)
+    end = math.inf if end_time is None else end_time
+    env = attempt_env(run, attempt, nodes, job_id, end if math.isfinite(end) else None, spec)
+    return replace(
+        env,
+        restarts=restarts,
+        head=reach(nodes, 0, spec.host_suffix),
+        port=free_port(_first_port(job_id)),
+        cpus=cpus,
+    ).to_env()
 
 
 def least_cpus(counts: str) -> int:
@@ -119,38 +140,57 @@ def least_cpus(counts: str) -> int:
 
 def check_budget(run: RunFolder, spec: JobSpec) -> None:
     """Refuse to start what its array's other tasks have left no GPU hours for."""
-    over = over_budget(spec, _gpu_hours(run, spec))
-    if over:
+    over_text = over_budget(spec, _gpu_hours(run, spec))
+    if over_text:
         journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
-        journal.write(VerdictGiven(Cause.BUDGET, Action.GIVE_UP, over, 1, False, None, ()))
-        raise HpcDdpError(over, hint=f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS")
+        journal.write(VerdictGiven(Cause.BUDGET, Action.GIVE_UP, over_text, 1, False, None, ()))
+        raise HpcDdpError(
+            over_text, hint=f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS"
+        )
 
 
-def variables(
-    attempt: AttemptFolder, nodes: list[str], id: str, end: float | None, spec: JobSpec
-) -> dict[str, str]:
-    """Return what the supervisors of any attempt are told.
+def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
+    """Refuse another attempt where too many have ended without a verdict: a job may take its own
+    first node down each time, and with it the shell that would count."""
+    why = too_many_silent(spec, run.most_requeues, _since_submit(run.events()), run.attempts())
+    if why:
+        journal = run.journal("batch", run.attempts()[-1].number)
+        journal.write(VerdictGiven(Cause.NODE_LOST, Action.GIVE_UP, why, 1, False, None, ()))
+        raise HpcDdpError(why, hint=f"hpc-ddp submit --run {run.whole} goes on all the same")
 
-    `id` is unique among what runs now; `end` is in unix seconds, None without a limit. The
-    nodes are warned ``warn_s`` seconds before it, or in the last tenth of a shorter attempt.
+
+def attempt_env(
+    run: RunFolder,
+    attempt: AttemptFolder,
+    nodes: Sequence[str],
+    id: str,
+    end_time: float | None,
+    spec: JobSpec,
+) -> AttemptEnv:
+    """Return the values for the supervisors of any attempt.
+
+    `id` is unique among the jobs and processes that run now; `end_time` is in unix seconds, None
+    without a limit. The nodes are warned ``warn_s`` seconds before it, or in the last tenth of a
+    shorter attempt.
     """
-    warn_s = min(spec.warn_s, (end - time.time()) / 10) if end else spec.warn_s
-    return {
-        "HPC_DDP_ATTEMPT": str(attempt.number),
-        "HPC_DDP_NODES": " ".join(nodes),
-        "HPC_DDP_NNODES": str(len(nodes)),
-        "HPC_DDP_LEAST_NODES": str(min(spec.least_nodes, len(nodes))),
-        "HPC_DDP_RDZV_ID": f"{id}.{attempt.number}",
-        "HPC_DDP_END_TIME": f"{end:.0f}" if end else "",
-        "HPC_DDP_FABRIC": spec.fabric,
-        "HPC_DDP_SIGNAL": spec.notice_signal,
-        "HPC_DDP_WARN_S": f"{warn_s:.0f}",
-    }
+    warn_s = min(spec.warn_s, (end_time - time.time()) / 10) if end_time else spec.warn_s
+    return AttemptEnv(
+        run=str(run.path),
+        attempt=attempt.number,
+        nodes=tuple(nodes),
+        nnodes=len(nodes),
+        min_nodes=min(spec.least_nodes, len(nodes)),
+        rdzv_id=f"{id}.{attempt.number}",
+        end_time=end_time,
+        warn_s=warn_s,
+        notice_signal=spec.notice_signal,
+        fabric=spec.fabric,
+    )
 
 
 def _run_of(environ: dict[str, str]) -> RunFolder:
     """Return the run: the one that the script names, or an array task's own below it."""
-    run = RunFolder(Path(environ["HPC_DDP_RUN"]))
+    run = AttemptEnv.from_env(environ).run_folder
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if not task or run.path.name == f"task-{task}":
         return run
@@ -159,29 +199,29 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
 
 def task_of(run: RunFolder, index: int) -> RunFolder:
     """Make the folder of one task of an array, with what it shares with the others."""
-    own = run.task(index).make()
-    whole = JobSpec.from_json(patiently(run.job_json.read_text))
-    own.job_json.write_text(whole.task(index).to_json())
-    link = own.path / "lib"
+    task = run.task(index).make()
+    array_spec = JobSpec.from_json(patiently(run.job_json.read_text))
+    task.job_json.write_text(array_spec.task(index).to_json())
+    link = task.path / "lib"
     if not link.is_symlink():
         link.symlink_to(Path("..") / "lib")
-    return own
+    return task
 
 
-def _is_live(other: dict[str, Any], job_id: str, restarts: int) -> bool:
-    """Tell whether the attempt that `other` describes still runs; the caller is job `job_id`."""
-    theirs = other.get("job_id")
-    if not theirs:
-        return process.is_live(other)
-    if theirs == job_id:  # an earlier start of this very job, or another shell in an allocation
-        return process.is_live(other.get("shell", {}))
+def _is_live(info: dict[str, Any], job_id: str, restarts: int) -> bool:
+    """Tell whether the attempt that `info` describes still runs; the caller is job `job_id`."""
+    other_id = info.get("job_id")
+    if not other_id:
+        return process.is_live(info)
+    if other_id == job_id:  # an earlier start of this very job, or another shell in an allocation
+        return process.is_live(info.get("shell", {}))
     try:
-        job = slurm.show_job(theirs)
+        job = slurm.show_job(other_id)
     except HpcDdpError as error:
         if "Invalid job id" in error.message:
             return False
         raise
-    return job.state in ("RUNNING", "SUSPENDED") and job.restarts == other.get("restarts")
+    return job.state in ("RUNNING", "SUSPENDED") and job.restarts == info.get("restarts")
 
 
 def _first_port(job_id: str) -> int:
@@ -219,13 +259,13 @@ def watch(environ: dict[str, str]) -> None:
     An operator extends a limit, or shortens it; a job that was suspended ends later. Slurm is asked
     more often towards the end: some 54 times in a day.
     """
-    end_time = float(environ["HPC_DDP_END_TIME"] or "inf")
+    end_time = _end_time(environ)
     while _await_warning(environ, end_time):
         job = ask(environ["SLURM_JOB_ID"], is_quiet=True)  # `begin` has said it, where it can't
         if job and job.preempted:
             return  # the time that is left is that of the grace time, which the supervisors know of
-        if (known := _end_of(job)) is not None:
-            end_time = known
+        if (answer := _end_of(job)) is not None:
+            end_time = answer
             _note_end_time(environ, end_time)
 
 
@@ -238,15 +278,15 @@ def _end_of(job: slurm.Job | None) -> float | None:
 def _note_end_time(environ: dict[str, str], end_time: float) -> None:
     """Write the end time into the file that the nodes read, where it is another one by now."""
     path = attempt_of(environ).end_time
-    known = read_seconds(path) or float(environ["HPC_DDP_END_TIME"] or "inf")
-    if abs(end_time - known) > SAME_S:
+    noted = read_seconds(path) or _end_time(environ)
+    if abs(end_time - noted) > SAME_S:
         with contextlib.suppress(OSError):  # the nodes go on with what they know
             path.write_text(f"{end_time:.0f}")
 
 
 def _await_warning(environ: dict[str, str], end_time: float) -> bool:
     """Tell whether the nodes are to be warned later than now; if so, let some time pass before."""
-    early_s = end_time - float(environ["HPC_DDP_WARN_S"] or 0) - time.time()
+    early_s = end_time - AttemptEnv.from_env(environ).warn_s - time.time()
     if early_s <= 0:
         return False
     time.sleep(min(early_s, max(ASK_LEAST_S, ASK_SHARE * early_s), ASK_MOST_S))
@@ -260,12 +300,17 @@ def next_port(environ: dict[str, str]) -> int:
     for record in [path for node in attempt.nodes() for path in node.records()]:
         record.unlink(missing_ok=True)
     attempt.port_taken.unlink()
-    return free_port(int(environ["HPC_DDP_PORT"]) + 1)
+    return free_port(AttemptEnv.from_env(environ).port + 1)
 
 
 def attempt_of(environ: dict[str, str]) -> AttemptFolder:
-    run = RunFolder(Path(environ["HPC_DDP_RUN"]))
-    return run.attempt(int(environ["HPC_DDP_ATTEMPT"]))
+    return AttemptEnv.from_env(environ).attempt_folder
+
+
+def _end_time(environ: dict[str, str]) -> float:
+    """Return the end of the job's time as it was at the attempt's start, inf without a limit."""
+    end_time = AttemptEnv.from_env(environ).end_time
+    return math.inf if end_time is None else end_time
 
 
 # --- after the step ------------------------------------------------------------------------
@@ -273,25 +318,27 @@ def attempt_of(environ: dict[str, str]) -> AttemptFolder:
 
 def verdict(environ: dict[str, str]) -> int:
     """Decide how it goes on, journal it, do it; return the exit code for the batch script."""
-    run, attempt = RunFolder(Path(environ["HPC_DDP_RUN"])), attempt_of(environ)
+    env = AttemptEnv.from_env(environ)
+    run, attempt = env.run_folder, env.attempt_folder
     facts, decided = judge(run, attempt, environ, ask(environ["SLURM_JOB_ID"]))
     return continuation.go_on(run, attempt, environ, facts, decided)
 
 
 def judge(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: slurm.Job | None
-) -> tuple[Facts, Verdict]:
+) -> tuple[AttemptFacts, Verdict]:
     """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
-    nodes, records = environ["HPC_DDP_NODES"].split(), attempt.records()
+    env, records = AttemptEnv.from_env(environ), attempt.records()
+    nodes = list(env.nodes)
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
     silent = silent_nodes(spec, nodes, records)
-    facts = Facts(
+    facts = AttemptFacts(
         spec=spec,
         attempt=attempt.number,
         cancelled=run.cancelled.exists(),
         superseded=not run.is_newest(attempt.number),
         job=job,
-        restarts=int(environ.get("HPC_DDP_RESTARTS") or 0),
+        restarts=env.restarts,
         nodes=nodes,
         records=records,
         lost_nodes=slurm.unusable(silent) if job else [],
@@ -309,8 +356,8 @@ def teardown_time(environ: dict[str, str]) -> int:
     over soon, and Slurm would end the batch shell, and with it the verdict."""
     job = ask(environ["SLURM_JOB_ID"])
     end_time = job.end_time if job and job.preempted else _end_of(job)
-    known = float(environ["HPC_DDP_END_TIME"] or "inf") if end_time is None else end_time
-    left_s = known - VERDICT_S - time.time()
+    end = _end_time(environ) if end_time is None else end_time
+    left_s = end - VERDICT_S - time.time()
     if left_s < TEARDOWN_S:
         say(f"the teardown has {max(1, int(left_s))} s: the job's time is nearly over")
     return max(1, int(min(left_s, TEARDOWN_S)))
@@ -330,7 +377,7 @@ def _since_submit(events: list[Event]) -> list[Event]:
     return [event for event in events if event["attempt"] >= first]
 
 
-def _note(run: RunFolder, attempt: AttemptFolder, facts: Facts, decided: Verdict) -> None:
+def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict) -> None:
     """Write the verdict to the journal, and for people to the job's output.
 
     The output ends with what went wrong, where people look first.

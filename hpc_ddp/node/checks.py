@@ -54,12 +54,12 @@ def tell(**fields: Any) -> None:
     cut = {
         k: v.encode()[:TEXT].decode(errors="ignore") for k, v in fields.items() if type(v) is str
     }
-    told = {"node": os.environ["HPC_DDP_NODE"], **fields, **cut}
-    os.write(1, f"{MARK}{json.dumps(told, ensure_ascii=False)}\n".encode())
+    message = {"node": os.environ["HPC_DDP_NODE"], **fields, **cut}
+    os.write(1, f"{MARK}{json.dumps(message, ensure_ascii=False)}\n".encode())
 
 
 class UnfitError(Exception):
-    """What makes a node unfit, as the end of the sentence '<node>: …'."""
+    """A reason for which a node is unfit, as the end of the sentence '<node>: …'."""
 
 
 # --- the node itself -----------------------------------------------------------------------
@@ -72,9 +72,9 @@ def interface(place: Place) -> dict[str, Any]:
         if len(place.nodes) == 1:
             return {}
         raise UnfitError(f"no interface leads to {place.peer}")
-    there = [found for _, found in socket.if_nameindex()]
-    if name not in there:
-        raise UnfitError(f"there is no interface {name!r}, only {', '.join(there)}")
+    interfaces = [interface for _, interface in socket.if_nameindex()]
+    if name not in interfaces:
+        raise UnfitError(f"there is no interface {name!r}, only {', '.join(interfaces)}")
     address = network.address_of(name)
     if address is None and not _has_ipv6(name):
         raise UnfitError(f"the interface {name} has no address")
@@ -92,13 +92,13 @@ def interconnect(place: Place) -> dict[str, Any]:
     """Return the fabric that is here, and how many cards it has; also what keeps NCCL from it."""
     if place.is_local or len(place.nodes) == 1:
         return {}
-    found = fabric.look()
-    note = {"note": f"fabric: {found.trouble}"} if found.trouble else {}
-    return {"fabric": found.name or None, "cards": len(found.cards), **note}
+    interconnect = fabric.look()
+    note = {"note": f"fabric: {interconnect.trouble}"} if interconnect.trouble else {}
+    return {"fabric": interconnect.name or None, "cards": len(interconnect.cards), **note}
 
 
 def gpus(
-    asked: int, environ: Mapping[str, str], listed: int | None, files: Mapping[str, int]
+    wanted: int, environ: Mapping[str, str], listed: int | None, files: Mapping[str, int]
 ) -> dict[str, Any]:
     """Compare the GPUs that were asked for with those that are here.
 
@@ -119,23 +119,23 @@ def gpus(
     """
     name = max(files, key=lambda name: files[name], default="NVIDIA" if listed is not None else "")
     vendors = [VENDORS[name]] if name else VENDORS.values()
-    given: dict[str, int] = {}
+    variables: dict[str, int] = {}
     for vendor in vendors:
-        given |= visible(vendor, environ)
-    there = listed if listed is not None else files.get(name)
-    if there is not None:  # one file may be several devices: as many as were asked for, then
-        given[FILES] = max(there, min(asked, there * VENDORS[name].tiles))
-    if not given:
-        note = f"can't tell whether there are {asked} GPUs: no nvidia-smi, no device files"
-        return {"gpus": None, "note": note} if asked else {"gpus": 0}
-    source = min(given, key=lambda source: given[source])
-    count = given[source]
-    if count < asked:
-        raise UnfitError(f"{count} GPUs in place of {asked} (by {source})")
-    if there is None and asked:
+        variables |= visible(vendor, environ)
+    present = listed if listed is not None else files.get(name)
+    if present is not None:  # one file may be several devices: as many as the job wants, then
+        variables[FILES] = max(present, min(wanted, present * VENDORS[name].tiles))
+    if not variables:
+        note = f"can't tell whether there are {wanted} GPUs: no nvidia-smi, no device files"
+        return {"gpus": None, "note": note} if wanted else {"gpus": 0}
+    source = min(variables, key=lambda source: variables[source])
+    count = variables[source]
+    if count < wanted:
+        raise UnfitError(f"{count} GPUs in place of {wanted} (by {source})")
+    if present is None and wanted:
         return {"gpus": count, "note": f"only {source} tells of GPUs"}
     # Where none was asked for, torch need not see one: a CPU node may have a display's.
-    return {"gpus": count, **({"gpus_there": there} if asked else {})}
+    return {"gpus": count, **({"gpus_there": present} if wanted else {})}
 
 
 def _nvidia_smi() -> int | None:
@@ -146,14 +146,14 @@ def _nvidia_smi() -> int | None:
     except (OSError, subprocess.TimeoutExpired):
         raise UnfitError(f"nvidia-smi gave no answer within {GPU_S:.0f} s") from None
     if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        raise UnfitError(f"nvidia-smi: {said[0] if said else f'exit code {done.returncode}'}")
+        printed = (done.stdout + done.stderr).strip().splitlines()
+        raise UnfitError(f"nvidia-smi: {printed[0] if printed else f'exit code {done.returncode}'}")
     lines = [line.strip() for line in done.stdout.splitlines()]
-    whole, parts = (sum(line.startswith(f"{word} ") for line in lines) for word in ("GPU", "MIG"))
-    return max(whole, parts)
+    gpus, parts = (sum(line.startswith(f"{word} ") for line in lines) for word in ("GPU", "MIG"))
+    return max(gpus, parts)
 
 
-def _check_gpus(place: Place, asked: int) -> dict[str, Any]:
+def _check_gpus(place: Place, wanted: int) -> dict[str, Any]:
     """Count the GPUs.
 
     Only nvidia-smi is asked: it names a GPU that has failed while its file is still there. The
@@ -164,7 +164,7 @@ def _check_gpus(place: Place, asked: int) -> dict[str, Any]:
         return {}
     files = device_files()
     nvidia = "NVIDIA" in files or not files
-    return gpus(asked, os.environ, _nvidia_smi() if asked and nvidia else None, files)
+    return gpus(wanted, os.environ, _nvidia_smi() if wanted and nvidia else None, files)
 
 
 def tmpdir(path: Path) -> dict[str, Any]:
@@ -197,12 +197,12 @@ def space(folder: Path, needed: int) -> dict[str, Any]:
 def _look(check: str, work: Callable[[], dict[str, Any]]) -> None:
     """Make one check, and tell what it found."""
     try:
-        found = work()
+        fields = work()
     except UnfitError as error:
         tell(bad=check, why=str(error))
         return
-    note = found.pop("note", None)
-    tell(values=found)
+    note = fields.pop("note", None)
+    tell(values=fields)
     if note:
         tell(note=note)
 
@@ -259,8 +259,8 @@ def reach(node: str, address: str, port: int, secret: str) -> float:
             raise OSError(f"{name or 'something else'} answers there")
         before = time.time()
         peer.sendall(b"\n")
-        theirs = float(lines.readline(50) or 0)
-        ahead = theirs - (before + time.time()) / 2
+        clock = float(lines.readline(50) or 0)
+        ahead = clock - (before + time.time()) / 2
         peer.sendall(bytes(PAYLOAD))
         if len(lines.read(PAYLOAD)) < PAYLOAD:
             raise OSError("the connection was closed in the middle")
@@ -269,8 +269,8 @@ def reach(node: str, address: str, port: int, secret: str) -> float:
 
 def addresses_of(host: str) -> list[str]:
     """Return what a host's name resolves to here; raises OSError."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in addresses))
 
 
 def is_loopback(addresses: Iterable[str]) -> bool:
@@ -278,7 +278,7 @@ def is_loopback(addresses: Iterable[str]) -> bool:
 
 
 class Way:
-    """What this node finds out about its way to the other ones."""
+    """The checks of this node's links to its peers."""
 
     def __init__(self, place: Place, folder: Path, secret: str) -> None:
         self._place, self._folder, self._secret = place, folder, secret
@@ -303,25 +303,25 @@ class Way:
             self._reverse()
 
     def _name_and_link(self, node: str, host: str, port: int | None) -> None:
-        own = node == self._place.node
+        is_self = node == self._place.node
         try:
-            found = addresses_of(host)
+            addresses = addresses_of(host)
         except (OSError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or error
             tell(pair=node, check="name", why=f"the name {host} does not resolve here: {why}")
             return
-        self._resolved[host] = found[0]
-        if not self._place.is_local and is_loopback(found):
-            why = f"the name {host} resolves to {found[0]}, which is loopback"
+        self._resolved[host] = addresses[0]
+        if not self._place.is_local and is_loopback(addresses):
+            why = f"the name {host} resolves to {addresses[0]}, which is loopback"
             # torchrun is told all that it would take from there.
-            tell(note=why) if own else tell(pair=node, check="name", why=why)
+            tell(note=why) if is_self else tell(pair=node, check="name", why=why)
             return
-        if own or port is None:
+        if is_self or port is None:
             return
         try:
-            self._link(node, found[0], port)
+            self._link(node, addresses[0], port)
         except (OSError, ValueError):
-            self._failed_links.append((node, found[0], port))
+            self._failed_links.append((node, addresses[0], port))
 
     def _link(self, node: str, address: str, port: int) -> None:
         ahead = reach(node, address, port, self._secret)
@@ -351,8 +351,8 @@ class Way:
         def look(host: str, address: str) -> None:
             names: list[str] = []
             with contextlib.suppress(OSError):
-                name, others, _ = socket.gethostbyaddr(address)
-                names = [name, *others]
+                name, aliases, _ = socket.gethostbyaddr(address)
+                names = [name, *aliases]
             if host.partition(".")[0] not in [name.partition(".")[0] for name in names]:
                 nameless.append(f"{address} is {names[0] if names else 'nobody'}, not {host}")
 
@@ -395,10 +395,10 @@ class Torch:
 
     def _tell(self) -> None:
         """Pass on what it tells; where it ends badly, tell that with its last word."""
-        said: list[str] = []
+        lines: list[str] = []
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        errors = threading.Thread(target=_collect, args=(self._process.stderr, said), daemon=True)
+        errors = threading.Thread(target=_collect, args=(self._process.stderr, lines), daemon=True)
         errors.start()
         for line in self._process.stdout:
             if line.startswith(MARK.encode()):
@@ -407,7 +407,7 @@ class Torch:
         errors.join(1)
         if code:
             name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            tell(bad="torch", why=f"torch's process ended with {name}: {(said or ['-'])[-1]}")
+            tell(bad="torch", why=f"torch's process ended with {name}: {(lines or ['-'])[-1]}")
 
     def ask(self) -> None:
         """Pass on all that is asked from now on, and wait until it has told all."""
@@ -419,12 +419,12 @@ class Torch:
         self._teller.join()
 
 
-def _collect(stream: IO[bytes], said: list[str]) -> None:
+def _collect(stream: IO[bytes], lines: list[str]) -> None:
     """Keep the last line that is not blank."""
     for line in stream:
         text = line.decode(errors="replace").strip()
         if text:
-            said[:] = [text]
+            lines[:] = [text]
 
 
 def _end_politely(number: int, frame: FrameType | None) -> None:

@@ -8,15 +8,16 @@ whether the job still is in this very attempt.
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import time
 
 from hpc_ddp import slurm
-from hpc_ddp.node.verdict import Facts, Verdict
+from hpc_ddp.node.verdict import AttemptFacts, Verdict
+from hpc_ddp.run.attempt_env import INTERACTIVE
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_json, write_json
 from hpc_ddp.run.journal import Event
+from hpc_ddp.run.terminal import say
 from hpc_ddp.run.vocabulary import Action, Cause
 
 REQUEUE_PATIENCE_S = 600.0
@@ -24,11 +25,6 @@ PAUSE_S = 5.0
 EARLY_MOST = 5  # jobs of a chain in a row that ended in their set-up lines, of unknown cause
 TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
-
-
-def say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the job's output may lie on a disk that is full
-        os.write(2, f"hpc-ddp: {text}\n".encode())
 
 
 def ask(job_id: str, is_quiet: bool = False) -> slurm.Job | None:
@@ -70,8 +66,8 @@ def check_wanted(run: RunFolder, restarts: int, is_link: bool, job_id: str) -> N
         nobody wants this attempt
     """
     if not restarts and not is_link:
-        for each in (run, RunFolder(run.whole)):
-            each.cancelled.unlink(missing_ok=True)
+        for folder in (run, RunFolder(run.whole)):
+            folder.cancelled.unlink(missing_ok=True)
     elif run.cancelled.exists() or (is_link and _chain_has_ended(run, job_id)):
         raise HpcDdpError(f"run {run.path} was cancelled, or given up")
 
@@ -82,10 +78,11 @@ def _chain_has_ended(run: RunFolder, job_id: str) -> bool:
     A scancel may end that job before its verdict comes to it. One that ended in its set-up lines
     was taken away there, by a preemption or with its node, or has failed.
     """
-    early = [other for other in read_json(run.early_links) if other != job_id]
-    if early:
-        job = ask(early[-1])
-        return len(early) >= EARLY_MOST if job is None else job.state not in TAKEN_AWAY
+    early = read_json(run.early_links)
+    before = next((queuer for queuer, link in early.items() if link == job_id), None)
+    if before:
+        job = ask(before)
+        return len(early) > EARLY_MOST if job is None else job.state not in TAKEN_AWAY
     verdicts = [event for event in run.events() if event["event"] == "verdict"]
     attempts = run.attempts()
     if not attempts:
@@ -104,6 +101,16 @@ def queue_early(run: RunFolder, environ: dict[str, str]) -> None:
     if link:
         early = {**read_json(run.early_links), environ["SLURM_JOB_ID"]: link}
         write_json(run.early_links, early)
+
+
+def take_back_early(run: RunFolder, environ: dict[str, str]) -> None:
+    """Cancel the job that this one queued before its set-up lines: this one is not to start."""
+    early = read_json(run.early_links)
+    link = early.pop(environ["SLURM_JOB_ID"], None)
+    if link:
+        write_json(run.early_links, early)
+        with contextlib.suppress(HpcDdpError):
+            slurm.cancel([link])
 
 
 def queue_next_link(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> str | None:
@@ -126,17 +133,17 @@ def _queue_link(run: RunFolder, environ: dict[str, str]) -> str | None:
     if kept_off:
         options.append(f"--exclude={','.join(kept_off)}")
     task = environ.get("SLURM_ARRAY_TASK_ID")
-    whole = RunFolder(run.whole)  # an array's script is that of all its tasks
+    array = RunFolder(run.whole)  # an array's script is that of all its tasks
     if task:
         options.append(f"--array={task}")
     try:
         link = slurm.sbatch(
-            whole.script, environ, *options, known=[*_jobs_of(whole), *_jobs_of(run)]
+            array.script, environ, *options, earlier=[*_jobs_of(array), *_jobs_of(run)]
         )
     except HpcDdpError as error:
         say(f"the next job of the chain could not be queued: {error.message}")
         return None
-    link_job(link, whole)
+    link_job(link, array)
     return link
 
 
@@ -144,13 +151,17 @@ def _queue_link(run: RunFolder, environ: dict[str, str]) -> str | None:
 
 
 def go_on(
-    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts, decided: Verdict
+    run: RunFolder,
+    attempt: AttemptFolder,
+    environ: dict[str, str],
+    facts: AttemptFacts,
+    decided: Verdict,
 ) -> int:
     """Do what was decided, and return the exit code for the batch script."""
     if facts.spec.continue_by == "resubmit":
         return _end_link(run, attempt, environ, facts, decided)
     if decided.action == Action.REQUEUE:
-        if "HPC_DDP_INTERACTIVE" in environ:  # an allocation is no batch job: nothing to requeue
+        if INTERACTIVE in environ:  # an allocation is no batch job: nothing to requeue
             say(f"go on with: hpc-ddp submit --backend salloc --run {_quoted(run)}")
             return CAN_GO_ON
         return _requeue(run, attempt, environ, facts)
@@ -160,12 +171,15 @@ def go_on(
     return decided.exit_code
 
 
-def _requeue(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts) -> int:
+def _requeue(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: AttemptFacts
+) -> int:
     """Requeue the job, if it still is ours to requeue; Slurm then ends the batch shell, too."""
     job_id = own_id(environ)
     give_up = time.monotonic() + REQUEUE_PATIENCE_S
+    job = facts.job  # of a moment ago: where Slurm is slow, another answer may come too late
     while time.monotonic() < give_up:
-        job = ask(job_id)
+        job = job or ask(job_id)
         if job is None:
             time.sleep(PAUSE_S)
             continue
@@ -180,6 +194,7 @@ def _requeue(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], fa
             slurm.requeue(job_id)
         except slurm.NoAnswerError as error:
             say(f"{error.message}; trying again")
+            job = None
             time.sleep(PAUSE_S)
         except HpcDdpError as error:
             say(error.message)
@@ -201,7 +216,7 @@ def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -
 
 def end_as_failed(environ: dict[str, str]) -> None:
     """See that the job ends as failed: Slurm would hold an expedited one in the queue instead."""
-    if "HPC_DDP_INTERACTIVE" in environ:
+    if INTERACTIVE in environ:
         return
     job_id = own_id(environ)
     job = ask(job_id)
@@ -218,7 +233,11 @@ def _left_to_the_user(run: RunFolder) -> int:
 
 
 def _end_link(
-    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: Facts, decided: Verdict
+    run: RunFolder,
+    attempt: AttemptFolder,
+    environ: dict[str, str],
+    facts: AttemptFacts,
+    decided: Verdict,
 ) -> int:
     """End one job of a chain: the next one waits already, unless there is nothing left to do."""
     link = read_json(attempt.path / "next.json").get("job_id")
@@ -255,9 +274,9 @@ def _keep_off(run: RunFolder, job_id: str) -> None:
 
 def _kept_off(run: RunFolder, events: list[Event]) -> list[str]:
     """Return the nodes to exclude: the user's, and bad ones; [] where that is nothing new."""
-    theirs = _spec_exclude(run)
+    excluded = _spec_exclude(run)
     bad = _bad_nodes(events, time.time())
-    nodes = [*theirs, *bad]
+    nodes = [*excluded, *bad]
     if not bad:
         return []
     # Perhaps too few other nodes are left; perhaps compute nodes may not call sbatch here.
@@ -279,8 +298,8 @@ def _bad_nodes(events: list[Event], now: float) -> list[str]:
 
 
 def _spec_exclude(run: RunFolder) -> list[str]:
-    said = read_json(run.job_json).get("exclude")
-    return [said] if said else []
+    excluded = read_json(run.job_json).get("exclude")
+    return [excluded] if excluded else []
 
 
 def _quoted(run: RunFolder) -> str:

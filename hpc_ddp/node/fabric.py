@@ -43,13 +43,12 @@ class Found:
 
     def __str__(self) -> str:
         more = f" and {len(self.cards) - 1} more" if len(self.cards) > 1 else ""
-        seen = f"{self.name} ({self.cards[0]}{more})" if self.name else NOTHING
-        return f"{seen}, but {self.trouble}" if self.trouble else seen
+        text = f"{self.name} ({self.cards[0]}{more})" if self.name else NOTHING
+        return f"{text}, but {self.trouble}" if self.trouble else text
 
-    def is_like(self, other: Found) -> bool:
-        """Tell whether NCCL will fare here as there."""
-        mine, theirs = (bool(each.trouble) for each in (self, other))
-        return self.name == other.name and mine == theirs
+    def is_like(self, peer: Found) -> bool:
+        """Return whether NCCL will work here as it does there."""
+        return self.name == peer.name and bool(self.trouble) == bool(peer.trouble)
 
 
 class Port(NamedTuple):
@@ -91,32 +90,38 @@ def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found
 
 
 def settings(
-    found: Found, lib: Path, environ: Mapping[str, str], root: Path = ROOT
+    interconnect: Found, lib: Path, environ: Mapping[str, str], root: Path = ROOT
 ) -> dict[str, str]:
     """Return the variables of a fabric that nobody has set: neither here, nor in NCCL's own files.
 
     NCCL_NET is left out as well where the network was chosen in other words. A plugin brings a
     network of its own, which NCCL takes before its verbs.
     """
-    given = {**configured(environ, root), **environ}
+    configured_env = {**configured(environ, root), **environ}
     fabrics: dict[str, dict[str, str]] = {}
     with contextlib.suppress(OSError, ValueError):  # a lib of an older version has no table
         fabrics = json.loads((lib / TABLE).read_text())
-    told = {key: value for key, value in fabrics.get(found.name, {}).items() if key not in given}
-    verbs = told.get("NCCL_NET") == "IB"
-    if "NCCL_NET_PLUGIN" in given or (verbs and (_without_verbs(given) or _has_plugin(given))):
-        told.pop("NCCL_NET", None)
-    return told
+    chosen = {
+        key: value
+        for key, value in fabrics.get(interconnect.name, {}).items()
+        if key not in configured_env
+    }
+    verbs = chosen.get("NCCL_NET") == "IB"
+    if "NCCL_NET_PLUGIN" in configured_env or (
+        verbs and (_without_verbs(configured_env) or _has_plugin(configured_env))
+    ):
+        chosen.pop("NCCL_NET", None)
+    return chosen
 
 
 def _ports(folder: Path) -> list[Port]:
-    found = []
+    ports = []
     for card in _entries(folder):
         driver = os.path.basename(os.path.realpath(card / "device/driver"))
         for port in _entries(card / "ports"):
             active = _read(port / "state").endswith("ACTIVE")  # "4: ACTIVE"
-            found.append(Port(card.name, driver, _read(port / "link_layer"), active))
-    return found
+            ports.append(Port(card.name, driver, _read(port / "link_layer"), active))
+    return ports
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -154,18 +159,18 @@ def configured(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
     home = environ.get("HOME", "/").lstrip("/")
     paths = [root / f"etc/{name}.conf" for name in ("nccl", "rccl")]
     paths += [root / home / f".{name}.conf" for name in ("nccl", "rccl")]
-    if own := environ.get("NCCL_CONF_FILE"):
-        paths.append(Path(own))
+    if path_text := environ.get("NCCL_CONF_FILE"):
+        paths.append(Path(path_text))
     lines = (line for path in paths for line in _read(path).splitlines())
     pairs = (line.partition("=") for line in lines if not line.startswith("#"))
     return {name.strip(): value for name, _, value in pairs}
 
 
-def _without_verbs(given: Mapping[str, str]) -> bool:
-    return given.get("NCCL_IB_DISABLE", "0") != "0"
+def _without_verbs(variables: Mapping[str, str]) -> bool:
+    return variables.get("NCCL_IB_DISABLE", "0") != "0"
 
 
-def _has_plugin(given: Mapping[str, str]) -> bool:
-    folders = filter(None, given.get("LD_LIBRARY_PATH", "").split(":"))
+def _has_plugin(variables: Mapping[str, str]) -> bool:
+    folders = filter(None, variables.get("LD_LIBRARY_PATH", "").split(":"))
     names = ("libnccl-net.so", "librccl-net.so")
     return any(os.path.exists(os.path.join(folder, name)) for folder in folders for name in names)

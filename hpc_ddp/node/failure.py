@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.node.worker import AGAIN
-from hpc_ddp.run.errors import CAN_GO_ON
+from hpc_ddp.run.errors import CAN_GO_ON, COMMUNICATION_ERROR
 from hpc_ddp.run.folder import read_tail
 from hpc_ddp.run.journal import parse_event
 
 TAIL_BYTES = 64 * 1024
 
-# What the others say when one of them has gone.
-_COMMUNICATION = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|NCCL|[Gg]loo|ProcessGroup|c10d"
-    r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat",
-)
 _UNREADABLE = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .{1,400}", re.M)
 _ABORTED = re.compile(
     r"^.*(?:ProcessGroupNCCL|Watchdog caught|watchdog thread terminated|c10::Dist).*$", re.M
@@ -44,13 +39,13 @@ class Failure:
         ``exit``."""
         if self.code in _TORN_DOWN:
             return "torn down"
-        if self.code < 0 and not _COMMUNICATION.search(self.error):
+        if self.code < 0 and not COMMUNICATION_ERROR.search(self.error):
             return "signal"
         if self.error.startswith("HangError: "):
             return "hang"
         if self.code == CAN_GO_ON:
             return "disk"
-        if _COMMUNICATION.search(self.error):
+        if COMMUNICATION_ERROR.search(self.error):
             return "communication"
         return "exception" if self.error else "exit"
 
@@ -74,10 +69,12 @@ def _signal_name(number: int) -> str:
 
 def from_record(record: dict[str, Any]) -> list[Failure]:
     """Read the failures in what a node recorded of its end."""
-    found = [Failure(node=record["node"], **failure) for failure in record.get("failures", [])]
+    failures = [Failure(node=record["node"], **failure) for failure in record.get("failures", [])]
     if record.get("torn_down"):  # what we killed ourselves says nothing about the cause
-        return [replace(f, code=_TORN_DOWN[0]) if f.code == -signal.SIGKILL else f for f in found]
-    return found
+        return [
+            replace(f, code=_TORN_DOWN[0]) if f.code == -signal.SIGKILL else f for f in failures
+        ]
+    return failures
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure | None:
@@ -99,8 +96,8 @@ def last_exception(log: Path) -> str:
     A script that can't be parsed has no traceback, only that line.
     """
     text = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
-    _, found, after = text.rpartition("Traceback (most recent call last):\n")
-    if not found:
+    _, marker, after = text.rpartition("Traceback (most recent call last):\n")
+    if not marker:
         return next(iter(_UNREADABLE.findall(text)), "")
     lines = (line for line in after.splitlines() if line and not line[0].isspace())
     return next(lines, "")[:500]

@@ -1,4 +1,4 @@
-"""What is left to do when an elastic job has lost its first node, and the batch shell with it.
+"""The verdict of an elastic job that has lost its first node, and the batch shell with it.
 
 Slurm takes a lost node out of a job with ``--no-kill`` and lets the rest be, also where that node
 had the batch shell: nobody would decide how it goes on, and the job would stay until its limit.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpc_ddp import slurm
 from hpc_ddp.node import batch, continuation
+from hpc_ddp.run.attempt_env import AttemptEnv
 from hpc_ddp.run.errors import HpcDdpError
 
 if TYPE_CHECKING:
@@ -30,35 +31,35 @@ def watch(place: Place, environ: dict[str, str]) -> threading.Event:
     The node's own torchrun does not tell: it waits for an answer of the rendezvous for as long as
     TCP does, a quarter of an hour where the link is cut.
     """
-    gone = threading.Event()
+    is_gone = threading.Event()
 
     def look() -> None:
-        while not gone.wait(ASK_EVERY_S):
-            left = _nodes_left(environ)
-            if left and place.nodes[0] not in left:
-                gone.set()
+        while not is_gone.wait(ASK_EVERY_S):
+            nodes = _nodes_left(environ)
+            if nodes and place.nodes[0] not in nodes:
+                is_gone.set()
 
     if place.index in DEPUTIES and "SLURM_JOB_ID" in environ:
         threading.Thread(target=look, daemon=True).start()
-    return gone
+    return is_gone
 
 
-def decide(place: Place, environ: dict[str, str], told: Callable[[], bool]) -> None:
+def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]) -> None:
     """Give the verdict in place of the batch shell, if Slurm has lost that and this node is next.
 
     For a node whose torchrun has ended.
 
     Waits until Slurm knows; unless the first node has said how it ended, and Slurm has it still,
-    or somebody has `told` this node to end.
+    or somebody has `has_notice` this node to end.
     """
     first = place.attempt.node(place.nodes[0])
     give_up = time.monotonic() + PATIENCE_S
-    while "SLURM_JOB_ID" in environ and not told() and time.monotonic() < give_up:
+    while "SLURM_JOB_ID" in environ and not has_notice() and time.monotonic() < give_up:
         if not place.run.is_newest(place.attempt.number):
             return
-        left = _nodes_left(environ)
-        if left and place.nodes[0] not in left:
-            if left[0] == place.node:
+        nodes = _nodes_left(environ)
+        if nodes and place.nodes[0] not in nodes:
+            if nodes[0] == place.node:
                 _end_job(environ)
             return
         if first.record.exists():
@@ -78,7 +79,7 @@ def _nodes_left(environ: dict[str, str]) -> list[str]:
     job_id = environ["SLURM_JOB_ID"]
     try:
         job = slurm.show_job(job_id)
-        if job.state != "RUNNING" or job.restarts != int(environ["HPC_DDP_RESTARTS"]):
+        if job.state != "RUNNING" or job.restarts != AttemptEnv.from_env(environ).restarts:
             return []
         return slurm.expand_hosts(slurm.record(job_id).nodes)
     except HpcDdpError:

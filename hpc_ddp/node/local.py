@@ -9,27 +9,29 @@ it ends with exit code 75, and `dry-run --run` goes on.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from hpc_ddp.node import preflight
-from hpc_ddp.node.batch import check_budget, judge, task_of, variables
-from hpc_ddp.node.continuation import say
+from hpc_ddp.node.batch import attempt_env, check_budget, judge, task_of
 from hpc_ddp.node.network import LOOPBACK, free_port
 from hpc_ddp.node.supervisor import expand
 from hpc_ddp.node.verdict import Verdict
 from hpc_ddp.run import process
+from hpc_ddp.run.attempt_env import AttemptEnv
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.run.events import Started
 from hpc_ddp.run.folder import AttemptFolder, RunFolder
 from hpc_ddp.run.slurm_values import array_indexes
 from hpc_ddp.run.spec import JobSpec, trial_args
+from hpc_ddp.run.terminal import say
 from hpc_ddp.run.vocabulary import Action
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
@@ -82,20 +84,18 @@ class LocalRun:
             preflight.Command(argv, dict(environ, HPC_DDP_NODE_INDEX=str(index)), node)
             for index, node in enumerate(self.nodes)
         ]
-        found = preflight.examine(
+        result = preflight.examine(
             self.run, self.nodes, commands, lambda: "SIGTERM" if self.notified else ""
         )
-        return preflight.conclude(self.run, attempt, found)
+        return preflight.conclude(self.run, attempt, result)
 
     def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
         end = time.time() + self.spec.time_s if self.spec.time_s else None
         id = self.run.id.replace("/", "-")  # torchrun names a folder by it
+        env = attempt_env(self.run, attempt, self.nodes, id, end, self.spec)
         return {
             **os.environ,
-            "HPC_DDP_RUN": str(self.run.path),
-            "HPC_DDP_HEAD": LOOPBACK,
-            "HPC_DDP_PORT": str(free_port(20000 + os.getpid())),
-            **variables(attempt, self.nodes, id, end, self.spec),
+            **replace(env, head=LOOPBACK, port=free_port(20000 + os.getpid())).to_env(),
         }
 
     def _supervise(self, environ: dict[str, str]) -> None:
@@ -112,7 +112,8 @@ class LocalRun:
         if self.notified:  # before they were there to be told
             for supervisor in self.supervisors:
                 supervisor.terminate()
-        end = float(environ["HPC_DDP_END_TIME"] or "inf")
+        end_time = AttemptEnv.from_env(environ).end_time
+        end = math.inf if end_time is None else end_time
         while any(supervisor.poll() is None for supervisor in self.supervisors):
             time.sleep(0.1)
             if os.getppid() != self.parent and not self.notified:  # nobody watches any more
@@ -157,7 +158,7 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
 
 
 def main(command: list[str]) -> int:
-    run = RunFolder(Path(os.environ["HPC_DDP_RUN"]))
+    run = AttemptEnv.from_env(os.environ).run_folder
     try:
         if run.finished():
             say(f"run {run.path} is finished")

@@ -1,4 +1,4 @@
-"""What a node finds out about its own network."""
+"""A node's own network: names, addresses, free ports."""
 
 from __future__ import annotations
 

@@ -23,15 +23,15 @@ def kills(proc: Path = Path("/proc")) -> int:
     machine's number, in which other jobs have their part.
     """
     for path in [*_counters(proc), proc / "vmstat"]:
-        found = re.search(r"^oom_kill (\d+)$", _read(path), re.M)
-        if found:
-            return int(found[1])
+        match = re.search(r"^oom_kill (\d+)$", _read(path), re.M)
+        if match:
+            return int(match[1])
     return 0
 
 
 def _counters(proc: Path) -> list[Path]:
     """Return where this process's memory cgroup may have its counter, the nearest first."""
-    found = []
+    files = []
     for line in _read(proc / "self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -40,8 +40,8 @@ def _counters(proc: Path) -> list[Path]:
         for mount in _mounts(proc, kind):
             inside = PurePosixPath(group).relative_to("/")
             # Version 2 has the file only where the controller is switched on.
-            found += [mount / at / _FILES[kind] for at in (inside, *inside.parents)]
-    return found
+            files += [mount / at / _FILES[kind] for at in (inside, *inside.parents)]
+    return files
 
 
 def _mounts(proc: Path, kind: str) -> list[Path]:

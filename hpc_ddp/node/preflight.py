@@ -18,7 +18,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,11 +30,13 @@ from typing import IO, Any
 
 from hpc_ddp import slurm
 from hpc_ddp.node.checks import MARK, holds
+from hpc_ddp.run.attempt_env import AttemptEnv, variable
 from hpc_ddp.run.checkpoints import published, read_manifest
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.events import PreflightEnded
 from hpc_ddp.run.folder import RunFolder, read_word
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.terminal import say
 
 # How long a stage may take after the last node that has come to it, in seconds. All but the import
 # take less than two on healthy nodes; where many are busy, they come one after the other.
@@ -53,13 +54,9 @@ _LAUNCH = re.compile(r"srun: error: Task launch for \S+ failed on node (\S+): (.
 _LABEL = re.compile(r"\s*(\d+): ")
 
 
-def say(text: str) -> None:
-    print(f"hpc-ddp: preflight: {text}", file=sys.stderr, flush=True)
-
-
 @dataclass
-class Told:
-    """What one node has told.
+class NodeReport:
+    """The report of one node.
 
     `bad` has a check and a reason each, `pairs` is the trouble with other nodes, `speeds` are
     those of sending to other nodes, in MB/s. `broken` is why it came into no process group, which
@@ -95,7 +92,7 @@ class Told:
             self.speeds[line["to"]] = max(line["mb_s"], self.speeds.get(line["to"], 0.0))
 
 
-All = dict[str, Told]
+Reports = dict[str, NodeReport]
 
 # --- who is to blame -----------------------------------------------------------------------
 
@@ -106,177 +103,187 @@ def blame(pairs: Iterable[tuple[str, str]]) -> set[str]:
     Whoever is in trouble with the most others is taken out first. Where that is more than one, as
     with the only link of two nodes, it can't be told which, and it is all of them.
     """
-    left, found = {frozenset(pair) for pair in pairs}, set[str]()
-    while left:
-        counts = Counter(node for pair in left for node in pair)
+    uncovered, covering = {frozenset(pair) for pair in pairs}, set[str]()
+    while uncovered:
+        counts = Counter(node for pair in uncovered for node in pair)
         most = max(counts.values())
-        found |= {node for node, count in counts.items() if count == most}
-        left = {pair for pair in left if not pair & found}
-    return found
+        covering |= {node for node, count in counts.items() if count == most}
+        uncovered = {pair for pair in uncovered if not pair & covering}
+    return covering
 
 
-def find_misnamed(told: All) -> None:
+def find_misnamed(reports: Reports) -> None:
     """Tell apart who knows a wrong name from whose name is wrong.
 
     A way that leads to an address which the other node has not is a wrong name, too.
     """
     failing: dict[str, dict[str, str]] = {}
-    for node, each in told.items():
-        for trouble in each.pairs:
-            other = trouble["pair"]
-            own = told[other].hello.get("addresses", []) if other in told else []
-            strange = own and "." in trouble.get("address", "") and trouble["address"] not in own
+    for node, report in reports.items():
+        for trouble in report.pairs:
+            peer = trouble["pair"]
+            addresses = reports[peer].hello.get("addresses", []) if peer in reports else []
+            strange = (
+                addresses
+                and "." in trouble.get("address", "")
+                and trouble["address"] not in addresses
+            )
             if trouble["check"] == "name" or (trouble["check"] == "link" and strange):
                 if trouble["check"] == "link":
-                    trouble["why"] += f"; {other} itself has {', '.join(own)}"
+                    trouble["why"] += f"; {peer} itself has {', '.join(addresses)}"
                 trouble["check"] = "name"
-                failing.setdefault(other, {})[node] = trouble["why"]
+                failing.setdefault(peer, {})[node] = trouble["why"]
     for name, why in failing.items():
-        others = set(told) - {name}
-        if others <= set(why) and (len(others) > 1 or name in why) and name in told:
-            told[name].bad.append(("name", next(iter(why.values()))))
+        peers = set(reports) - {name}
+        if peers <= set(why) and (len(peers) > 1 or name in why) and name in reports:
+            reports[name].bad.append(("name", next(iter(why.values()))))
         else:
             for node in why:
-                told[node].bad.append(("name", why[node]))
+                reports[node].bad.append(("name", why[node]))
 
 
-def find_cut_off(told: All, check: str, more: Iterable[tuple[str, str]] = ()) -> None:
+def find_cut_off(reports: Reports, check: str, more: Iterable[tuple[str, str]] = ()) -> None:
     """Find whom the trouble of one kind between pairs of nodes comes from.
 
     `more` are pairs that no node has told of; a name that no node has stands for this shell.
     """
-    known = {node for node, each in told.items() if each.bad}  # these explain themselves
-    lines = [(node, t) for node, each in told.items() for t in each.pairs if t["check"] == check]
-    lines = [(node, t) for node, t in lines if not known & {node, t["pair"]}]
+    blamed = {node for node, report in reports.items() if report.bad}  # these explain themselves
+    lines = [
+        (node, t) for node, report in reports.items() for t in report.pairs if t["check"] == check
+    ]
+    lines = [(node, t) for node, t in lines if not blamed & {node, t["pair"]}]
     first = min((t.get("turn", 0) for _, t in lines), default=0)  # the rest follows from these
     lines = [(node, t) for node, t in lines if t.get("turn", 0) == first]
-    more = [pair for pair in more if not known & set(pair)]
+    more = [pair for pair in more if not blamed & set(pair)]
     guilty = blame([*((node, t["pair"]) for node, t in lines), *more])
-    for node in guilty & set(told):
-        own = [t["why"] for who, t in lines if who == node]
-        others = [f"{who}: {t['why']}" for who, t in lines if t["pair"] == node]
-        why = (own or others or ["what it writes does not come to the first node"])[0]
-        told[node].bad.append((check, why))
+    for node in guilty & set(reports):
+        of_node = [t["why"] for peer, t in lines if peer == node]
+        of_peers = [f"{peer}: {t['why']}" for peer, t in lines if t["pair"] == node]
+        why = (of_node or of_peers or ["what it writes does not come to the first node"])[0]
+        reports[node].bad.append((check, why))
 
 
-def find_slow(told: All) -> dict[str, str]:
-    """Return nodes that are far slower than most others are at their best, and the reasons.
+def find_slow(reports: Reports) -> dict[str, str]:
+    """Return the nodes that are far slower than most others at their best, with the reasons.
 
-    With two nodes it is the way between them: slow in one direction, and not in the other. Where
-    processors have n times as much to do as they can, anybody may be n times slower at times.
+    Of two nodes the link between them is judged: slow in one direction only. Where a node's load
+    is n times its processors, each node may be n times slower.
     """
-    slack = SLOW * max([1.0, *(each.values.get("load", 0.0) for each in told.values())])
+    slack = SLOW * max([1.0, *(report.values.get("load", 0.0) for report in reports.values())])
     best = {
-        node: max([*told[node].speeds.values(), *_into(told, node).values()], default=0.0)
-        for node in told
+        node: max([*reports[node].speeds.values(), *_into(reports, node).values()], default=0.0)
+        for node in reports
     }
     usual = median([speed for speed in best.values() if speed] or [0.0])
-    ways = [(a, b, speed) for a, each in told.items() for b, speed in each.speeds.items()]
+    ways = [(a, b, speed) for a, report in reports.items() for b, speed in report.speeds.items()]
     slow = [(a, b) for a, b, speed in ways if speed < usual / slack]
-    found = {}
+    reasons = {}
     for node in blame(slow):
         a, b = next(pair for pair in slow if node in pair)
         way = f"to {b}" if a == node else f"from {a}"
-        found[node] = f"{_speed(told[a].speeds[b])} {way}, while others come to {_speed(usual)}"
-    return found
+        reasons[node] = (
+            f"{_speed(reports[a].speeds[b])} {way}, while others come to {_speed(usual)}"
+        )
+    return reasons
 
 
 def _speed(mb_s: float) -> str:
     return f"{mb_s / 1000:.1f} GB/s" if mb_s >= 1000 else f"{mb_s:.3g} MB/s"
 
 
-def _into(told: All, node: str) -> dict[str, float]:
+def _into(reports: Reports, node: str) -> dict[str, float]:
     """Return the speeds of the others' sending to a node."""
-    return {a: each.speeds[node] for a, each in told.items() if node in each.speeds}
+    return {a: report.speeds[node] for a, report in reports.items() if node in report.speeds}
 
 
-def find_other_torch(told: All) -> None:
+def find_other_torch(reports: Reports) -> None:
     """Find nodes whose torch is not that of most others, or of the first one."""
-    versions = [each.values["torch"] for each in told.values() if "torch" in each.values]
+    versions = [report.values["torch"] for report in reports.values() if "torch" in report.values]
     usual = Counter(versions).most_common(1)[0][0] if versions else None  # ties: the first
-    for each in told.values():
-        version = each.values.get("torch", usual)
+    for report in reports.values():
+        version = report.values.get("torch", usual)
         if version != usual:
-            each.bad.append(("torch", f"torch {version}, while others have {usual}"))
-        if each.values.get("devices") == 0 and each.values.get("gpus_there"):
+            report.bad.append(("torch", f"torch {version}, while others have {usual}"))
+        if report.values.get("devices") == 0 and report.values.get("gpus_there"):
             why = "torch sees no GPU here, or is built without their backend, as NCCL"
-            each.bad.append(("torch", why))
+            report.bad.append(("torch", why))
 
 
-def find_other_fabric(told: All, used: bool) -> None:
+def find_other_fabric(reports: Reports, used: bool) -> None:
     """Find nodes without the interconnect that others have, or with fewer cards of it.
 
     Without GPUs, or over Ethernet by wish, it is not `used`, and only noted.
     """
-    seen = [
-        (each.values["fabric"], each.values["cards"])
-        for each in told.values()
-        if "fabric" in each.values
+    fabrics = [
+        (report.values["fabric"], report.values["cards"])
+        for report in reports.values()
+        if "fabric" in report.values
     ]
-    usual = Counter(pair for pair in seen if pair[0]).most_common(1)
+    usual = Counter(pair for pair in fabrics if pair[0]).most_common(1)
     if not usual:
         return
     (name, cards), _ = usual[0]
-    for each in told.values():
-        own, count = each.values.get("fabric", name), each.values.get("cards", cards)
-        if own != name:
-            why = f"{own or 'no fast network that we know'} here, while others have {name}"
-            each.bad.append(("fabric", why)) if used else each.notes.append(why)
+    for report in reports.values():
+        fabric, count = report.values.get("fabric", name), report.values.get("cards", cards)
+        if fabric != name:
+            why = f"{fabric or 'no fast network that we know'} here, while others have {name}"
+            report.bad.append(("fabric", why)) if used else report.notes.append(why)
         elif count != cards:
-            each.notes.append(f"{count} cards of {name}, while others have {cards}")
+            report.notes.append(f"{count} cards of {name}, while others have {cards}")
 
 
-def note_odd(told: All) -> None:
+def note_odd(reports: Reports) -> None:
     """Note busy processors, and clocks that differ: logs are hard to read then, for one."""
-    for each in told.values():
-        if each.values.get("load", 0.0) > BUSY:
-            each.notes.append(f"busy already: a load of {each.values['load']} per processor")
-    ahead = {node: each.values.get("clock_s", 0.0) for node, each in told.items()}
+    for report in reports.values():
+        if report.values.get("load", 0.0) > BUSY:
+            report.notes.append(f"busy already: a load of {report.values['load']} per processor")
+    ahead = {node: report.values.get("clock_s", 0.0) for node, report in reports.items()}
     usual = median(ahead.values())
     if max(ahead.values()) - min(ahead.values()) > CLOCK_S:
         node = max(ahead, key=lambda node: abs(ahead[node] - usual))
-        told[node].notes.append(f"its clock is {ahead[node] - usual:+.1f} s off that of the others")
+        reports[node].notes.append(
+            f"its clock is {ahead[node] - usual:+.1f} s off that of the others"
+        )
 
 
-def outcome(told: All) -> dict[str, Any]:
+def outcome(reports: Reports) -> dict[str, Any]:
     """Return what is journalled, from all that the nodes have told and that was found.
 
     What all nodes have in common is not theirs: then `bad_nodes` is empty. `hopeless` says that it
     would be the same with other nodes.
     """
-    bad = [node for node, each in told.items() if each.bad]
-    checks = [{check for check, _ in each.bad} for each in told.values()]
+    bad = [node for node, faults in reports.items() if faults.bad]
+    checks = [{check for check, _ in faults.bad} for faults in reports.values()]
     # Who says nothing may have the same to say, but one alone speaks for itself.
-    telling = [each for each in checks if not each or each - {"silent", "step"}]
-    alone = len(telling) < 2 <= len(told)
+    telling = [faults for faults in checks if not faults or faults - {"silent", "step"}]
+    alone = len(telling) < 2 <= len(reports)
     shared = set.intersection(*(checks if alone or not telling else telling))
-    if len(told) == 1:  # it can't be compared with another one
+    if len(reports) == 1:  # it can't be compared with another one
         shared &= {"torch", "ended", "scratch", "step"}
-    if len(told) == 2:  # what is between them is not in common
+    if len(reports) == 2:  # what is between them is not in common
         shared -= {"link", "bandwidth"}
-    reasons = [f"{node}: {told[node].bad[0][1]}" for node in bad]
+    reasons = [f"{node}: {reports[node].bad[0][1]}" for node in bad]
     if shared:
-        reasons = [next(why for check, why in told[bad[0]].bad if check in shared)]
-        reasons[0] += " (the same on all nodes)" if len(told) > 1 else ""
+        reasons = [next(why for check, why in reports[bad[0]].bad if check in shared)]
+        reasons[0] += " (the same on all nodes)" if len(reports) > 1 else ""
     more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
     return {
         "ok": not bad,
         "bad_nodes": [] if shared else bad,
         "hopeless": bool(shared - {"silent", "step"}),
         "why": "; ".join(reasons[:3]) + more,
-        "report": {node: _report(told, node) for node in told},
+        "report": {node: _report(reports, node) for node in reports},
     }
 
 
-def _report(told: All, node: str) -> dict[str, Any]:
+def _report(reports: Reports, node: str) -> dict[str, Any]:
     """Return what the journal has of one node."""
-    each = told[node]
-    speeds = {"send_mb_s": each.speeds, "receive_mb_s": _into(told, node)}
+    report = reports[node]
+    speeds = {"send_mb_s": report.speeds, "receive_mb_s": _into(reports, node)}
     return {
-        **each.values,
+        **report.values,
         **{name: max(values.values()) for name, values in speeds.items() if values},
-        "bad": [{"check": check, "why": why} for check, why in each.bad],
-        "notes": each.notes,
+        "bad": [{"check": check, "why": why} for check, why in report.bad],
+        "notes": report.notes,
     }
 
 
@@ -284,7 +291,7 @@ def _report(told: All, node: str) -> dict[str, Any]:
 
 
 class NoticedError(Exception):
-    """Somebody wants the attempt to end."""
+    """A notice asks the attempt to end."""
 
 
 class LaunchError(Exception):
@@ -293,7 +300,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """What starts `checks`: on all nodes, or on the one named `node`."""
+    """The command that starts `checks`: on all nodes, or on the one named `node`."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -318,7 +325,7 @@ class Talk:
         notice: Callable[[], str],
         log: Path,
     ) -> None:
-        self.told: All = {node: Told() for node in nodes}
+        self.reports: Reports = {node: NodeReport() for node in nodes}
         self._nodes, self._notice = nodes, notice
         self._lines: queue.Queue[tuple[Command, str | None]] = queue.Queue()
         self._log = log if log.parent.is_dir() else None
@@ -377,30 +384,32 @@ class Talk:
                 self._take(*self._lines.get(timeout=0.2))
             if word := self._notice():
                 raise NoticedError(word)
-            missing = {n for n in waiting if stage not in self.told[n].stages and not self._over(n)}
+            missing = {
+                n for n in waiting if stage not in self.reports[n].stages and not self._over(n)
+            }
             if missing < waiting:
                 came_at = time.monotonic()
             waiting = missing
         waited_s = time.monotonic() - begin
         for node in nodes:
-            each = self.told[node]
-            if stage in each.stages or each.bad:
+            report = self.reports[node]
+            if stage in report.stages or report.bad:
                 continue
-            if each.ended:
-                each.bad.append(("ended", f"ended early: {each.last or 'without a word'}"))
+            if report.ended:
+                report.bad.append(("ended", f"ended early: {report.last or 'without a word'}"))
             elif not self._running():  # for the controller's sake, say: no fault of a node
-                each.bad.append(("step", f"srun has ended without it: {self._last or 'no word'}"))
+                report.bad.append(("step", f"srun has ended without it: {self._last or 'no word'}"))
             else:
-                said = f" ({self._last})" if self._last else ""
-                each.bad.append(
-                    ("silent", _LATE.get(stage, _LATE["done"]).format(s=waited_s) + said)
+                last_words = f" ({self._last})" if self._last else ""
+                report.bad.append(
+                    ("silent", _LATE.get(stage, _LATE["done"]).format(s=waited_s) + last_words)
                 )
-        return [node for node in nodes if not self.told[node].bad]
+        return [node for node in nodes if not self.reports[node].bad]
 
     def _over(self, node: str) -> bool:
         """Tell whether no more is to be expected of a node."""
-        each = self.told[node]
-        return each.ended or not self._running() or "torch" in dict(each.bad)
+        report = self.reports[node]
+        return report.ended or not self._running() or "torch" in dict(report.bad)
 
     def _running(self) -> bool:
         return any(thread.is_alive() for thread in self._readers) or not self._lines.empty()
@@ -408,7 +417,7 @@ class Talk:
     def _take(self, command: Command, line: str | None) -> None:
         if line is None:
             if command.node:
-                self.told[command.node].ended = True
+                self.reports[command.node].ended = True
             return
         label = None if command.node else _LABEL.match(line)
         node = self._nodes[int(label[1])] if label and int(label[1]) < len(self._nodes) else None
@@ -420,17 +429,19 @@ class Talk:
             with open(self._log, "a") as log:
                 print(line, file=log)
         if failed := _LAUNCH.match(text):
-            if failed[1] in self.told:
-                self.told[failed[1]].bad.append(
+            if failed[1] in self.reports:
+                self.reports[failed[1]].bad.append(
                     ("silent", f"Slurm can't start a task: {failed[2]}")
                 )
             raise LaunchError
         if task := _TASK.match(text):
             for index in _numbers(task[1]):
-                self.told[self._nodes[index]].ended = True
-                self.told[self._nodes[index]].last = self.told[self._nodes[index]].last or task[2]
+                self.reports[self._nodes[index]].ended = True
+                self.reports[self._nodes[index]].last = (
+                    self.reports[self._nodes[index]].last or task[2]
+                )
         elif node or command.node:
-            self.told[node or command.node or ""].last = text
+            self.reports[node or command.node or ""].last = text
         elif text:
             self._last = text
 
@@ -439,7 +450,7 @@ class Talk:
             line = json.loads(text)
             if "notice" in line:
                 raise NoticedError(line["notice"])
-            self.told[line["node"]].take(line)
+            self.reports[line["node"]].take(line)
         except (ValueError, KeyError):  # torn: its node will be missed
             return
 
@@ -473,11 +484,11 @@ _LATE = {
 
 def _numbers(text: str) -> list[int]:
     """Return the numbers of a list such as ``1-3,5``."""
-    found: list[int] = []
+    cpus: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")
-        found += range(int(low), int(high or low) + 1)
-    return found
+        cpus += range(int(low), int(high or low) + 1)
+    return cpus
 
 
 # --- the order of things -------------------------------------------------------------------
@@ -488,57 +499,57 @@ def examine(
 ) -> dict[str, Any]:
     """Have all nodes looked at; return the fields of the event `preflight`."""
     spec = JobSpec.from_json(run.job_json.read_text())
-    attempt = run.attempt(int(commands[0].env["HPC_DDP_ATTEMPT"]))
+    attempt = AttemptEnv.from_env(commands[0].env).attempt_folder
     folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=run.path))
     begin = time.monotonic()
     talk = Talk(nodes, commands, notice, attempt.path / "preflight.log")
     patience_s = CLOSE_S
     try:
         _converse(talk, spec, run, folder)
-        found = outcome(talk.told)
+        result = outcome(talk.reports)
     except LaunchError:
-        found = outcome(talk.told)
+        result = outcome(talk.reports)
     except NoticedError as error:
         patience_s = 0.5
         why = f"ended early: {error}"
-        found = {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
-        found["notice"] = str(error)
+        result = {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
+        result["notice"] = str(error)
     finally:
         talk.close(patience_s)
         shutil.rmtree(folder, ignore_errors=True)
-    return {**found, "seconds": round(time.monotonic() - begin, 1)}
+    return {**result, "seconds": round(time.monotonic() - begin, 1)}
 
 
 def _converse(talk: Talk, spec: JobSpec, run: RunFolder, folder: Path) -> None:
-    told, secret = talk.told, secrets.token_hex(16)
+    reports, secret = talk.reports, secrets.token_hex(16)
     (folder / ".shell").write_text(secret)
     talk.ask(folder=str(folder), secret=secret, gpus=spec.gpu_count, needed=_needed(run))
-    heard = talk.until("hello", list(told))
-    talk.ask(ports={node: told[node].hello["port"] for node in heard})
+    heard = talk.until("hello", list(reports))
+    talk.ask(ports={node: reports[node].hello["port"] for node in heard})
     checked = talk.until("checked", heard)
     unseen = [(".shell", node) for node in checked if not holds(folder / node, secret)]
-    find_misnamed(told)
-    find_cut_off(told, "scratch", unseen)
-    find_cut_off(told, "link")
-    find_other_fabric(told, used=bool(spec.gpu_count) and spec.fabric != "ethernet")
-    note_odd(told)
-    imported = talk.until("imported", [node for node in checked if not told[node].bad])
-    find_other_torch(told)
-    members = [node for node in imported if not told[node].bad]
+    find_misnamed(reports)
+    find_cut_off(reports, "scratch", unseen)
+    find_cut_off(reports, "link")
+    find_other_fabric(reports, used=bool(spec.gpu_count) and spec.fabric != "ethernet")
+    note_odd(reports)
+    imported = talk.until("imported", [node for node in checked if not reports[node].bad])
+    find_other_torch(reports)
+    members = [node for node in imported if not reports[node].bad]
     if len(members) < 2:
         return
-    first = told[members[0]]
-    device = _common_device(told, members) if spec.gpu_count else "cpu"
+    first = reports[members[0]]
+    device = _common_device(reports, members) if spec.gpu_count else "cpu"
     host, port = first.hello["host"], first.hello["store_port"]
     talk.ask(members=members, host=host, port=port, device=device)
     for stage in EXCHANGES:
         talk.until(stage, members)
-        find_cut_off(told, "bandwidth")
-        broken = [node for node in members if told[node].broken]
-        if broken and not any(each.bad for each in told.values()):
+        find_cut_off(reports, "bandwidth")
+        broken = [node for node in members if reports[node].broken]
+        if broken and not any(report.bad for report in reports.values()):
             for node in broken:
-                told[node].bad.append(("bandwidth", told[node].broken))
-        slow = find_slow(told)
+                reports[node].bad.append(("bandwidth", reports[node].broken))
+        slow = find_slow(reports)
         if not slow or broken:
             break
         talk.ask(again=True)  # a busy processor may have made it seem so
@@ -546,16 +557,18 @@ def _converse(talk: Talk, spec: JobSpec, run: RunFolder, folder: Path) -> None:
         for node, why in slow.items():
             # That all are slower than each other is nobody's fault.
             too_many = len(slow) == len(members) > 2
-            told[node].notes.append(why) if too_many else told[node].bad.append(("bandwidth", why))
+            reports[node].notes.append(why) if too_many else reports[node].bad.append(
+                ("bandwidth", why)
+            )
 
 
-def _common_device(told: All, members: Sequence[str]) -> str:
+def _common_device(reports: Reports, members: Sequence[str]) -> str:
     """Return the type of device that all members send from: the CPU where they differ, noted."""
-    kinds = {node: told[node].values["device"] or "cpu" for node in members}
+    kinds = {node: reports[node].values["device"] or "cpu" for node in members}
     if len(set(kinds.values())) == 1:
         return kinds[members[0]]
     for node, kind in kinds.items():
-        told[node].notes.append(
+        reports[node].notes.append(
             f"torch's device is {kind} here; speeds are of CPUs, as they differ"
         )
     return "cpu"
@@ -565,47 +578,48 @@ def _needed(run: RunFolder) -> int:
     """Return the bytes that the run's folder needs: the newest checkpoint, and a new one."""
     for path in published(run.checkpoints)[:1]:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            sizes = [each["size"] for each in read_manifest(path)["files"].values()]
+            sizes = [facts["size"] for facts in read_manifest(path)["files"].values()]
             return max(NEEDED_BYTES, 2 * int(sum(sizes)))
     return NEEDED_BYTES
 
 
-def conclude(run: RunFolder, attempt: int, found: dict[str, Any]) -> bool:
+def conclude(run: RunFolder, attempt: int, result: dict[str, Any]) -> bool:
     """Journal the outcome, say it, and return whether the training can start."""
-    run.journal("batch", attempt).write(PreflightEnded(**found))
-    for node, each in found["report"].items():
-        for bad in each["bad"]:
-            say(f"{node}: {bad['why']}")
-        for note in each["notes"]:
-            say(f"{node}: note: {note}")
-    if found["ok"]:
-        count = len(found["report"])
-        say(f"{count} node{'s are' if count > 1 else ' is'} fit, after {found['seconds']} s")
-    return bool(found["ok"])
+    run.journal("batch", attempt).write(PreflightEnded(**result))
+    for node, report in result["report"].items():
+        for bad in report["bad"]:
+            say(f"preflight: {node}: {bad['why']}")
+        for note in report["notes"]:
+            say(f"preflight: {node}: note: {note}")
+    if result["ok"]:
+        count = len(result["report"])
+        are = "nodes are" if count > 1 else "node is"
+        say(f"preflight: {count} {are} fit, after {result['seconds']} s")
+    return bool(result["ok"])
 
 
 def main(argv: list[str]) -> int:
     environ = dict(os.environ)
-    seen: list[str] = []
+    signals: list[str] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: seen.append(signal.Signals(number).name))
-    run = RunFolder(Path(environ["HPC_DDP_RUN"]))
-    environ.setdefault("HPC_DDP_ATTEMPT", "0")  # by hand in an allocation there is no attempt
-    attempt = run.attempt(int(environ["HPC_DDP_ATTEMPT"]))
+        signal.signal(number, lambda number, _: signals.append(signal.Signals(number).name))
+    environ.setdefault(variable("attempt"), "0")  # by hand in an allocation there is no attempt
+    env = AttemptEnv.from_env(environ)
+    run, attempt = env.run_folder, env.attempt_folder
     try:
         spec = JobSpec.from_json(run.job_json.read_text())
-        environ.setdefault("HPC_DDP_FABRIC", spec.fabric)
-        if "HPC_DDP_NODES" not in environ:
-            environ["HPC_DDP_NODES"] = " ".join(slurm.expand_hosts(environ["SLURM_JOB_NODELIST"]))
-        found = examine(
+        environ.setdefault(variable("fabric"), spec.fabric)
+        nodes = [*env.nodes] or slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
+        environ[variable("nodes")] = " ".join(nodes)
+        result = examine(
             run,
-            environ["HPC_DDP_NODES"].split(),
+            nodes,
             [Command(argv, environ)],
-            lambda: seen[0] if seen else read_word(attempt.notice),
+            lambda: signals[0] if signals else read_word(attempt.notice),
         )
     except (HpcDdpError, OSError) as error:  # no answer, no srun, no space for a word
         why = f"the preflight could not be made: {error}"
-        found = {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
-        found["seconds"] = 0.0
-        say(why)
-    return 0 if conclude(run, attempt.number, found) else 1
+        result = {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
+        result["seconds"] = 0.0
+        say(f"preflight: {why}")
+    return 0 if conclude(run, attempt.number, result) else 1

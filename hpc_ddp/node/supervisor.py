@@ -31,6 +31,7 @@ from hpc_ddp.node import fabric as fabrics
 from hpc_ddp.node import failure, leaderless, oom
 from hpc_ddp.node.growth import Growth
 from hpc_ddp.node.network import LOOPBACK, interface_to, reach
+from hpc_ddp.run.attempt_env import AttemptEnv
 from hpc_ddp.run.events import FabricChosen, NoticeGiven
 from hpc_ddp.run.folder import (
     AttemptFolder,
@@ -43,6 +44,7 @@ from hpc_ddp.run.folder import (
 )
 from hpc_ddp.run.patience import patiently
 from hpc_ddp.run.process import signal_recorded
+from hpc_ddp.run.terminal import say
 from hpc_ddp.run.vocabulary import NoticeSource
 
 LOOK_EVERY_S = 1.0
@@ -78,19 +80,18 @@ class Place:
 
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> Place:
-        run = RunFolder(Path(environ["HPC_DDP_RUN"]))
-        end = environ.get("HPC_DDP_END_TIME")
+        env = AttemptEnv.from_env(environ)
         return cls(
-            run=run,
-            attempt=run.attempt(int(environ["HPC_DDP_ATTEMPT"])),
-            nodes=tuple(environ["HPC_DDP_NODES"].split()),
+            run=env.run_folder,
+            attempt=env.attempt_folder,
+            nodes=env.nodes,
             index=node_index(environ),
-            suffix=environ.get("HPC_DDP_HOST_SUFFIX", ""),
-            end_time=float(end) if end else None,
-            warn_s=float(environ.get("HPC_DDP_WARN_S") or 0),
-            interface=environ.get("HPC_DDP_INTERFACE") or None,
-            notice_signal=signal.Signals[f"SIG{environ.get('HPC_DDP_SIGNAL') or 'TERM'}"],
-            fabric=environ.get("HPC_DDP_FABRIC", ""),
+            suffix=env.host_suffix,
+            end_time=env.end_time,
+            warn_s=env.warn_s,
+            interface=env.interface or None,
+            notice_signal=signal.Signals[f"SIG{env.notice_signal}"],
+            fabric=env.fabric,
         )
 
     @property
@@ -126,19 +127,25 @@ class Place:
         name = self.chosen_interface
         if not name:
             return {}
-        told = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # =: exactly this
+        variables = {
+            "GLOO_SOCKET_IFNAME": name,
+            "NCCL_SOCKET_IFNAME": f"={name}",
+        }  # =: exactly this
         # An administrator may have said it in NCCL's own files, and knows better than a route.
-        given = {**({} if self.interface else fabrics.configured(os.environ)), **os.environ}
-        return {key: value for key, value in told.items() if key not in given}
+        configured_env = {
+            **({} if self.interface else fabrics.configured(os.environ)),
+            **os.environ,
+        }
+        return {key: value for key, value in variables.items() if key not in configured_env}
 
     @property
     def seeks_fabric(self) -> bool:
         """Whether the interconnect is to be looked up: alone, a node needs none."""
         return self.fabric == "auto" and len(self.nodes) > 1 and not self.is_local
 
-    def fabric_env(self, found: fabrics.Found) -> dict[str, str]:
+    def fabric_env(self, interconnect: fabrics.Found) -> dict[str, str]:
         """Return what tells NCCL of the interconnect, where nothing else has."""
-        return fabrics.settings(found, self.run.lib, os.environ)
+        return fabrics.settings(interconnect, self.run.lib, os.environ)
 
 
 def node_index(environ: Mapping[str, str]) -> int:
@@ -152,13 +159,15 @@ def node_index(environ: Mapping[str, str]) -> int:
     OSError
         this host is none of the nodes
     """
-    said = environ.get("HPC_DDP_NODE_INDEX")
-    if said or environ.get("HPC_DDP_STEP_LAUNCHER", "srun") == "srun":
-        return int(said or environ["SLURM_NODEID"])
-    nodes = environ["HPC_DDP_NODES"].split()
+    env = AttemptEnv.from_env(environ)
+    if env.node_index is not None:
+        return env.node_index
+    if env.step_launcher == "srun":
+        return int(environ["SLURM_NODEID"])
+    nodes = env.nodes
     names = (socket.gethostname(), socket.gethostname().partition(".")[0])
-    if found := next((name for name in names if name in nodes), None):
-        return nodes.index(found)
+    if match := next((name for name in names if name in nodes), None):
+        return env.nodes.index(match)
     raise OSError(f"this host, {names[0]}, is none of the job's nodes, {' '.join(nodes)}")
 
 
@@ -240,7 +249,7 @@ class Supervisor:
         return self.place.attempt.node(self.place.node)
 
     def _name(self) -> str:
-        """Who this is among all supervisors of the attempt."""
+        """The place of this supervisor among those of the attempt."""
         return self.place.node
 
     @property
@@ -294,8 +303,8 @@ class Supervisor:
         is_host = "1" if self.place.index == 0 else "0"
         start = self.command[:AGENT_WORDS]
         options, script = split(self.command[AGENT_WORDS:])
-        told = [w.removeprefix("--rdzv-conf=") for w in options if w.startswith("--rdzv-conf=")]
-        conf = ",".join([*told, f"is_host={is_host}"])  # torchrun reads only the last --rdzv-conf
+        confs = [w.removeprefix("--rdzv-conf=") for w in options if w.startswith("--rdzv-conf=")]
+        conf = ",".join([*confs, f"is_host={is_host}"])  # torchrun reads only the last --rdzv-conf
         return [*start, *options, f"--rdzv-conf={conf}", f"--local-addr={self.place.host}", *script]
 
     def _env(self) -> dict[str, str]:
@@ -312,32 +321,32 @@ class Supervisor:
         place = self.place
         if not place.seeks_fabric:
             return {}
-        found = fabrics.look()
-        told = place.fabric_env(found)
+        interconnect = fabrics.look()
+        variables = place.fabric_env(interconnect)
         if not self._speaks_for_its_node:
-            return told
-        self.journal.write(FabricChosen(place.node, **asdict(found), env=told))
+            return variables
+        self.journal.write(FabricChosen(place.node, **asdict(interconnect), env=variables))
         if place.index > 0:
-            self._fabric = found
-            return told
+            self._fabric = interconnect
+            return variables
         with contextlib.suppress(OSError):  # then nobody compares
-            place.attempt.fabric.write_text(json.dumps(asdict(found)))
-        if found != fabrics.Found():
-            words = " ".join(f"{key}={value}" for key, value in told.items())
-            _say(f"fabric: {place.node}: {found}; {words or 'nothing is set for it'}")
-        return told
+            place.attempt.fabric.write_text(json.dumps(asdict(interconnect)))
+        if interconnect != fabrics.Found():
+            words = " ".join(f"{key}={value}" for key, value in variables.items())
+            say(f"fabric: {place.node}: {interconnect}; {words or 'nothing is set for it'}")
+        return variables
 
     def _compare_fabric(self) -> None:
         """Say loudly where the first node has another interconnect: NCCL would hang, or crawl."""
         if not self._fabric:
             return
-        place, own, told = self.place, self._fabric, read_json(self.place.attempt.fabric)
-        if told:
-            self._fabric, first = None, fabrics.Found(**told)
-            if not own.is_like(first):
-                _say(
-                    f"WARNING: the interconnect of {place.node} is {own}, and of {place.nodes[0]}"
-                    f" {first}: NCCL will fail, hang or be slow"
+        place, fabric, noted = self.place, self._fabric, read_json(self.place.attempt.fabric)
+        if noted:
+            self._fabric, first = None, fabrics.Found(**noted)
+            if not fabric.is_like(first):
+                say(
+                    f"WARNING: the interconnect of {place.node} is {fabric}, and of"
+                    f" {place.nodes[0]} {first}: NCCL will fail, hang or be slow"
                 )
 
     def _look(self, agent: subprocess.Popen[bytes]) -> None:
@@ -360,8 +369,8 @@ class Supervisor:
             self._next_fence = now + FENCE_EVERY_S
             self._end_if_superseded(now)
             self._read_end_time()
-        told = self.notice or self._to_tell
-        is_late = told and now >= self._noticed_at + LEAD_S
+        source = self.notice or self._to_tell
+        is_late = source and now >= self._noticed_at + LEAD_S
         if is_late and self._time_is_over(now) and not self._kill_at:
             # Slurm's own SIGKILL would take the batch shell too, and with it the verdict.
             self._kill_at = now
@@ -453,13 +462,15 @@ class Supervisor:
         """Record how it ended, for the peers and for the verdict."""
         failures = [] if code == 0 else self._failures(code)
         # Its workers did not end by themselves, but for want of the rendezvous on the first node.
-        left = self._elastic and self.place.index > 0 and any(f["rank"] is None for f in failures)
+        has_left = (
+            self._elastic and self.place.index > 0 and any(f["rank"] is None for f in failures)
+        )
         record: dict[str, Any] = {
             "node": self.place.node,
             "code": code,
             "notice": self.notice,
             "torn_down": self.torn_down,
-            "left": left,
+            "left": has_left,
             "failures": failures,
         }
         self._tell(partial(write_json, self.folder.record, record))
@@ -469,7 +480,7 @@ class Supervisor:
             # A requeued job has the same id, and so has its step: an old srun that is left behind
             # a cut link would end, for our bad exit, the later attempt's step.
             return 0
-        if left:
+        if has_left:
             leaderless.decide(self.place, dict(os.environ), lambda: bool(self.signals.seen))
             return 1
         if not self.torn_down:
@@ -482,20 +493,20 @@ class Supervisor:
         try:
             patiently(write)
         except OSError as error:  # the verdict will say that nothing was heard of this node
-            print(f"hpc-ddp: {self._name()} can't tell how it ended: {error}", file=sys.stderr)
+            say(f"{self._name()} can't record how it ended: {error}")
 
     def _failures(self, code: int) -> list[dict[str, Any]]:
-        told, now = read_json(self.folder.failures), time.time()
-        found = self._failed_workers(code, told)
-        for each in found:
-            each["error"] = self._error_of(each)
-        if not found:
-            found = [{"rank": None, "code": code, "time": now, "error": told.get("agent", "")}]
+        noted, now = read_json(self.folder.failures), time.time()
+        failures = self._failed_workers(code, noted)
+        for record in failures:
+            record["error"] = self._error_of(record)
+        if not failures:
+            failures = [{"rank": None, "code": code, "time": now, "error": noted.get("agent", "")}]
         if oom.kills() > self._oom_kills:
-            for each in found:
-                if each["code"] == -signal.SIGKILL:
-                    each["error"] = oom.KILLED
-        return found
+            for failure in failures:
+                if failure["code"] == -signal.SIGKILL:
+                    failure["error"] = oom.KILLED
+        return failures
 
     def _error_of(self, failed: dict[str, Any]) -> str:
         rank, code = failed["rank"], failed["code"]
@@ -506,10 +517,10 @@ class Supervisor:
         since = failed["time"] - JOURNALED_S  # not that of a start before
         return failure.last_exception(log) or failure.journaled_error(journal, since)
 
-    def _failed_workers(self, code: int, told: dict[str, Any]) -> list[dict[str, Any]]:
+    def _failed_workers(self, code: int, noted: dict[str, Any]) -> list[dict[str, Any]]:
         """Return rank, code and time of each worker that failed, as torchrun has told them."""
-        found: list[dict[str, Any]] = told.get("failures", [])
-        return found
+        failures: list[dict[str, Any]] = noted.get("failures", [])
+        return failures
 
     def _wait_for_peers(self) -> None:
         """Let the peers end by themselves: srun kills them when this task fails."""
@@ -520,15 +531,11 @@ class Supervisor:
             time.sleep(0.2)
 
 
-def _say(text: str) -> None:
-    print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
-
-
 def supervise(kind: type[Supervisor], command: list[str]) -> int:
     try:
         return kind(Place.from_env(dict(os.environ)), command).run()
     except OSError as error:
-        print(f"hpc-ddp: this node can't take part: {error}", file=sys.stderr)
+        say(f"this node can't take part: {error}")
         return 1
 
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from hpc_ddp.node.supervisor import Supervisor, expand, supervise
 from hpc_ddp.node.worker import started_by
-from hpc_ddp.run.folder import NodeFolder, RunFolder, read_json
+from hpc_ddp.run.attempt_env import AttemptEnv
+from hpc_ddp.run.folder import NodeFolder, read_json
 
 
 @dataclass
@@ -59,6 +60,7 @@ class TaskSupervisor(Supervisor):
         TORCHELASTIC_RUN_ID is how libraries tell that somebody else looks after starts and
         restarts: Lightning then keeps its own requeue off, which revives cancelled jobs.
         """
+        env = AttemptEnv.from_env(os.environ)
         return super()._env() | {
             "RANK": str(self.rank),
             "LOCAL_RANK": os.environ["SLURM_LOCALID"],
@@ -66,9 +68,9 @@ class TaskSupervisor(Supervisor):
             "LOCAL_WORLD_SIZE": str(self.workers),
             "GROUP_RANK": str(self.place.index),
             "GROUP_WORLD_SIZE": str(len(self.place.nodes)),
-            "MASTER_ADDR": os.environ["HPC_DDP_HEAD"],
-            "MASTER_PORT": os.environ["HPC_DDP_PORT"],
-            "TORCHELASTIC_RUN_ID": os.environ["HPC_DDP_RDZV_ID"],
+            "MASTER_ADDR": env.head,
+            "MASTER_PORT": str(env.port),
+            "TORCHELASTIC_RUN_ID": env.rdzv_id,
             "HPC_DDP_AGENT_PID": str(os.getpid()),
         }
 
@@ -76,17 +78,21 @@ class TaskSupervisor(Supervisor):
         if self.rank == 0:
             super()._show_rank_0()
 
-    def _failed_workers(self, code: int, told: dict[str, Any]) -> list[dict[str, Any]]:
+    def _failed_workers(self, code: int, noted: dict[str, Any]) -> list[dict[str, Any]]:
         # Without a process there was an error, and no worker.
-        return [] if told else [{"rank": self.rank, "code": code, "time": time.time()}]
+        return [] if noted else [{"rank": self.rank, "code": code, "time": time.time()}]
 
     def _failures(self, code: int) -> list[dict[str, Any]]:
         """Also note where the first rank's store found its port taken."""
-        found = super()._failures(code)
-        error = found[0]["error"]
-        if self.rank == 0 and "EADDRINUSE" in error and os.environ["HPC_DDP_PORT"] in error:
+        failures = super()._failures(code)
+        error = failures[0]["error"]
+        if (
+            self.rank == 0
+            and "EADDRINUSE" in error
+            and str(AttemptEnv.from_env(os.environ).port) in error
+        ):
             self.place.attempt.port_taken.touch()
-        return found
+        return failures
 
 
 def main(command: list[str]) -> int:
@@ -100,7 +106,7 @@ def submitit_main(part: str, command: list[str]) -> None:
     One file with `command` serves all tasks of an array; the script's arguments are the run's own.
     """
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
-    args = read_json(RunFolder(Path(os.environ["HPC_DDP_RUN"])).job_json)["args"]
+    args = read_json(AttemptEnv.from_env(os.environ).run_folder.job_json)["args"]
     if part == "task":
         sys.exit(main([*command, *args]))
     sys.exit(supervise(Supervisor, [*expand(command, os.environ), *args]))

@@ -1,4 +1,4 @@
-"""What is decided after the step of an attempt has ended, and why. Pure: no Slurm, no disk.
+"""The decision after the step of an attempt has ended, and its reason. Pure: no Slurm, no disk.
 
 =============  ==========================================================================
 cause          action
@@ -28,6 +28,7 @@ from typing import Any
 
 from hpc_ddp.node.failure import Failure, first_cause, from_record
 from hpc_ddp.run.events import Finished, Stopped, TrainingBegun
+from hpc_ddp.run.folder import AttemptFolder
 from hpc_ddp.run.journal import Event, last_event
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.run.vocabulary import END_OF_TIME, Action, Cause, StopReason
@@ -38,8 +39,8 @@ CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
 
 
 @dataclass(frozen=True)
-class Facts:
-    """All that a verdict rests on.
+class AttemptFacts:
+    """The facts on which a verdict is based.
 
     Attributes
     ----------
@@ -80,8 +81,8 @@ class Facts:
     @property
     def bad_nodes(self) -> Sequence[str]:
         """Nodes to keep off for a while, since they are to blame for the end of this attempt."""
-        found = self.unfit["bad_nodes"] if self.unfit else []
-        return [*self.lost_nodes, *(node for node in found if node not in self.lost_nodes)]
+        unfit_nodes = self.unfit["bad_nodes"] if self.unfit else []
+        return [*self.lost_nodes, *(node for node in unfit_nodes if node not in self.lost_nodes)]
 
     def here(self, *names: str) -> Event | None:
         """Return this attempt's last event with one of the names."""
@@ -104,7 +105,7 @@ class Facts:
 
     @property
     def complete(self) -> bool:
-        """Nobody is missing: of an elastic job, where anybody but the first may be lost."""
+        """Whether all nodes have reported their end; an elastic job needs only its first node."""
         if self.spec.elastic:
             return any(record["node"] == self.nodes[0] for record in self.ends)
         return not silent_nodes(self.spec, self.nodes, self.records)
@@ -117,8 +118,8 @@ class Facts:
     @property
     def step(self) -> int | None:
         """The last completed step that the journal knows of in this attempt."""
-        here = (e for e in reversed(self.events) if e["attempt"] == self.attempt)
-        return next((e["step"] for e in here if e.get("step") is not None), None)
+        of_attempt = (e for e in reversed(self.events) if e["attempt"] == self.attempt)
+        return next((e["step"] for e in of_attempt if e.get("step") is not None), None)
 
     @property
     def failure(self) -> Failure | None:
@@ -132,11 +133,11 @@ class Facts:
 
     @property
     def notices(self) -> list[str]:
-        """What the nodes, or the ranks at their agreed stop, gave as the reason to end."""
+        """The reasons to end that the nodes, or the ranks at their agreed stop, have recorded."""
         stopped = self.here("stopped")
-        told = [record["notice"] for record in self.ends if record.get("notice")]
+        sources = [record["notice"] for record in self.ends if record.get("notice")]
         early = [self.unfit["notice"]] if self.unfit and "notice" in self.unfit else []
-        return ([stopped["reason"]] if stopped else []) + told + early
+        return ([stopped["reason"]] if stopped else []) + sources + early
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def silent_nodes(
     return sorted(node for node in nodes if heard[node] < spec.tasks_per_node)
 
 
-def decide(facts: Facts) -> Verdict:
+def decide(facts: AttemptFacts) -> Verdict:
     """Return what follows from the facts. The order of the questions matters:
     who else has already decided, then what the user wanted, then what went wrong."""
     cause = _cause(facts)
@@ -177,7 +178,7 @@ def decide(facts: Facts) -> Verdict:
     return Verdict(cause, Action.GIVE_UP, f"{_describe(facts, cause)}; {why_not}", code)
 
 
-def _cause(facts: Facts) -> Cause:
+def _cause(facts: AttemptFacts) -> Cause:
     job = facts.job
     if facts.superseded or (job and job.restarts > facts.restarts):
         return Cause.SUPERSEDED
@@ -199,8 +200,8 @@ def _cause(facts: Facts) -> Cause:
         return Cause.TIME_LIMIT
     if facts.notices:
         # With a node silent and no stop: srun ends the rest of a step of which a task has died.
-        asked = complete or facts.here(Stopped.event) or facts.unfit
-        return Cause.NOTICE if asked else Cause.NODE_LOST
+        is_asked = complete or facts.here(Stopped.event) or facts.unfit
+        return Cause.NOTICE if is_asked else Cause.NODE_LOST
     if facts.unfit:
         return Cause.BAD_NODE
     if facts.failure:
@@ -214,11 +215,11 @@ def _cause(facts: Facts) -> Cause:
     )
 
 
-def _why_not_again(facts: Facts, cause: Cause) -> str | None:
+def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
     """Return why another attempt is not to be made, None when it is."""
     spec = facts.spec
-    if over := over_budget(spec, facts.gpu_hours):
-        return over
+    if over_text := over_budget(spec, facts.gpu_hours):
+        return over_text
     if cause == Cause.FAILED:
         return _why_no_retry(facts)
     again = [v for v in facts.verdicts if v["cause"] != Cause.FAILED]
@@ -255,6 +256,29 @@ def _why_not_again(facts: Facts, cause: Cause) -> str | None:
     return None
 
 
+def too_many_silent(
+    spec: JobSpec, most_requeues: float, events: Sequence[Event], attempts: Sequence[AttemptFolder]
+) -> str | None:
+    """Return why no attempt may follow those that ended without a verdict, None when one may.
+
+    `events` and `attempts` are of the run; events since its last submit.
+    """
+    first = max((e["first_attempt"] for e in events if e["event"] == "submitted"), default=0)
+    numbers = [attempt.number for attempt in attempts if attempt.number >= first]
+    verdicts = [e for e in events if e["event"] == "verdict"]
+    judged = {e["attempt"] for e in verdicts}
+    saved = {e["attempt"] for e in events if e["event"] == "checkpoint"}
+    silent = [number for number in numbers if number not in judged]
+    most = most_requeues if spec.max_requeues is None else min(spec.max_requeues, most_requeues)
+    starts = len(numbers) - sum(e["cause"] == Cause.FAILED for e in verdicts)
+    if silent and numbers[-1] in silent and starts > most:
+        return f"it was started {starts} times (max-requeues is {most}), the last without a verdict"
+    row = list(takewhile(lambda n: n in silent and n not in saved, reversed(numbers)))
+    if len(row) > 3 * max(1, spec.max_failures):
+        return f"{len(row)} attempts in a row ended without a verdict, and without a checkpoint"
+    return None
+
+
 def _never_began(verdict: Event) -> bool:
     """Tell whether an attempt ended without a step, and not for a node that Slurm has lost."""
     blamed = verdict.get("bad_nodes") or verdict.get("step") is not None
@@ -279,7 +303,7 @@ def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
     return f"{gpu_hours:.3g} of {budget} GPU hours are spent (--budget-gpu-hours)"
 
 
-def _why_no_retry(facts: Facts) -> str | None:
+def _why_no_retry(facts: AttemptFacts) -> str | None:
     failure = facts.failure
     if failure and failure.kind in ("exception", "exit") and not facts.here("first_step"):
         return "it came before the first step, and would come again"
@@ -296,7 +320,7 @@ def _why_no_retry(facts: Facts) -> str | None:
     return _no_progress(facts) if facts.is_ours else None
 
 
-def _no_progress(facts: Facts) -> str | None:
+def _no_progress(facts: AttemptFacts) -> str | None:
     last = facts.verdicts[-1] if facts.verdicts else None
     if (
         last is None
@@ -311,11 +335,11 @@ def _no_progress(facts: Facts) -> str | None:
     return "two attempts in a row have ended without a newer checkpoint"
 
 
-def _lost(facts: Facts) -> str:
+def _lost(facts: AttemptFacts) -> str:
     return f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
 
 
-def _describe(facts: Facts, cause: Cause) -> str:
+def _describe(facts: AttemptFacts, cause: Cause) -> str:
     if cause == Cause.FAILED:
         return str(facts.failure)
     if facts.unfit and cause == Cause.BAD_NODE:

@@ -1,4 +1,4 @@
-"""What torchrun, or a task's supervisor, starts in place of the user's script: sets the scene,
+"""Started by torchrun, or a task's supervisor, in place of the user's script: prepares the process,
 then becomes it.
 
 Run as a file, isolated (``python -ISs worker.py``), since it must not load anything of the
@@ -109,10 +109,10 @@ def forget_other_ranks() -> None:
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     if local:
         return
-    mine = {f"rank-{rank + each}.pid" for each in range(int(os.environ["LOCAL_WORLD_SIZE"]))}
+    names = {f"rank-{rank + index}.pid" for index in range(int(os.environ["LOCAL_WORLD_SIZE"]))}
     folder = os.environ["HPC_DDP_NODE_FOLDER"]
     for name in os.listdir(folder):
-        if name.startswith("rank-") and name.endswith(".pid") and name not in mine:
+        if name.startswith("rank-") and name.endswith(".pid") and name not in names:
             os.unlink(os.path.join(folder, name))
 
 

@@ -1,1 +1,1 @@
-"""What is read afterwards, or meanwhile, on the login node."""
+"""Commands for runs, on the login node: status, explain, logs, report, clean, bundle."""

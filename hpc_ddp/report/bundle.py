@@ -1,4 +1,4 @@
-"""What a support ticket needs of a run, in one archive: without secrets, checkpoints and code."""
+"""One archive for a support ticket: a run's logs and settings, without secrets or checkpoints."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class Redaction:
         any_name = rf"\b(?:{'|'.join(map(re.escape, names)) or '(?!)'})"
         self._in_script = re.compile(rf"({any_name}\+?=){_LONG_VALUE}")
         self._in_log = re.compile(rf"""({any_name}(?:=|\\*["']\s*[=:]\s*)){_VALUE}""")
-        # A log may show a secret that the job has from the user's shell, under whatever name.
+        # A log may show a secret of the user's shell under any name.
         self._values = [
-            value
-            for name, value in environ.items()
-            if len(value) >= 8 and (name in spec.env_names or _is_secret(name))
+            secret
+            for name, secret in environ.items()
+            if len(secret) >= 8 and (name in spec.env_names or _is_secret(name))
         ]
 
     def clean(self, text: str, suffix: str) -> str:
-        """Return what the archive has of a file with this suffix."""
+        """Return the redacted text of a file with this suffix."""
         if suffix == ".json":
             return self._json(text, indent=1)
         if suffix == ".jsonl":
@@ -67,25 +67,25 @@ class Redaction:
 
     def _json(self, text: str, indent: int | None = None) -> str:
         try:
-            return json.dumps(self._value(json.loads(text), ""), indent=indent)
+            return json.dumps(self._redact(json.loads(text), ""), indent=indent)
         except ValueError:  # torn by a kill, or cut: names and values can't be told apart
             return REDACTED
 
-    def _value(self, value: Any, name: str) -> Any:
-        """Return a value that stands under a name; all below ``env`` is replaced."""
-        if isinstance(value, dict):
-            return {k: self._value(v, "env" if name == "env" else k) for k, v in value.items()}
-        if isinstance(value, list):  # of arguments, the word before may be the name
-            words = ["", *map(str, value[:-1])][: len(value)]
+    def _redact(self, content: Any, name: str) -> Any:
+        """Return the content of a name in JSON; everything below ``env`` is replaced."""
+        if isinstance(content, dict):
+            return {k: self._redact(v, "env" if name == "env" else k) for k, v in content.items()}
+        if isinstance(content, list):  # of arguments, the word before may be the name
+            words = ["", *map(str, content[:-1])][: len(content)]
             names = (word if word.startswith("--") else name for word in words)
-            return [self._value(v, n) for v, n in zip(value, names, strict=True)]
-        if value is not None and (name == "env" or _is_secret(name)):
+            return [self._redact(v, n) for v, n in zip(content, names, strict=True)]
+        if content is not None and (name == "env" or _is_secret(name)):
             return REDACTED
-        return self._text(value, True) if isinstance(value, str) else value
+        return self._text(content, True) if isinstance(content, str) else content
 
     def _text(self, text: str, is_script: bool) -> str:
-        for value in self._values:
-            text = text.replace(value, REDACTED)
+        for secret in self._values:
+            text = text.replace(secret, REDACTED)
         for pattern in (*_SECRETS, self._in_script if is_script else self._in_log):
             text = pattern.sub(rf"\1{REDACTED}", text)
         return text
@@ -96,19 +96,17 @@ def _is_secret(name: str) -> bool:
 
 
 def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
-    """Write the archive of a run; return what is in it, and what is not, with the reason.
+    """Write the archive of a run; return its entries, and the omissions with their reasons.
 
     Raises
     ------
     UsageError
         the archive exists already, or the run's job.json is broken
     """
-    whole = RunFolder(run.whole)
-    redaction = Redaction(JobSpec.from_json(whole.job_json.read_text()), os.environ)
+    top = RunFolder(run.whole)
+    redaction = Redaction(JobSpec.from_json(top.job_json.read_text()), os.environ)
     names = (*JOB_FILES, *FOLDERS)
-    omissions = [
-        f"{path.name} (by rule)" for path in whole.path.iterdir() if path.name not in names
-    ]
+    omissions = [f"{path.name} (by rule)" for path in top.path.iterdir() if path.name not in names]
     entries: list[str] = []
     size = 0
     with _create(output) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
@@ -118,7 +116,7 @@ def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
             if size > TOTAL_BYTES:
                 omissions.append(f"{name} (beyond {TOTAL_BYTES >> 20} MiB in all)")
                 continue
-            entry = tarfile.TarInfo(f"hpc-ddp-{whole.id}/{name}")
+            entry = tarfile.TarInfo(f"hpc-ddp-{top.id}/{name}")
             entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
             archive.addfile(entry, io.BytesIO(content))
             entries.append(name + note)
@@ -126,14 +124,14 @@ def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
 
 
 def _create(output: Path) -> IO[bytes]:
-    try:  # private: a redaction knows names, and what is secret has no other mark
+    try:  # private: a secret without a telling name is not redacted
         return open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
     except FileExistsError:
         raise UsageError(f"{output} exists; accepted: a new file", hint="-o OTHER.tar.gz") from None
 
 
 def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield name, content and a note of each entry, what matters most first."""
+    """Yield name, content and a note of each entry, the most important first."""
     yield "versions.txt", _versions(RunFolder(run.whole)), ""
     for job_id in run.job_ids(run.events())[-1:]:
         try:

@@ -1,7 +1,7 @@
-"""Which old runs, or checkpoints of theirs, may go, and taking them away.
+"""Deletes old runs, or their old checkpoints.
 
-Nothing that is queued or at work is touched. The last good checkpoint of an unfinished run stays
-whatever was asked for, with all that is needed to go on from it.
+Queued and live runs are never touched. The last good checkpoint of an unfinished run always stays,
+with all files that the run needs to go on.
 """
 
 from __future__ import annotations
@@ -16,53 +16,59 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.report import live
-from hpc_ddp.report.status import age, columns, status_of
+from hpc_ddp.report.status.run_status import status_of
+from hpc_ddp.report.status.state import Queue, RunState, describe_work, read_queue
+from hpc_ddp.report.tables import columns
 from hpc_ddp.run import checkpoints
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder, all_runs
-from hpc_ddp.run.progress import Progress
+from hpc_ddp.run.progress import ProgressBar
 from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.units import byte_count, duration, plural
 
 TRASH = ".trash"  # below the folder of all runs, so that moving there is one rename
 STATES = ("finished", "failed", "cancelled", "stopped", "lost", "rendered")
+COLUMNS = ("name", "id", "state", "age", "to delete", "size")
 
-# What a run's folder has by itself. Anything else in one that is not finished may be of use.
-OURS = {
-    *("job.json", "job.sbatch", "code", "lib", "journal", "logs", "checkpoints"),
-    *("submitit", "tensorboard", "cancelled", "report.html", "compare.html"),
+# The entries of a run's folder that hpc-ddp makes. Any other one may be a result of the script.
+# fmt: off
+RUN_ENTRIES = {
+    "job.json", "job.sbatch", "limits.json", "early-links.json", "code", "lib", "journal", "logs",
+    "checkpoints", "submitit", "tensorboard", "cancelled", "report.html",
 }
-# How long after its last word a run may still be at work that Slurm does not know.
+# fmt: on
+# A lost run may still work, unknown to this Slurm, so long after its last event.
 SILENT_S = 86400.0
 
-_Mark = tuple[tuple[str, int, int], ...]
+# Name, size and time (ns) of each file that changes when a run goes on.
+_Fingerprint = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
-class Item:
-    """What may go of one run.
+class Deletion:
+    """The part of a run that may be deleted.
 
     Attributes
     ----------
     age_s
-        seconds since something was last written down of it
+        seconds since the run's last change
     paths
-        the run's folder, or checkpoints of it
+        the run's folder, or some of its checkpoints
     bytes
         the size of all files in them
-    mark
-        changes when somebody takes the run up
+    fingerprint
+        changes when the run goes on
     """
 
     run: RunFolder
-    state: str
+    state: RunState
     age_s: float
     paths: tuple[Path, ...]
     bytes: int
-    mark: _Mark
+    fingerprint: _Fingerprint
 
     @property
-    def whole(self) -> bool:
+    def is_run(self) -> bool:
         return self.paths == (self.run.path,)
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def parse_age(text: str) -> float:
     Raises
     ------
     UsageError
-        it is something else
+        it has another form
     """
     match = re.fullmatch(r"(\d{1,6})([hdw])", text, re.A)
     if not match:
@@ -98,13 +104,15 @@ def plan(
     older_than_s: float,
     states: Collection[str],
     checkpoints_only: bool,
-) -> list[Item]:
-    """Return what may go, of the named runs or else of all below `root`, newest first.
+) -> list[Deletion]:
+    """Return the parts of runs that may be deleted, newest run first.
 
     Parameters
     ----------
+    named
+        the runs to look at; none: all below `root`
     older_than_s
-        only runs of which nothing was written down for so many seconds
+        only runs without a change for so many seconds
     states
         only runs in these states; none: in any
     checkpoints_only
@@ -113,61 +121,69 @@ def plan(
     Raises
     ------
     UsageError
-        a named run is at work, or may be, or is part of an array, or not below `root`
+        a named run is live, or may be, or is part of an array, or not below `root`
     """
-    queue = live.queue()
-    items = []
+    queue = read_queue()
+    deletions = []
     runs = named or all_runs(root)
-    with Progress("looking at the runs", len(runs)) as progress:
+    with ProgressBar("reading the runs", len(runs)) as progress:
         for run in runs:
             progress.add(1)
-            refused = _refused(run, root, queue)
-            if refused and named:
-                raise refused
-            if refused:
-                continue
-            mark = _mark(run)
-            age_s = time.time() - max((changed / 1e9 for *_, changed in mark), default=0.0)
             try:
-                state = status_of(run, queue.jobs if queue else {}).state
-            except Exception:  # damage has many forms, and is no reason to delete anything
-                state = "unreadable"
-            unknown = state == "unreadable" or (state == "lost" and age_s < SILENT_S)
-            if unknown and named:
-                raise UsageError(
-                    f"run {run.id} is {state}: it may be at work on another cluster, or be mended",
-                    hint=f"hpc-ddp explain {run.id}; a day after its last word it may go",
-                )
-            if unknown or age_s < older_than_s or (states and state not in states):
+                _check_deletable(run, root, queue)
+                fingerprint = _fingerprint(run)
+                state, age_s = _read_state(run, queue, fingerprint)
+            except UsageError:
+                if named:
+                    raise
                 continue
-            paths = _what_goes(run, state, checkpoints_only)
+            if age_s < older_than_s or (states and state not in states):
+                continue
+            paths = _deletable_paths(run, state, checkpoints_only)
             if paths:
-                items.append(Item(run, state, age_s, paths, sum(map(_size, paths)), mark))
-    return items
+                size = sum(map(_size, paths))
+                deletions.append(Deletion(run, state, age_s, paths, size, fingerprint))
+    return deletions
 
 
-def _refused(run: RunFolder, root: Path, queue: live.Queue | None) -> UsageError | None:
+def _read_state(
+    run: RunFolder, queue: Queue | None, fingerprint: _Fingerprint
+) -> tuple[RunState, float]:
+    """Return a run's state, and its age in seconds; raise UsageError where the state is unsure."""
+    age_s = time.time() - max((changed / 1e9 for *_, changed in fingerprint), default=0.0)
+    try:
+        state = status_of(run, queue.jobs if queue else {}).state
+    except Exception:  # damage has many forms, and is no reason to delete anything
+        state = RunState.UNREADABLE
+    if state is RunState.UNREADABLE or (state is RunState.LOST and age_s < SILENT_S):
+        raise UsageError(
+            f"run {run.id} is {state}: it may be at work on another cluster, or be repaired",
+            hint=f"hpc-ddp explain {run.id}; a day after its last event it may be deleted",
+        )
+    return state, age_s
+
+
+def _check_deletable(run: RunFolder, root: Path, queue: Queue | None) -> None:
     if run.is_task:
-        return UsageError(
-            f"{run.id} is a task of an array, which goes as a whole",
+        raise UsageError(
+            f"{run.id} is a task of an array, which is deleted as one",
             hint=f"hpc-ddp clean {run.id.partition('/')[0]}",
         )
-    # A link on the way would lead to where others keep their things.
+    # A link on the way would lead to files of others.
     if run.path.resolve() != root.resolve() / run.path.parent.name / run.path.name:
-        return UsageError(
+        raise UsageError(
             f"run {run.path} is not below {root}", hint=f"--runs-dir {run.path.parent.parent}"
         )
-    if not _is_ours(run):
-        return UsageError(
-            f"{run.path} has a job.json, but is no run of hpc-ddp", hint="rm -r, if it is to go"
+    if not _is_from_hpc_ddp(run):
+        raise UsageError(
+            f"{run.path} has a job.json, but is no run of hpc-ddp", hint="rm -r deletes it"
         )
-    if at_work := live.at_work(run, queue):
-        return UsageError(f"run {run.id} is at work: {at_work}", hint=f"hpc-ddp cancel {run.id}")
-    return None
+    if work := describe_work(run, queue):
+        raise UsageError(f"run {run.id} is at work: {work}", hint=f"hpc-ddp cancel {run.id}")
 
 
-def _is_ours(run: RunFolder) -> bool:
-    """Tell whether a folder with a job.json has been made by hpc-ddp."""
+def _is_from_hpc_ddp(run: RunFolder) -> bool:
+    """Whether hpc-ddp has made a folder with a job.json."""
     try:
         JobSpec.from_json(run.job_json.read_text())
     except (HpcDdpError, OSError, ValueError):
@@ -175,58 +191,58 @@ def _is_ours(run: RunFolder) -> bool:
     return run.journal_folder.is_dir() or (run.lib / "hpc_ddp").is_dir()
 
 
-def _what_goes(run: RunFolder, state: str, checkpoints_only: bool) -> tuple[Path, ...]:
-    each = [run, *run.tasks()]
-    folders = [one.checkpoints for one in each]
-    begun = any(map(_has_any, folders)) or any(map(_has_own, each))
-    if not checkpoints_only and (state == "finished" or not begun):
+def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) -> tuple[Path, ...]:
+    """Return the run's folder if nothing in it is needed any more, else old checkpoints."""
+    runs = [run, *run.tasks()]
+    is_needed = any(_has_checkpoint(task.checkpoints) or _has_results(task) for task in runs)
+    if not checkpoints_only and (state is RunState.FINISHED or not is_needed):
         return (run.path,)
-    # A link would lead to where others keep their things.
-    own = (folder for folder in folders if folder.resolve().is_relative_to(run.path.resolve()))
-    return tuple(path for folder in own for path in _superseded(folder))
+    # A link would lead to files of others.
+    top = run.path.resolve()
+    folders = [task.checkpoints for task in runs]
+    folders = [folder for folder in folders if folder.resolve().is_relative_to(top)]
+    return tuple(path for folder in folders for path in _old_checkpoints(folder))
 
 
-def _has_own(run: RunFolder) -> bool:
-    """Tell whether something is there that is not hpc-ddp's: results of the script, say."""
+def _has_results(run: RunFolder) -> bool:
+    """Whether an entry is not hpc-ddp's: a result of the script, for example."""
     names = {path.name for path in run.path.iterdir() if not path.name.startswith((".", "task-"))}
-    return bool(names - OURS) or (run.is_task and run.finished())
+    return bool(names - RUN_ENTRIES) or (run.is_task and run.finished())
 
 
-def _has_any(folder: Path) -> bool:
-    """Tell whether something is there that a run could go on from, be it no checkpoint of ours."""
+def _has_checkpoint(folder: Path) -> bool:
+    """Whether a run could go on from something in the folder, of hpc-ddp's or the script's."""
     return folder.is_dir() and any(".tmp-" not in path.name for path in folder.iterdir())
 
 
-def _superseded(folder: Path) -> list[Path]:
-    """Return the checkpoints that are older than the last good one, but for the best.
+def _old_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints that are older than the last good one, without the best.
 
-    None where no good one is found: a disk in trouble may make all look bad.
+    None where no checkpoint is good: a disk in trouble may make all look bad.
     """
-    found = checkpoints.all_of(folder)
-    if len(found) < 2:
+    paths = checkpoints.all_of(folder)
+    if len(paths) < 2:
         return []
     for good in checkpoints.candidates(folder):
         if checkpoints.verify(good) is None:
             step = checkpoints.step_of(good)
             best = (checkpoints.read_manifest(good).get("best") or {}).get("step")
-            kept = (good, folder / f"step-{best}")
-            return [p for p in found if checkpoints.step_of(p) <= step and p not in kept]
+            exempt = (good, folder / f"step-{best}")
+            return [p for p in paths if checkpoints.step_of(p) <= step and p not in exempt]
     return []
 
 
-def _mark(run: RunFolder) -> _Mark:
-    """Return name, size and time (ns) of what everybody changes who takes a run up."""
-    found = [run.job_json, *run.code.glob("*")]
-    for each in (run, *run.tasks()):
-        found += [*each.journal_folder.glob("*"), *each.logs.glob("*")]
-    return tuple(sorted(filter(None, (_facts(path, run.path) for path in found))))
-
-
-def _facts(path: Path, start: Path) -> tuple[str, int, int] | None:
-    with suppress(OSError):
-        stat = path.lstat()
-        return str(path.relative_to(start)), stat.st_size, stat.st_mtime_ns
-    return None
+def _fingerprint(run: RunFolder) -> _Fingerprint:
+    paths = [run.job_json, *run.code.glob("*")]
+    for task in (run, *run.tasks()):
+        paths += [*task.journal_folder.glob("*"), *task.logs.glob("*")]
+    fingerprint = []
+    for path in paths:
+        with suppress(OSError):
+            facts = path.lstat()
+            name = str(path.relative_to(run.path))
+            fingerprint.append((name, facts.st_size, facts.st_mtime_ns))
+    return tuple(sorted(fingerprint))
 
 
 def _size(path: Path) -> int:
@@ -239,47 +255,47 @@ def _size(path: Path) -> int:
     return total
 
 
-def take_away(items: Sequence[Item], root: Path) -> Iterator[tuple[Item, str]]:
-    """Delete, and give back each item as it is done, with why it was not, or ''.
+def delete(deletions: Sequence[Deletion], root: Path) -> Iterator[tuple[Deletion, str]]:
+    """Delete, and yield each deletion with the reason why it was not made, or ''.
 
-    A folder is renamed before it is deleted: whoever comes in between finds it whole or not at
-    all, and what an interruption leaves over goes the next time.
+    A folder is renamed before it is deleted: another process finds it complete or not at all, and
+    the next call deletes the remains of an interrupted one.
     """
     trash = root / TRASH
     if trash.is_symlink():
         raise HpcDdpError(f"{trash} is a link, which is not followed", hint=f"rm {trash}")
     trash.mkdir(exist_ok=True, mode=0o700)
-    queue = live.queue()  # once more: a question to a person lies in between
-    with Progress("deleting", sum(item.bytes for item in items)) as progress:
-        for item in items:
+    queue = read_queue()  # again: the user was asked in between
+    with ProgressBar("deleting", sum(deletion.bytes for deletion in deletions)) as progress:
+        for deletion in deletions:
             try:
-                problem = _take(item, trash, queue)
+                problem = _delete(deletion, trash, queue)
             except OSError as error:
                 problem = str(error)
-            progress.add(item.bytes)
-            yield item, problem
+            progress.add(deletion.bytes)
+            yield deletion, problem
         shutil.rmtree(trash, ignore_errors=True)
 
 
-def _take(item: Item, trash: Path, queue: live.Queue | None) -> str:
-    run, taken_up = item.run, "it was taken up meanwhile, and left alone"
-    if live.at_work(run, queue) or _mark(run) != item.mark:
-        return taken_up
-    moved = [trash / os.urandom(8).hex() for _ in item.paths]
-    for path, away in zip(item.paths, moved, strict=True):
-        path.rename(away)
-    if item.whole and _mark(RunFolder(moved[0])) != item.mark:
-        moved[0].rename(run.path)
-        return taken_up
-    if item.whole:
-        _forget(run)
-    for away in moved:
-        shutil.rmtree(away)
+def _delete(deletion: Deletion, trash: Path, queue: Queue | None) -> str:
+    run, resumed = deletion.run, "it was resumed meanwhile, and left alone"
+    if describe_work(run, queue) or _fingerprint(run) != deletion.fingerprint:
+        return resumed
+    moved = [trash / os.urandom(8).hex() for _ in deletion.paths]
+    for path, target in zip(deletion.paths, moved, strict=True):
+        path.rename(target)
+    if deletion.is_run:
+        if _fingerprint(RunFolder(moved[0])) != deletion.fingerprint:
+            moved[0].rename(run.path)
+            return resumed
+        _remove_references(run)
+    for path in moved:
+        shutil.rmtree(path)
     return ""
 
 
-def _forget(run: RunFolder) -> None:
-    """Remove what is left of a run outside of it: job ids that lead to it, an empty folder."""
+def _remove_references(run: RunFolder) -> None:
+    """Remove the job ids that lead to a run, and its folder of runs if that is empty."""
     index = run.root / ".jobs"
     for link in index.iterdir() if index.is_dir() else ():
         with suppress(OSError):
@@ -290,27 +306,16 @@ def _forget(run: RunFolder) -> None:
         run.path.parent.rmdir()  # fails while there are other runs
 
 
-COLUMNS = ("name", "id", "state", "age", "what goes", "size")
+def table(deletions: Sequence[Deletion]) -> str:
+    """Return the deletions as a table, with their sum."""
+    rows = [_cells(deletion) for deletion in deletions]
+    if len(rows) > 1:
+        total = byte_count(sum(deletion.bytes for deletion in deletions))
+        rows.append(("", "", "", "", "", total))
+    return columns(COLUMNS, rows)
 
 
-def table(items: Sequence[Item]) -> str:
-    """Return what may go as a table, with the sum."""
-    rows = [
-        (item.run.name, item.run.id, item.state, age(item.age_s), _in_words(item), size(item.bytes))
-        for item in items
-    ]
-    total = ("", "", "", "", "", size(sum(item.bytes for item in items)))
-    return columns(COLUMNS, [*rows, total] if len(rows) > 1 else rows)
-
-
-def _in_words(item: Item) -> str:
-    count = len(item.paths)
-    return "the whole run" if item.whole else f"{count} old checkpoint{'s' * (count > 1)}"
-
-
-def size(count: int) -> str:
-    """Return a number of bytes in its biggest unit."""
-    for unit, each in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= each:
-            return f"{count / each:.1f} {unit}"
-    return f"{count} B"
+def _cells(deletion: Deletion) -> tuple[str, ...]:
+    run, age = deletion.run, duration(deletion.age_s)
+    part = "the run" if deletion.is_run else plural(len(deletion.paths), "old checkpoint")
+    return (run.name, run.id, str(deletion.state), age, part, byte_count(deletion.bytes))

@@ -1,1 +1,1 @@
-"""What a run is: its job, its folder, its journal. Standard library only; runs everywhere."""
+"""A run: its job, its folder, its journal. Standard library only; runs everywhere."""

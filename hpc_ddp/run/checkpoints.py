@@ -31,7 +31,7 @@ from typing import Any
 
 from hpc_ddp.run.events import Fresh
 from hpc_ddp.run.folder import RunFolder, read_json
-from hpc_ddp.run.progress import Progress
+from hpc_ddp.run.progress import ProgressBar
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of what is in the files; another one can't be read
@@ -46,7 +46,7 @@ _SHOWN = re.compile(r"step-(\d+)(\.(old|bad)-[\d-]+)?")
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a manifest says of a file: `size` in bytes, and its CRC32."""
+    """A file in a manifest: `size` in bytes, and its CRC32."""
 
     size: int
     crc32: int
@@ -155,8 +155,8 @@ def published(folder: Path) -> list[Path]:
 
 def all_of(folder: Path) -> list[Path]:
     """Return all checkpoints, also those that are half-written, damaged or on their way out."""
-    found = folder.glob("step-*") if folder.is_dir() else ()
-    return sorted(path for path in found if _ANY.fullmatch(path.name) and path.is_dir())
+    paths = folder.glob("step-*") if folder.is_dir() else ()
+    return sorted(path for path in paths if _ANY.fullmatch(path.name) and path.is_dir())
 
 
 def set_aside(run: RunFolder) -> Path | None:
@@ -201,10 +201,10 @@ def lost(run: RunFolder) -> list[str]:
 def fresh_command(run: RunFolder) -> str:
     """Return the command that lets a run begin at step 0 again and keeps its checkpoints."""
     path = shlex.quote(str(run.path))
-    whole = RunFolder(run.whole)
-    if not whole.lib.exists():  # not started by hpc-ddp
+    array = RunFolder(run.whole)
+    if not array.lib.exists():  # not started by hpc-ddp
         return f"mv {path} {path}-old"
-    command = "dry-run" if read_json(whole.job_json).get("backend") == "local" else "submit"
+    command = "dry-run" if read_json(array.job_json).get("backend") == "local" else "submit"
     return f"hpc-ddp {command} --run {path} --fresh"
 
 
@@ -228,10 +228,10 @@ class Health:
 
 def health(folder: Path) -> list[Health]:
     """Verify all checkpoints in a run's folder of checkpoints, oldest first."""
-    found = [path for path in folder.glob("step-*") if _SHOWN.fullmatch(path.name)]
-    found.sort(key=lambda path: (step_of(path), path.name))
-    with Progress("reading the checkpoints", sum(map(_size, found))) as progress:
-        rows = [_health(path, progress.add) for path in found]
+    paths = [path for path in folder.glob("step-*") if _SHOWN.fullmatch(path.name)]
+    paths.sort(key=lambda path: (step_of(path), path.name))
+    with ProgressBar("reading the checkpoints", sum(map(_size, paths))) as progress:
+        rows = [_health(path, progress.add) for path in paths]
     marked = [row.name for row in rows if row.best]
     return [replace(row, best=row.name == marked[-1]) if row.best else row for row in rows]
 
@@ -248,7 +248,7 @@ def _health(path: Path, read: Callable[[int], None]) -> Health:
         manifest = read_manifest(path)
     except (OSError, ValueError):
         manifest = {}
-    sizes = [each["size"] for each in manifest.get("files", {}).values()]
+    sizes = [facts["size"] for facts in manifest.get("files", {}).values()]
     return Health(
         name=path.name,
         age_s=time.time() - path.lstat().st_mtime,

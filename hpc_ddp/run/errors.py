@@ -9,11 +9,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 # Exit code (EX_TEMPFAIL): of a job, it stopped, can go on, and was not requeued; of a worker, what
 # failed may succeed in another attempt.
 CAN_GO_ON = 75
+
+# The errors of a rank whose peer has gone. They follow from another failure, if there is one.
+COMMUNICATION_ERROR = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|NCCL|[Gg]loo|ProcessGroup|c10d"
+    r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat",
+)
 
 
 class HpcDdpError(Exception):

@@ -30,7 +30,6 @@ import re
 import secrets
 import shutil
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +39,7 @@ from typing import Any
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
 from hpc_ddp.run.journal import Event, Journal, is_finished, node_seconds, read_events
+from hpc_ddp.run.terminal import say
 
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
 
@@ -108,7 +108,7 @@ class AttemptFolder:
 
     @property
     def info(self) -> dict[str, Any]:
-        """Who runs it: ``job_id``, ``restarts``, or ``host`` and ``pid`` of a local one."""
+        """The job of the attempt (``job_id``, ``restarts``), or its process (``host``, ``pid``)."""
         return read_json(self.path / "attempt.json")
 
     @property
@@ -153,8 +153,8 @@ class AttemptFolder:
 
     def records(self) -> list[dict[str, Any]]:
         """Return what the nodes, or their tasks, have recorded of their ends so far."""
-        found = [read_json(path) for node in self.nodes() for path in node.records()]
-        return [record for record in found if "code" in record]
+        records = [read_json(path) for node in self.nodes() for path in node.records()]
+        return [record for record in records if "code" in record]
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class RunFolder:
 
     @property
     def index(self) -> int:
-        """Of a task, its index in the array."""
+        """A task's index in its array."""
         return int(self.path.name.removeprefix("task-"))
 
     def task(self, index: int) -> RunFolder:
@@ -185,13 +185,13 @@ class RunFolder:
     @property
     def newest_code(self) -> Path | None:
         """The last snapshot that was taken of its code; a task's is that of the array."""
-        taken = [p for p in RunFolder(self.whole).code.glob("*") if p.name.isdecimal()]
-        return max(taken, key=lambda path: int(path.name), default=None)
+        snapshots = [p for p in RunFolder(self.whole).code.glob("*") if p.name.isdecimal()]
+        return max(snapshots, key=lambda path: int(path.name), default=None)
 
     def tasks(self) -> list[RunFolder]:
         """Return the tasks of an array that have begun, by index; none for another run."""
-        found = [RunFolder(path) for path in self.path.glob("task-*") if path.name[5:].isdecimal()]
-        return sorted(found, key=lambda task: task.index)
+        tasks = [RunFolder(path) for path in self.path.glob("task-*") if path.name[5:].isdecimal()]
+        return sorted(tasks, key=lambda task: task.index)
 
     @property
     def id(self) -> str:
@@ -256,13 +256,19 @@ class RunFolder:
 
     @property
     def early_links(self) -> Path:
-        """Of a chain, the job that each job has queued before its set-up lines, by job id; without
-        those that came past them."""
+        """The jobs of a chain that ended in their set-up lines, each with the job it had queued."""
         return self.path / "early-links.json"
 
-    def make(self) -> RunFolder:
-        """Create the folder, private to the user, and what must exist before the job starts."""
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    def make(self, is_new: bool = False) -> RunFolder:
+        """Create the folder, private to the user, and what must exist before the job starts.
+
+        Raises
+        ------
+        FileExistsError
+            `is_new`, and another submit has made the folder
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(exist_ok=not is_new, mode=0o700)
         self.path.chmod(0o700)
         for folder in (self.journal_folder, self.logs, self.checkpoints):
             folder.mkdir(exist_ok=True, mode=0o755)
@@ -306,8 +312,10 @@ class RunFolder:
 
     def attempts(self) -> list[AttemptFolder]:
         """Return the attempts so far, oldest first."""
-        found = [AttemptFolder(path) for path in self.logs.glob("attempt-*") if _is_attempt(path)]
-        return sorted(found, key=lambda attempt: attempt.number)
+        attempts = [
+            AttemptFolder(path) for path in self.logs.glob("attempt-*") if _is_attempt(path)
+        ]
+        return sorted(attempts, key=lambda attempt: attempt.number)
 
     def claim_attempt(
         self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
@@ -359,7 +367,7 @@ class RunFolder:
     def is_newest(self, attempt: int) -> bool:
         """Tell whether no later attempt has started: only then may this one change the run."""
         # By listing the folder: a look-up of a missing name may be answered from an NFS cache.
-        return all(other.number <= attempt for other in self.attempts())
+        return all(later.number <= attempt for later in self.attempts())
 
 
 def _is_attempt(path: Path) -> bool:
@@ -368,8 +376,8 @@ def _is_attempt(path: Path) -> bool:
 
 def _describe(attempt: AttemptFolder) -> str:
     info = attempt.info
-    who = f"job {info['job_id']}" if info.get("job_id") else f"process {info.get('pid')}"
-    return f"attempt {attempt.number}, {who} on {info.get('host')}"
+    process = f"job {info['job_id']}" if info.get("job_id") else f"process {info.get('pid')}"
+    return f"attempt {attempt.number}, {process} on {info.get('host')}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -408,9 +416,22 @@ def close_to_others(top: Path) -> None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON file so that a reader sees all of it or none."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(value, indent=1) + "\n")
-    draft.replace(path)
+    write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file by a draft and a rename; a link that lies there is replaced, and not followed.
+
+    The draft has a random name and is new: others may write to the folder.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(draft, "x", encoding="utf-8") as file:  # x: it follows no link
+            file.write(text)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def read_word(path: Path) -> str:
@@ -453,7 +474,7 @@ def link_job(job_id: str, run: RunFolder) -> None:
         link.unlink(missing_ok=True)
         link.symlink_to(os.path.relpath(run.path, index))
     except OSError as error:
-        print(f"hpc-ddp: job {job_id} can't be found by its id: {error}", file=sys.stderr)
+        say(f"job {job_id} can't be found by its id: {error}")
 
 
 def find_run(root: Path, text: str) -> RunFolder:
@@ -471,9 +492,9 @@ def find_run(root: Path, text: str) -> RunFolder:
     if text and not set(text) & {"/", "\0"}:
         name = glob.escape(text)
         job, _, task = text.partition("_")  # as Slurm names a task of an array
+        linked = [root / ".jobs" / job / f"task-{task}", root / ".jobs" / text]
         candidates += [
-            root / ".jobs" / job / f"task-{task}",
-            root / ".jobs" / text,
+            *(path for path in linked if _has_job(path, job)),
             *_newest(root.glob(f"[!.]*/{name}")),  # a plain start's are all called `local`
         ]
         # One that was only rendered means less than one that somebody has started.
@@ -488,6 +509,15 @@ def find_run(root: Path, text: str) -> RunFolder:
         f"no run {text!r}: not a run folder, and no run id, run name or job id in {root}",
         hint="list the runs with `hpc-ddp status`",
     )
+
+
+def _has_job(path: Path, job_id: str) -> bool:
+    """Return whether the run behind a link of ``.jobs`` had this job: others may write links."""
+    if not (path / "job.json").is_file():
+        return False
+    run = RunFolder(path.resolve())
+    runs = {run.path: run, run.whole: RunFolder(run.whole)}.values()
+    return any(job_id in part.job_ids(part.events()) for part in runs)
 
 
 def all_runs(root: Path) -> list[RunFolder]:

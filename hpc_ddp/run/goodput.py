@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hpc_ddp.run.journal import FROM_LOGIN_NODE, Event
+from hpc_ddp.run.units import duration
 
 PARTS = {
     "training": "steps, and what the script does between them, less the following two",
@@ -25,7 +26,7 @@ PARTS = {
 }
 
 
-class Piece(NamedTuple):
+class Interval(NamedTuple):
     """A stretch of the wall time, in unix seconds, and the part that it is given to."""
 
     begin: float
@@ -50,7 +51,9 @@ def account(
     return seconds
 
 
-def pieces(events: Sequence[Event], now: float | None = None, waits: bool = False) -> list[Piece]:
+def pieces(
+    events: Sequence[Event], now: float | None = None, waits: bool = False
+) -> list[Interval]:
     """Cut a run's wall time into pieces of one part each, in order and without gaps.
 
     Parameters
@@ -109,10 +112,10 @@ def share(seconds: dict[str, float]) -> float | None:
 
 def line(seconds: dict[str, float]) -> str:
     """Return the goodput and all parts that are not zero, for people, on one line."""
-    found = share(seconds)
-    told = [f"{text} {part}" for part in PARTS if (text := _amount(seconds[part])) != "0.0 s"]
-    percent = "-" if found is None else f"{100 * found:.0f} %"
-    return f"goodput {percent}: {', '.join(told) or 'nothing yet'}"
+    goodput = share(seconds)
+    parts = [f"{text} {part}" for part in PARTS if (text := duration(seconds[part])) != "0.0 s"]
+    percent = "-" if goodput is None else f"{100 * goodput:.0f} %"
+    return f"goodput {percent}: {', '.join(parts) or 'nothing yet'}"
 
 
 class _Clock:
@@ -120,7 +123,7 @@ class _Clock:
 
     def __init__(self, start: float, end: float) -> None:
         self.at, self._end = start, max(start, end)
-        self.pieces: list[Piece] = []
+        self.pieces: list[Interval] = []
 
     def until(self, when: float | None, part: str) -> None:
         """Give the time up to `when` to a part. Never goes back: clocks of hosts differ."""
@@ -128,7 +131,7 @@ class _Clock:
             begin = self.at
             if self.pieces and self.pieces[-1].part == part:
                 begin = self.pieces.pop().begin
-            self.pieces.append(Piece(begin, when, part))
+            self.pieces.append(Interval(begin, when, part))
             self.at = when
 
 
@@ -166,8 +169,8 @@ def _train(clock: _Clock, events: list[Event], highest: float, live: bool) -> No
     marks = [event for event in events if event["event"] in _MARKS]
     entered = [event for event in events if event["event"] == "training"]
     passed = _passed(begin, list(_steps([*entered, *marks])), highest)
-    over = not live or (marks and marks[-1]["event"] in ("stopped", "finished"))
-    end = max((e["time"] for e in (*marks, *saves)), default=begin) if over else math.inf
+    has_ended = not live or (marks and marks[-1]["event"] in ("stopped", "finished"))
+    end = max((e["time"] for e in (*marks, *saves)), default=begin) if has_ended else math.inf
 
     def work(until: float) -> None:
         clock.until(min(until, passed), "redone")
@@ -210,10 +213,3 @@ def _end(events: list[Event], live: bool) -> float:
     """Return when an attempt ended: with its last event; infinity while it goes on."""
     on = live and all(event["event"] != "verdict" for event in events)
     return math.inf if on else max((event["time"] for event in events), default=-math.inf)
-
-
-def _amount(seconds: float) -> str:
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 10 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"

@@ -11,11 +11,9 @@ import json
 import math
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,6 +21,7 @@ from typing import Any
 
 from hpc_ddp.run.events import JournalEvent
 from hpc_ddp.run.patience import patiently
+from hpc_ddp.run.terminal import say
 
 Event = dict[str, Any]
 
@@ -100,8 +99,7 @@ class Journal:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            with suppress(OSError):  # a log on the same disk
-                print(f"hpc-ddp: can't write the journal {self.path}: {error}", file=sys.stderr)
+            say(f"can't write the journal {self.path}: {error}")
 
     def _append(self, line: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
@@ -200,9 +198,9 @@ def node_seconds(events: list[Event], now: float | None = None) -> float:
     total = 0.0
     begun = [event for event in events if event["event"] == "started" and event.get("nodes")]
     for start in begun:
-        here = [event for event in events if event["attempt"] == start["attempt"]]
-        verdict = last_event(here, "verdict")
-        end = verdict["time"] if verdict else max(event["time"] for event in here)
+        of_attempt = [event for event in events if event["attempt"] == start["attempt"]]
+        verdict = last_event(of_attempt, "verdict")
+        end = verdict["time"] if verdict else max(event["time"] for event in of_attempt)
         if now is not None and start is begun[-1] and not verdict:
             end = max(end, now)
         total += max(0.0, end - start["time"]) * len(start["nodes"])

@@ -91,6 +91,35 @@ def run_fault(status: os.stat_result, uid: int) -> str:
     return ""
 
 
+def check_folder(run: RunFolder) -> None:
+    """Refuse to make or continue a run where another user could put a folder in its place.
+
+    The folder of the runs, and the one of the run's name in it, are looked at; not those above.
+
+    Raises
+    ------
+    UsageError
+        one of them belongs to another user, or others can rename what is in it
+    """
+    uid = os.geteuid()
+    for folder, owners in ((run.whole.parent, (uid,)), (run.root, (uid, ROOT))):
+        status = folder.stat()
+        is_sticky = status.st_mode & stat.S_ISVTX
+        if status.st_uid not in owners:
+            fault = f"belongs to {user_name(status.st_uid)}"
+            hint = "--runs-dir, or export HPC_DDP_RUNS=/a/folder/of/yours"
+        elif is_writable_by_others(status) and not is_sticky:
+            fault = f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
+            hint = f"chmod +t {shlex.quote(str(folder))}, or chmod go-w"
+        else:
+            continue
+        raise UsageError(
+            f"runs are not made in {folder}: it {fault}, so a run in it could be replaced;"
+            " accepted: a folder of yours, in which others can rename nothing of yours",
+            hint=hint,
+        )
+
+
 def check_executable(run: RunFolder) -> None:
     """Refuse a run of which nothing may be started, nor any process or job be signalled by what it
     says; everything may be read.

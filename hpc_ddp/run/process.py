@@ -75,8 +75,8 @@ def _began(pid: int) -> str | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return _exists(pid)
-    state, *rest = stat.rpartition(")")[2].split()  # a name may hold spaces and brackets
-    return None if state == "Z" else rest[18]
+    state, *fields = stat.rpartition(")")[2].split()  # a name may hold spaces and brackets
+    return None if state == "Z" else fields[18]
 
 
 def _exists(pid: int) -> str | None:

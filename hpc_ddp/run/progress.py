@@ -14,7 +14,7 @@ REDRAW_S = 0.1
 WIDTH = 30  # of the bar, in characters
 
 
-class Progress:
+class ProgressBar:
     """``what ━━━━━━──── 61 %`` on stderr, gone again at the end.
 
     Parameters
@@ -26,19 +26,19 @@ class Progress:
 
     Examples
     --------
-    >>> with Progress("counting", total=3) as progress:
+    >>> with ProgressBar("counting", total=3) as progress:
     ...     for _ in range(3):
     ...         progress.add(1)
     """
 
-    def __init__(self, what: str, total: float) -> None:
-        self._what, self._total = what, total
+    def __init__(self, title: str, total: float) -> None:
+        self._what, self._total = title, total
         self._done = 0.0
         self._drawn = False
         self._terminal = sys.stderr.isatty()
         self._next_s = time.monotonic() + PATIENCE_S
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:

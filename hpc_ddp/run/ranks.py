@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_ddp.run.journal import Event
+from hpc_ddp.run.units import brief_duration
 
 IN_A_ROW = 3  # events; a minute and a half at the least
 FACTOR = 1.25  # of what the others need
@@ -29,11 +30,11 @@ class Slow:
     data: bool
 
     def __str__(self) -> str:
-        """What a sentence on the run goes on with."""
+        """The slow rank as a part of a sentence: ``rank 3 on n2 is slow: 0.9 s per step …``."""
         where = f" on {self.node}" if self.node else ""
-        what = "waits for data" if self.data else "is slow"
-        own, others = _amount(self.own_s), _amount(self.others_s)
-        return f"rank {self.rank}{where} {what}: {own} a step of its own, others {others}"
+        problem = "waits for data" if self.data else "is slow"
+        seconds, usual = brief_duration(self.own_s), brief_duration(self.others_s)
+        return f"rank {self.rank}{where} {problem}: {seconds} a step of its own, others {usual}"
 
 
 def slow_rank(events: Sequence[Event]) -> Slow | None:
@@ -45,9 +46,9 @@ def slow_rank(events: Sequence[Event]) -> Slow | None:
     last = [event for event in events[begun:] if event["event"] == "ranks"][-IN_A_ROW:]
     if len(last) < IN_A_ROW:
         return None
-    found = [_slow_in(event) for event in last]
-    always = set(found[0]).intersection(*found)
-    for event, slow in zip(reversed(last), reversed(found), strict=True):
+    slow_ranks = [_slow_in(event) for event in last]
+    always = set(slow_ranks[0]).intersection(*slow_ranks)
+    for event, slow in zip(reversed(last), reversed(slow_ranks), strict=True):
         rank = event.get("slowest")
         if isinstance(rank, int) and rank in always:
             return slow[rank]
@@ -82,9 +83,5 @@ def _median(values: list[float]) -> float:
 
 
 def _numbers(value: Any) -> list[float]:
-    good = isinstance(value, list) and all(isinstance(each, (int, float)) for each in value)
+    good = isinstance(value, list) and all(isinstance(number, (int, float)) for number in value)
     return value if good else []
-
-
-def _amount(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"

@@ -32,7 +32,7 @@ class Cause(Word):
 
 
 class Action(Word):
-    """What follows an attempt."""
+    """The action after an attempt."""
 
     NONE = "none"
     REQUEUE = "requeue"

@@ -84,7 +84,7 @@ def test_a_command_has_the_surroundings_of_the_worker(
         (("--rank", "7"), "rank 7 has no worker; ranks: 0, 1; nodes: local-0, local-1"),
         (("--node", "n7"), "node 'n7' has no worker; ranks: 0, 1"),
         (("--node", "local-1", "--rank", "0"), "rank 0 has no worker on local-1"),
-        (("--py-spy", "--", "ls"), "are two things"),
+        (("--py-spy", "--", "ls"), "can't be combined"),
         (("--", "no-such-command"), "can't be started: No such file"),
     ],
 )

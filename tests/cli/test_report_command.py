@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,15 +21,12 @@ LOOK = """<iframe src="{page}" style="width:{width}px;height:800px;border:0"></i
 <script>
 onload = () => {{
   const page = document.querySelector("iframe").contentDocument;
-  const area = page.querySelector(".plot .area"), box = area.getBoundingClientRect();
+  const area = page.querySelector(".area"), box = area.getBoundingClientRect();
   const at = {{ clientX: box.left + box.width / 2, clientY: box.top + 9, bubbles: true }};
   area.dispatchEvent(new (page.defaultView.PointerEvent)("pointermove", at));
-  const tip = page.getElementById("tip").textContent;
-  page.querySelector("label[for=x-time]").click();
-  const shown = [...page.querySelectorAll(".plot")].filter((each) => each.offsetHeight);
-  const axes = shown.map((each) => each.dataset.x);
+  const number = page.querySelector(".last").textContent;
   const {{ scrollWidth, clientWidth }} = page.documentElement;
-  const told = {{ scrollWidth, clientWidth, tip, axes }};
+  const told = {{ scrollWidth, clientWidth, number }};
   document.body.innerHTML = "<pre>@" + JSON.stringify(told) + "@</pre>";
 }};
 </script>
@@ -64,15 +62,9 @@ def test_the_page_and_where_it_is_written(tmp_path: Path, run: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{run / 'report.html'}\n"
     assert "<title>train" in (run / "report.html").read_text()
-    done = call(tmp_path, "report", "--compare", "train", str(run), "-o", "both.html")
-    assert done.stdout == "both.html\n"
-    assert "Settings that differ" in (tmp_path / "both.html").read_text()
 
 
 def test_what_can_not_be_reported(tmp_path: Path, run: Path) -> None:
-    done = call(tmp_path, "report", "train", run.name)
-    assert done.returncode == 2
-    assert f"hint: hpc-ddp report --compare train {run.name}" in done.stderr
     done = call(tmp_path, "report", "train", "-o", "gone/page.html")
     assert (done.returncode, done.stdout) == (1, "")
     assert "gone/page.html" in done.stderr
@@ -96,5 +88,4 @@ def test_in_a_browser(tmp_path: Path, run: Path, width: int) -> None:
     assert "CONSOLE" not in done.stderr, done.stderr
     told = json.loads(done.stdout.split("@")[1])
     assert width - 20 < told["scrollWidth"] == told["clientWidth"]
-    assert told["tip"].startswith("loss  0.0")
-    assert told["axes"] == ["time"]
+    assert re.fullmatch(r"0.0\d* at step 1?\d\d", told["number"])

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.launch import config, prepare
-from hpc_ddp.launch.prepare import Prepared, with_values
+from hpc_ddp.launch import config, plan
+from hpc_ddp.launch.plan import PreparedRun, with_values
 from hpc_ddp.node.batch import task_of
-from hpc_ddp.report.explain import explain_run
-from hpc_ddp.report.status import status_of
+from hpc_ddp.report.explain.explain import explain_run
+from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder, all_runs
 from tests.waiting import LIMIT_S
@@ -77,15 +77,15 @@ def test_once_more_with_another_value(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Prepared]:
+def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PreparedRun]:
     """What makes a new run like another, without starting it."""
     (tmp_path / "train.py").write_text(SCRIPT.format("then"))
     monkeypatch.setenv("HOME", str(tmp_path))
 
-    def make(run: RunFolder, same_code: bool = False, **changes: str) -> Prepared:
+    def make(run: RunFolder, same_code: bool = False, **changes: str) -> PreparedRun:
         settings = config.load({}, tmp_path, tmp_path)
         root = tmp_path / "runs"
-        return prepare.rerun(run, changes, {}, settings, tmp_path, root, same_code)
+        return plan.plan_rerun(run, changes, {}, settings, tmp_path, root, same_code).write()
 
     return make
 
@@ -93,10 +93,10 @@ def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Prep
 def begun(folder: Path, **said: Any) -> RunFolder:
     values = {"script": "train.py", **said}
     settings = config.load(values, folder, folder)
-    return prepare.new_run(settings, folder, folder / "runs").run
+    return plan.plan_new(settings, folder, folder / "runs").write().run
 
 
-def test_of_a_sweep_all_or_one_point(again: Callable[..., Prepared], tmp_path: Path) -> None:
+def test_of_a_sweep_all_or_one_point(again: Callable[..., PreparedRun], tmp_path: Path) -> None:
     sweep = begun(tmp_path, args=["--steps", "5"], sweep={"lr": ["1", "2"]}, array="0-1%3")
     one = again(task_of(sweep, 1)).spec
     assert (one.args, one.sweep, one.array) == (("--steps", "5", "--lr=2"), {}, None)
@@ -116,7 +116,7 @@ def one_and_two() -> list[dict[str, str]]:
 
 
 def test_the_code_is_that_of_today_or_that_day(
-    again: Callable[..., Prepared], tmp_path: Path
+    again: Callable[..., PreparedRun], tmp_path: Path
 ) -> None:
     (tmp_path / "deep").mkdir()
     script = tmp_path / "deep" / "train.py"

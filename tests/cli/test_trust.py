@@ -253,6 +253,20 @@ def test_a_part_of_a_run_that_others_may_have_written(
     assert (f"hint: chmod -R go-w {run}, if" in done.stderr) == (change == "mode")
 
 
+def test_a_strangers_run_is_reported_elsewhere(
+    as_root: None, run: Path, project: Path, hpc_ddp: Cli, tmp_path: Path
+) -> None:
+    """Its folder may hold a link to a file of the viewer's in the place of the page."""
+    mine = tmp_path / "mine.txt"
+    mine.write_text("kept")
+    (run / "report.html").symlink_to(mine)
+    give_away(run)
+    done = hpc_ddp("report", str(run))
+    assert done.returncode == 0, done.stderr
+    assert mine.read_text() == "kept"
+    assert Path(done.stdout.strip()) == project / "mine" / "report.html"
+
+
 def test_a_folder_here_that_is_a_strangers_run(
     as_root: None, run: Path, project: Path, hpc_ddp: Cli, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from cluster import Cluster
 from harness import REPO, Hpc
 
 import hpc_ddp
-from hpc_ddp.report import live
+from hpc_ddp.report.status.state import read_queue
 
 SCRIPT = (
     "import sys, time\nprint('up', *sys.argv[1:], flush=True)\ntime.sleep(float(sys.argv[-1]))\n"
@@ -86,7 +86,7 @@ def test_from_python(
     assert other.status().rerun_of == str(run.path)
     held = hpc_ddp.submit(script=script, args=["1"], launcher="srun", sbatch=["--hold"])
     assert held.state == "waiting"
-    queue = live.queue()
+    queue = read_queue()
     assert queue
     assert f"{held.path}/job.sbatch" in queue.scripts
     with pytest.raises(TimeoutError):

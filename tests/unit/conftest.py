@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from fakes import Slurm
+from written_runs import Written
 
 
 @pytest.fixture
@@ -14,3 +15,8 @@ def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return Slurm(folder)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    return Written(tmp_path).event("submitted", backend="slurm", first_attempt=0)

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm
 from hpc_ddp.node import batch, continuation
-from hpc_ddp.node.batch import begin, judge, next_port, variables, verdict, warned
+from hpc_ddp.node.batch import attempt_env, begin, judge, next_port, verdict, warned
 from hpc_ddp.run import process
+from hpc_ddp.run.attempt_env import AttemptEnv
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json, write_json
 from hpc_ddp.run.journal import last_event
@@ -121,9 +123,11 @@ def test_a_short_attempt_is_warned_in_its_last_tenth(
 ) -> None:
     spec = JobSpec("train.py", nodes="2-4", elastic=True)
     when = None if ends_in is None else clock.now + ends_in
-    exports = variables(run.attempt(2), ["n1"], "id", when, spec)
+    env = attempt_env(run, run.attempt(2), ["n1"], "id", when, spec)
+    exports = env.to_env()
     assert (exports["HPC_DDP_WARN_S"], bool(exports["HPC_DDP_END_TIME"])) == (warn_s, end)
     assert (exports["HPC_DDP_LEAST_NODES"], exports["HPC_DDP_RDZV_ID"]) == ("1", "id.2")
+    assert replace(AttemptEnv.from_env(exports), end_time=when, warn_s=env.warn_s) == env
 
 
 def test_ports_are_spread_over_the_range() -> None:

@@ -21,7 +21,7 @@ from hpc_ddp.node.continuation import (
     own_id,
     queue_next_link,
 )
-from hpc_ddp.node.verdict import Facts, Verdict
+from hpc_ddp.node.verdict import AttemptFacts, Verdict
 from hpc_ddp.run import journal
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.run.folder import RunFolder, read_json, write_json
@@ -131,14 +131,15 @@ def test_a_chain_that_has_ended_is_not_gone_on_with(
         (["6"], None, False),
         (["2", "3", "4", "5"], None, False),
         (["1", "2", "3", "4", "5"], None, True),
+        (["5", "6", "3"], "   JobState=PREEMPTED Reason=None\n", False),
     ],
 )
 def test_a_job_that_was_taken_away_in_its_set_up_is_followed(
     run: RunFolder, slurm_commands: Slurm, before: list[str], answer: str | None, ended: bool
 ) -> None:
-    write_json(run.early_links, {**dict.fromkeys(before, "8"), "8": "9"})
+    write_json(run.early_links, {**dict.fromkeys(before, "0"), before[-1]: "8", "8": "9"})
     assert is_link(run, "8")
-    assert run.job_ids([]) == ["8", "9"]
+    assert run.job_ids([])[-2:] == ["8", "9"]
     slurm_commands.answer("scontrol", answer or "", code=0 if answer else 1)
     if ended:
         with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
@@ -146,6 +147,23 @@ def test_a_job_that_was_taken_away_in_its_set_up_is_followed(
     else:
         check_wanted(run, restarts=0, is_link=True, job_id="8")
     assert slurm_commands.calls("scontrol") == [["show", "job", before[-1]]]
+
+
+def test_a_job_that_was_refused_does_not_end_the_chain(
+    run: RunFolder, slurm_commands: Slurm
+) -> None:
+    """It had queued a job of its own before its set-up lines."""
+    slurm_commands.answer("scancel")
+    write_json(run.early_links, {"5": "6"})
+    continuation.take_back_early(run, {"SLURM_JOB_ID": "5"})
+    assert slurm_commands.calls("scancel") == [["6"]]
+    assert read_json(run.early_links) == {}
+    continuation.take_back_early(run, {"SLURM_JOB_ID": "5"})
+    write_json(run.early_links, {"5": "6"})
+    write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
+    slurm_commands.answer("scontrol", "   JobState=RUNNING Reason=None\n")
+    check_wanted(run, restarts=0, is_link=True, job_id="8")
+    assert slurm_commands.calls("scontrol") == [["show", "job", "7"]]
 
 
 def test_a_chain_without_an_attempt_or_an_answer_goes_on(
@@ -168,10 +186,10 @@ def _environ(**values: str) -> dict[str, str]:
     return {"SLURM_JOB_ID": "7", "HPC_DDP_RESTARTS": "2", "PATH": os.environ["PATH"], **values}
 
 
-def _facts(run: RunFolder, lost: tuple[str, ...] = (), **spec: Any) -> Facts:
+def _facts(run: RunFolder, lost: tuple[str, ...] = (), **spec: Any) -> AttemptFacts:
     fields: dict[str, Any] = dict.fromkeys(("cancelled", "superseded"), False)
     fields |= {"job": None, "restarts": 2, "nodes": (), "records": (), "events": run.events()}
-    return Facts(spec=JobSpec("t.py", **spec), attempt=0, lost_nodes=lost, **fields)
+    return AttemptFacts(spec=JobSpec("t.py", **spec), attempt=0, lost_nodes=lost, **fields)
 
 
 @pytest.fixture
@@ -511,12 +529,3 @@ def test_a_job_that_can_not_be_kept_off_goes_on(
     slurm_commands.answer("sbatch")
     assert end() == 0
     assert printed == ["scontrol refused: Access denied"]
-
-
-def test_words_that_can_not_be_written_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(number: int, text: bytes) -> int:
-        assert (number, text) == (2, b"hpc-ddp: word\n")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    continuation.say("word")

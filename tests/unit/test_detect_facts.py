@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.launch.detect import Facts, Site, describe, gpus_of
+from hpc_ddp.launch.detect import ClusterFacts, Site, describe, gpus_of
 from hpc_ddp.slurm import parse_config, parse_records
 
 if sys.version_info >= (3, 11):
@@ -25,14 +25,16 @@ else:
 CLUSTERS = sorted((Path(__file__).parent / "clusters").glob("slurm-*.txt"))
 
 
-def _real(path: Path) -> Facts:
+def _real(path: Path) -> ClusterFacts:
     _, config, partitions, nodes = re.split(r"### \w+\n", path.read_text())
-    return Facts(parse_config(config), parse_records(partitions), parse_records(nodes))
+    return ClusterFacts(parse_config(config), parse_records(partitions), parse_records(nodes))
 
 
-def _made(partitions: str, nodes: str, config: dict[str, str] | None = None, **more: Any) -> Facts:
+def _made(
+    partitions: str, nodes: str, config: dict[str, str] | None = None, **more: Any
+) -> ClusterFacts:
     given = {"ClusterName": "made", "SLURM_VERSION": "24.05.1", **(config or {})}
-    return Facts(given, parse_records(partitions), parse_records(nodes), **more)
+    return ClusterFacts(given, parse_records(partitions), parse_records(nodes), **more)
 
 
 def _says(site: Site, *texts: str) -> None:
@@ -218,8 +220,9 @@ def test_where_runs_are_kept_is_said_once() -> None:
     site = describe(facts)
     _says(site, "Runs are kept in /r (HPC_DDP_RUNS).")
     assert not any(each.key == "scratch" for each in site.settings)
-    known = describe(_made("PartitionName=a Default=YES", ""), known=["scratch", "continue-by"])
-    assert not any("kept" in remark for remark in known.remarks)
+    keys = ["scratch", "continue-by"]
+    site = describe(_made("PartitionName=a Default=YES", ""), shipped_keys=keys)
+    assert not any("kept" in remark for remark in site.remarks)
 
 
 def test_what_is_known_is_left_out() -> None:
@@ -229,13 +232,13 @@ def test_what_is_known_is_left_out() -> None:
     assert [each.key for each in describe(facts).settings] == [
         *("partition", "gpus-per-node", "cpus-per-node", "scratch")
     ]
-    left = describe(facts, known=["gpus-per-node", "cpus-per-node", "scratch", "title"])
+    left = describe(facts, shipped_keys=["gpus-per-node", "cpus-per-node", "scratch", "title"])
     assert tomllib.loads(left.to_toml("x")) == {}
     assert not left.settings
 
 
 def test_a_slurm_that_says_next_to_nothing() -> None:
-    site = describe(Facts({"SLURM_VERSION": "19.05.8"}, [], []))
+    site = describe(ClusterFacts({"SLURM_VERSION": "19.05.8"}, [], []))
     _says(site, "Slurm 19.05 is older than 20.11")
     assert tomllib.loads(site.to_toml("x")) == {}
 

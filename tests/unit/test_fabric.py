@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.launch.fabric import fabric_env, for_auto
+from hpc_ddp.launch.fabrics import fabric_env, for_auto
 from hpc_ddp.launch.render import job_env
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.launch.snapshot import carry_library
 from hpc_ddp.node.fabric import VERBS, Found, _loads, look, settings
-from hpc_ddp.node.preflight import Told, find_other_fabric
+from hpc_ddp.node.preflight import NodeReport, find_other_fabric
 from hpc_ddp.node.supervisor import Place
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.spec import JobSpec
@@ -224,13 +224,13 @@ def test_what_travels_can_be_read_without_toml(tmp_path: Path) -> None:
 # --- nodes that differ, in the preflight ---------------------------------------------------
 
 
-def _told(*seen: tuple[str | None, int]) -> dict[str, Told]:
-    return {f"n{i}": Told(values={"fabric": f, "cards": c}) for i, (f, c) in enumerate(seen)}
+def _told(*seen: tuple[str | None, int]) -> dict[str, NodeReport]:
+    return {f"n{i}": NodeReport(values={"fabric": f, "cards": c}) for i, (f, c) in enumerate(seen)}
 
 
 def test_a_node_without_the_cards_of_the_others_is_bad() -> None:
     told = _told((None, 0), ("infiniband", 4), (None, 0))  # also where it is most of them
-    told["n3"] = Told()  # says nothing
+    told["n3"] = NodeReport()  # says nothing
     find_other_fabric(told, used=True)
     assert [node for node, each in told.items() if each.bad] == ["n0", "n2"]
     assert told["n0"].bad == [

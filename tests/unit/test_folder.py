@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.events import Queued, Started
 from hpc_ddp.run.folder import RunFolder, all_runs, find_run, link_job
 
 
@@ -50,6 +51,8 @@ def test_of_many_that_claim_at_once_one_wins(tmp_path: Path) -> None:
 def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
     old, new = _run(tmp_path, run_id="20250101-000000-aa"), _run(tmp_path)
     link_job("77", old)
+    for run, job in ((old, "77"), (new, "78")):
+        run.journal("submit").write(Queued(job))
     assert find_run(tmp_path, str(old.path)) == old
     assert find_run(tmp_path, old.id) == old
     assert find_run(tmp_path, "n") == new
@@ -78,6 +81,8 @@ def test_a_task_of_an_array_is_found_by_the_id_that_is_shown(tmp_path: Path) -> 
     task.job_json.write_text("{}")
     link_job("12", array)
     link_job("15", task)
+    array.journal("submit").write(Queued("12"))
+    task.journal("batch").write(Started("n1", job_id="15"))
     assert (task.name, task.id, task.root) == ("n", f"{array.id}/task-3", tmp_path)
     for text in (task.id, "15", "12_3", str(task.path)):
         assert find_run(tmp_path, text) == task

@@ -196,9 +196,7 @@ def test_without_a_launcher_the_worker_comes_first() -> None:
 def test_the_line_for_people() -> None:
     seconds = dict.fromkeys(PARTS, 0.0) | {"training": 41.2, "saving": 0.2, "lost": 0.04}
     seconds |= {"starting": 9.96, "queued": 7200.0}
-    assert (
-        line(seconds) == "goodput 80 %: 41 s training, 0.2 s saving, 10 s starting, 120 min queued"
-    )
+    assert line(seconds) == "goodput 80 %: 41 s training, 0.2 s saving, 10 s starting, 2.0 h queued"
     assert line(dict.fromkeys(PARTS, 0.0)) == "goodput -: nothing yet"
     assert account([]) == dict.fromkeys(PARTS, 0.0)
 

@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "launch": ({"run", "slurm", "launch"}, {"jinja2", "submitit", "tomli"}),
     "node": ({"run", "slurm", "node"}, set()),
     "training": ({"run", "training"}, {"torch", "numpy", "safetensors"}),
-    "report": ({"run", "slurm", "report"}, {"rich", "jinja2"}),
+    "report": ({"run", "slurm", "report"}, {"jinja2"}),
     "cli": ({"run", "slurm", "launch", "report", "cli"}, {"click"}),
     "api": ({"run", "slurm", "launch", "report"}, set()),
 }

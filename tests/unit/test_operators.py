@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from hpc_ddp import __version__
-from hpc_ddp.launch import config, operators, origin, prepare, sites
+from hpc_ddp.launch import config, operators, origin, plan, sites
 from hpc_ddp.launch.config import Settings
 from hpc_ddp.launch.operators import comment_pairs
-from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.launch.plan import Plan
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
 from tests.skips import skip_or_fail
@@ -60,8 +60,8 @@ def settings(site_file: Path) -> Callable[..., Settings]:
 
 
 @pytest.fixture
-def planned(settings: Callable[..., Settings]) -> Callable[..., Prepared]:
-    return lambda **options: prepare.planned_run(settings(**options), Path.cwd(), Path("/runs"))
+def planned(settings: Callable[..., Settings]) -> Callable[..., Plan]:
+    return lambda **options: plan.plan_new(settings(**options), Path.cwd(), Path("/runs"))
 
 
 def test_the_operators_file_goes_over_a_profile_and_below_the_users(
@@ -95,7 +95,7 @@ def test_the_operators_file_goes_over_a_profile_and_below_the_users(
 
 
 def test_its_settings_are_explained(
-    site_file: Path, planned: Callable[..., Prepared], settings: Callable[..., Settings]
+    site_file: Path, planned: Callable[..., Plan], settings: Callable[..., Settings]
 ) -> None:
     site_file.write_text('account = "a"\n')
     rows = origin.origins(planned(), settings())
@@ -144,7 +144,7 @@ def test_a_file_of_another_user_does_not_speak_for_the_operators(
     ],
 )
 def test_a_job_beyond_a_limit_is_refused(
-    site_file: Path, planned: Callable[..., Prepared], options: dict[str, Any], message: str
+    site_file: Path, planned: Callable[..., Plan], options: dict[str, Any], message: str
 ) -> None:
     site_file.write_text(LIMITS)
     with pytest.raises(UsageError) as caught:
@@ -154,9 +154,7 @@ def test_a_job_beyond_a_limit_is_refused(
     assert planned(**options, backend="local").spec.backend == "local"  # asks Slurm for nothing
 
 
-def test_a_limit_bounds_jobs_that_name_none(
-    site_file: Path, planned: Callable[..., Prepared]
-) -> None:
+def test_a_limit_bounds_jobs_that_name_none(site_file: Path, planned: Callable[..., Plan]) -> None:
     site_file.write_text(LIMITS)
     spec = planned(nodes="2-8", time="24:00:00").spec
     assert (spec.max_requeues, spec.budget_gpu_hours) == (None, 1000)
@@ -166,33 +164,35 @@ def test_a_limit_bounds_jobs_that_name_none(
 
 
 def test_a_limit_does_not_loosen_how_often_a_script_starts_over(
-    site_file: Path, planned: Callable[..., Prepared], settings: Callable[..., Settings]
+    site_file: Path, planned: Callable[..., Plan], settings: Callable[..., Settings]
 ) -> None:
     """Without ``max-requeues`` a script that starts over has ``max-failures`` (`verdict`)."""
     site_file.write_text("[limits]\nmax-requeues = 50\n")
     assert planned(max_requeues=40).spec.max_requeues == 40
-    job = planned()
+    run = RunFolder(site_file.parents[1] / "runs" / "train" / "1")
+    place: dict[str, Any] = {"run": run, "code": run.code / "0", "is_new": False}
+    job = replace(planned(), **place)
     assert job.spec.max_requeues is None
-    prepare.make(job, settings(), Path.cwd())
-    assert job.run.most_requeues == RunFolder(job.run.path / "task-3").most_requeues == 50
+    job.write()
+    assert run.most_requeues == RunFolder(run.path / "task-3").most_requeues == 50
     site_file.write_text("[limits]\nnodes = 2\n")
-    prepare.make(job, settings(), Path.cwd())
-    assert job.run.most_requeues == math.inf
+    replace(planned(), **place).write()
+    assert run.most_requeues == math.inf
 
 
 def test_a_run_from_before_the_limits(
-    site_file: Path, planned: Callable[..., Prepared], settings: Callable[..., Settings]
+    site_file: Path, planned: Callable[..., Plan], settings: Callable[..., Settings]
 ) -> None:
     run = RunFolder(site_file.parents[1] / "runs" / "train" / "1").make()
     run.job_json.write_text(replace(planned().spec).to_json())
     site_file.write_text(LIMITS)
     with pytest.raises(UsageError, match="budget-gpu-hours is unbounded") as caught:
-        prepare.planned_continuation(run, {}, settings(), Path.cwd())
+        plan.plan_continuation(run, {}, settings(), Path.cwd())
     assert caught.value.hint == "--budget-gpu-hours 1000"
     bounds = {"max-requeues": 50, "budget-gpu-hours": 10}
-    assert prepare.planned_continuation(run, bounds, settings(), Path.cwd()).spec.max_requeues == 50
+    assert plan.plan_continuation(run, bounds, settings(), Path.cwd()).spec.max_requeues == 50
     site_file.write_text("[limits]\nmax-requeues = 2\n")
-    assert prepare.planned_continuation(run, {}, settings(), Path.cwd()).spec.max_requeues is None
+    assert plan.plan_continuation(run, {}, settings(), Path.cwd()).spec.max_requeues is None
 
 
 @pytest.mark.parametrize(

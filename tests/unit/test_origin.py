@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.launch import config, origin, prepare
+from hpc_ddp.launch import config, origin, plan
 from hpc_ddp.launch.config import Settings
-from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.launch.plan import Plan
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def _planned(project: Path, **options: Any) -> tuple[Prepared, Settings]:
+def _planned(project: Path, **options: Any) -> tuple[Plan, Settings]:
     settings = config.load(options, project, project.parent)
-    return prepare.planned_run(settings, project, project.parent / "runs"), settings
+    return plan.plan_new(settings, project, project.parent / "runs"), settings
 
 
 def test_each_setting_has_its_origin(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +75,10 @@ def test_each_setting_has_its_origin(project: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_run_that_goes_on_keeps_its_own_settings(project: Path) -> None:
     settings = config.load({"nodes": 2}, project, project.parent)
-    run = prepare.new_run(settings, project, project.parent / "runs").run
+    run = plan.plan_new(settings, project, project.parent / "runs").write().run
     options = {"time": "5"}
     settings = config.load(options, project, project.parent)
-    planned = prepare.planned_continuation(run, options, settings, project)
+    planned = plan.plan_continuation(run, options, settings, project)
     rows = {row.key: row for row in origin.origins(planned, settings)}
     assert (rows["time"].place, rows["nodes"].place) == ("--time", str(run.job_json))
     assert rows["signal"].place == "default"

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.launch import backends, prepare, sites, snapshot, trust
+from hpc_ddp.launch import backends, plan, sites, snapshot, trust
 from hpc_ddp.launch.config import Settings
 from hpc_ddp.launch.resources import PACKAGE
-from hpc_ddp.report import board
 from hpc_ddp.run import ownership
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.ownership import check_folder
 from tests.raw_events import raw
 from tests.skips import skip_or_fail
 
@@ -149,25 +148,6 @@ def test_a_file_put_in_place_after_the_opening_is_not_read(
         trust.read(path)
 
 
-def test_a_strangers_run_gives_no_python_to_tensorboard(
-    as_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    proof = tmp_path / "proof"
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n: > {proof}\n")
-    python.chmod(0o755)
-    run = RunFolder(tmp_path / "runs" / "train" / "1").make()
-    run.job_json.write_text(JobSpec("train.py", python=str(python)).to_json())
-    monkeypatch.setattr(board, "find_spec", lambda name: None)
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert board.command(run)[0] == str(python)
-    proof.unlink()
-    os.chown(run.path, STRANGER, -1)
-    with pytest.raises(UsageError, match=r"run .* can only be read: "):
-        board.command(run)
-    assert not proof.exists()
-
-
 def test_a_file_is_accepted_by_any_way_to_it(
     as_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +199,7 @@ def test_nothing_of_a_run_can_be_written_by_its_group(
             path.chmod(path.stat().st_mode | 0o020)
         monkeypatch.setattr(snapshot, "PACKAGE", package)
         settings = Settings({"script": "train.py"})
-        run = prepare.new_run(settings, project, tmp_path / "runs")
+        run = plan.plan_new(settings, project, tmp_path / "runs").write()
         backends.render(run)
         run.run.journal("worker").write(raw("first_step", step=1))  # a worker has its user's umask
         assert os.umask(0o002) == 0o002
@@ -228,4 +208,36 @@ def test_nothing_of_a_run_can_be_written_by_its_group(
     made = [run.run.path, *run.run.path.rglob("*")]
     assert {run.run.script, run.run.lib / "node.py", run.code / "part" / "more.py"} <= {*made}
     assert [path for path in made if path.stat().st_mode & 0o022] == []
-    assert run.run.path.parent.stat().st_mode & 0o020  # a group may share the folder of runs
+    for folder in (run.run.path.parent, run.run.root):
+        assert not folder.stat().st_mode & 0o022
+
+
+@pytest.mark.parametrize(
+    ("folder", "mode", "fault"),
+    [
+        ("root", 0o755, ""),
+        ("root", 0o1777, ""),
+        ("root", 0o777, "can be written by other users"),
+        ("name", 0o777, "can be written by other users"),
+    ],
+)
+def test_runs_are_made_where_others_can_not_replace_them(
+    tmp_path: Path, folder: str, mode: int, fault: str
+) -> None:
+    run = RunFolder(tmp_path / "runs" / "train" / "1").make()
+    {"root": run.root, "name": run.path.parent}[folder].chmod(mode)
+    if fault:
+        with pytest.raises(UsageError, match=fault) as caught:
+            check_folder(run)
+        assert "chmod" in str(caught.value.hint)
+    else:
+        check_folder(run)
+
+
+def test_runs_are_not_made_in_a_strangers_folder(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "runs" / "train" / "1").make()
+    if os.geteuid():
+        pytest.skip("to give a folder away takes root")
+    os.chown(run.path.parent, 2002, -1)
+    with pytest.raises(UsageError, match="belongs to uid 2002"):
+        check_folder(run)

@@ -12,7 +12,7 @@ import pytest
 from hpc_ddp.node import checks
 from hpc_ddp.node.bandwidth import partner, turns
 from hpc_ddp.node.preflight import (
-    Told,
+    NodeReport,
     blame,
     find_cut_off,
     find_misnamed,
@@ -21,26 +21,26 @@ from hpc_ddp.node.preflight import (
     note_odd,
     outcome,
 )
-from hpc_ddp.report.preflight import table
+from hpc_ddp.report.tables import preflight_table
 
 NODES = ("a", "b", "c", "d")
 
 
-def _told(count: int = 3, **speeds: float) -> dict[str, Told]:
+def _told(count: int = 3, **speeds: float) -> dict[str, NodeReport]:
     """Nodes in whom nothing is wrong; `speeds` are given as ab=…, all others are 1000 MB/s."""
     names = NODES[:count]
-    told = {name: Told() for name in names}
+    told = {name: NodeReport() for name in names}
     for one in names:
         told[one].hello = {"addresses": [f"10.0.0.{names.index(one) + 1}"]}
         told[one].speeds = {o: speeds.get(f"{one}{o}", 1000.0) for o in names if o != one}
     return told
 
 
-def _bad(told: dict[str, Told]) -> dict[str, list[str]]:
+def _bad(told: dict[str, NodeReport]) -> dict[str, list[str]]:
     return {node: [check for check, _ in each.bad] for node, each in told.items() if each.bad}
 
 
-def _trouble(told: dict[str, Told], pairs: str, check: str, **more: Any) -> None:
+def _trouble(told: dict[str, NodeReport], pairs: str, check: str, **more: Any) -> None:
     for pair in pairs.split():
         told[pair[0]].pairs.append({"pair": pair[1], "check": check, "why": pair, **more})
 
@@ -119,7 +119,9 @@ def test_of_two_nodes_the_way_between_them_is_slow() -> None:
     assert found["a"] == "2.5 MB/s from b, while others come to 1.0 GB/s"
     assert found["b"] == "2.5 MB/s to a, while others come to 1.0 GB/s"
     assert not find_slow(_told(2, ba=2.5, ab=2.5))  # nothing to compare with
-    assert find_slow({**_told(2, ba=2.5), "c": Told(), "d": Told()}) == found  # who say nothing
+    assert (
+        find_slow({**_told(2, ba=2.5), "c": NodeReport(), "d": NodeReport()}) == found
+    )  # who say nothing
 
 
 def test_another_torch_and_no_gpu_are_found() -> None:
@@ -240,8 +242,8 @@ def test_the_table() -> None:
     told = _told(2)
     told["a"].values |= {"interface": "eth0", "address": "10.0.0.1", "clock_s": 0.0}
     told["b"].bad.append(("tmpdir", "full"))
-    lines = table(outcome(told)).splitlines()
-    assert " ".join(lines[1].split()).endswith("+0.000 s - 1000 MB/s 1000 MB/s good")
+    lines = preflight_table(outcome(told)).splitlines()
+    assert " ".join(lines[1].split()).endswith("+0.000 s - 1.0 GB/s 1.0 GB/s good")
     assert lines[2].endswith("tmpdir")
 
 

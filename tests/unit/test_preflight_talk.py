@@ -18,9 +18,9 @@ from hpc_ddp.node.checks import MARK
 from hpc_ddp.node.preflight import (
     Command,
     LaunchError,
+    NodeReport,
     NoticedError,
     Talk,
-    Told,
     conclude,
     examine,
     outcome,
@@ -43,7 +43,7 @@ def _line(node: str, **fields: Any) -> str:
 
 
 def test_what_a_node_tells_adds_up() -> None:
-    report = Told()
+    report = NodeReport()
     report.take({"stage": "hello", "port": 5})
     report.take({"stage": "checked", "values": {"a": 1}})
     report.take({"values": {"b": 2}})
@@ -108,16 +108,16 @@ def test_each_line_is_somebodys(
     assert (log.read_text() if log.exists() else None) == (None if line is None else f"{line}\n")
     if node is None:
         assert talk._last == last
-        assert all(report == Told() for report in talk.told.values())
+        assert all(report == NodeReport() for report in talk.reports.values())
     else:
-        assert (talk._last, talk.told[node].last, talk.told[node].ended) == ("", last, ended)
+        assert (talk._last, talk.reports[node].last, talk.reports[node].ended) == ("", last, ended)
 
 
 def test_the_first_reason_of_an_end_stays(talk: Talk) -> None:
     talk._take(ALL, "1: python: not found")
     talk._take(ALL, "srun: error: n2: task 1: Exited with exit code 127")
-    assert (talk.told["n2"].last, talk.told["n2"].ended) == ("python: not found", True)
-    assert not talk.told["n1"].ended
+    assert (talk.reports["n2"].last, talk.reports["n2"].ended) == ("python: not found", True)
+    assert not talk.reports["n1"].ended
 
 
 def test_what_is_meant_for_us_is_heard(talk: Talk, tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_what_is_meant_for_us_is_heard(talk: Talk, tmp_path: Path) -> None:
     talk._take(ONE, _line("n2", stage="checked"))
     for torn in (MARK, MARK + '{"node": ', _line("n9", note="x"), MARK + '{"bad": "x"}'):
         talk._take(ALL, torn)
-    assert (talk.told["n2"].values, talk.told["n2"].stages) == ({"a": 1}, {"checked"})
-    assert talk.told["n1"] == Told()
+    assert (talk.reports["n2"].values, talk.reports["n2"].stages) == ({"a": 1}, {"checked"})
+    assert talk.reports["n1"] == NodeReport()
     assert not (tmp_path / "log").exists()
     with pytest.raises(NoticedError, match="SIGTERM"):
         talk._take(ALL, "0: " + _line("n1", notice="SIGTERM"))
@@ -136,10 +136,10 @@ def test_a_task_that_slurm_can_not_start_ends_all(talk: Talk) -> None:
     line = "srun: error: Task launch for StepId=7.0 failed on node n2: Not responding"
     with pytest.raises(LaunchError):
         talk._take(ALL, line)
-    assert talk.told["n2"].bad == [("silent", "Slurm can't start a task: Not responding")]
+    assert talk.reports["n2"].bad == [("silent", "Slurm can't start a task: Not responding")]
     with pytest.raises(LaunchError):
         talk._take(ALL, line.replace("n2", "n9"))
-    assert talk.told["n1"].bad == []
+    assert talk.reports["n1"].bad == []
 
 
 def test_numbers_of_a_list() -> None:
@@ -179,7 +179,7 @@ def test_a_question_goes_to_all_nodes(start: Start) -> None:
     talk = start(script + f"echo '{_line('n1', stage='hello')}'", script + "exit 3")
     talk.ask(folder="x", gpus=2)
     assert talk.until("hello", ["n1", "n2"]) == ["n1"]
-    (bad,) = talk.told["n2"].bad
+    (bad,) = talk.reports["n2"].bad
     assert bad == ("ended", 'ended early: {"folder": "x", "gpus": 2}')
     talk.ask(ports={})  # of what has ended
 
@@ -187,7 +187,7 @@ def test_a_question_goes_to_all_nodes(start: Start) -> None:
 def test_a_node_that_ends_without_a_word(start: Start) -> None:
     talk = start("exit 0")
     assert talk.until("hello", ["n1"]) == []
-    assert talk.told["n1"].bad == [("ended", "ended early: without a word")]
+    assert talk.reports["n1"].bad == [("ended", "ended early: without a word")]
 
 
 def test_a_node_that_says_nothing_is_waited_for(
@@ -197,13 +197,13 @@ def test_a_node_that_says_nothing_is_waited_for(
     talk = start("read -r question; read -r question")
     talk._last = "srun: waiting"
     assert talk.until("hello", ["n1"]) == []
-    assert talk.told["n1"].bad == [("silent", "no word within 0 s (srun: waiting)")]
+    assert talk.reports["n1"].bad == [("silent", "no word within 0 s (srun: waiting)")]
     monkeypatch.setattr(preflight, "EXCHANGE_S", 0.05)
-    talk.told["n1"].bad.clear()
+    talk.reports["n1"].bad.clear()
     talk._last = ""
     assert talk.until("again", ["n1"]) == []
     why = "the exchange with other nodes does not end within 0 s"
-    assert talk.told["n1"].bad == [("silent", why)]
+    assert talk.reports["n1"].bad == [("silent", why)]
 
 
 def test_nodes_that_come_one_after_the_other_are_waited_for(
@@ -227,9 +227,9 @@ def test_nodes_that_come_one_after_the_other_are_waited_for(
 def test_a_step_that_ends_without_a_node_is_slurms(tmp_path: Path) -> None:
     command = Command(["bash", "-c", "echo 'srun: error: no' >&2"], dict(os.environ))
     talk = Talk(["n1", "n2"], [command], lambda: "", tmp_path / "log")
-    talk.told["n2"].stages.add("hello")
+    talk.reports["n2"].stages.add("hello")
     assert talk.until("hello", ["n1", "n2"]) == ["n2"]
-    assert talk.told["n1"].bad == [("step", "srun has ended without it: srun: error: no")]
+    assert talk.reports["n1"].bad == [("step", "srun has ended without it: srun: error: no")]
     talk.close(60.0)
 
 
@@ -238,7 +238,7 @@ def test_a_node_whose_torch_is_bad_is_not_waited_for(start: Start) -> None:
     talk = start(_script(line, "read -r question"))
     talk.ask()
     assert talk.until("imported", ["n1"]) == []
-    assert talk.told["n1"].bad == [("torch", "x")]
+    assert talk.reports["n1"].bad == [("torch", "x")]
 
 
 def test_a_notice_ends_the_talk(start: Start) -> None:
@@ -251,7 +251,7 @@ def test_what_does_not_end_is_ended(start: Start) -> None:
     polite = start("read -r question; exit 5")
     polite.close(60.0)
     deaf = start("trap '' TERM; echo up >&2; while :; do read -t 60 -u 2; done; exit 1")
-    while not deaf.told["n1"].last:
+    while not deaf.reports["n1"].last:
         deaf._take(*deaf._lines.get(timeout=60))
     deaf.close(0.1)
     deaf._processes[0].wait(60)
@@ -268,7 +268,7 @@ class Scripted:
     """Takes the place of a `Talk`: each stage brings what a test has laid down for it."""
 
     def __init__(self, *nodes: str, **stages: dict[str, dict[str, Any]]) -> None:
-        self.told = {node: Told() for node in nodes}
+        self.reports = {node: NodeReport() for node in nodes}
         self.stages = stages
         self.asked: list[dict[str, Any]] = []
         self.waited: list[str] = []
@@ -291,9 +291,9 @@ class Scripted:
                 **self.stages.get(stage, {}).get(node, {}),
             }
             for item in line.pop("lines", []):
-                self.told[node].take(item)
-            self.told[node].take(line)
-        return [node for node in nodes if not self.told[node].bad]
+                self.reports[node].take(item)
+            self.reports[node].take(line)
+        return [node for node in nodes if not self.reports[node].bad]
 
 
 def _converse(
@@ -325,7 +325,7 @@ def test_nodes_that_are_fit_exchange_once(run: RunFolder) -> None:
     assert go == {"members": ["n1", "n2"], "host": "host-n1", "port": 6, "device": "cpu"}
     stages = ("hello", "checked", "imported", "done")
     assert talk.waited == [f"{stage} n1 n2" for stage in stages]
-    assert outcome(talk.told)["ok"]
+    assert outcome(talk.reports)["ok"]
 
 
 def test_one_node_alone_has_nobody_to_exchange_with(run: RunFolder) -> None:
@@ -355,7 +355,7 @@ def test_speeds_are_of_devices_that_all_have(
     talk = _converse(run, "n1", "n2", spec=JobSpec("t.py", gpus_per_node=gpus), imported=imported)
     assert talk.asked[2]["device"] == device
     assert talk.asked[0]["gpus"] == (4 if gpus else 0)
-    notes = [talk.told[node].notes for node in ("n1", "n2")]
+    notes = [talk.reports[node].notes for node in ("n1", "n2")]
     if len(set(kinds)) == 1:
         assert notes == [[], []]
     else:
@@ -375,9 +375,9 @@ def test_who_is_unfit_does_not_go_on(run: RunFolder, spec: dict[str, Any], bad: 
     fabric = {n: {"values": {"fabric": "infiniband", "cards": 1}} for n in ("n2", "n3", "blind")}
     fabric["n1"] = {"values": {"fabric": None, "cards": 0}}
     talk = _converse(run, "n1", "n2", "n3", "blind", spec=JobSpec("t.py", **spec), checked=fabric)
-    assert sorted(node for node, report in talk.told.items() if report.bad) == bad
+    assert sorted(node for node, report in talk.reports.items() if report.bad) == bad
     assert talk.asked[2]["members"] == [n for n in ("n1", "n2", "n3") if n not in bad]
-    assert talk.told["blind"].bad[0] == (
+    assert talk.reports["blind"].bad[0] == (
         "scratch",
         "what it writes does not come to the first node",
     )
@@ -391,9 +391,9 @@ def test_links_and_torch_are_looked_at(run: RunFolder) -> None:
         checked={"n1": cut, "n2": cut, "n4": {"values": {"load": 9.0}}},
         imported={"n4": {"values": {"torch": "1", "device": None, "devices": 0}}},
     )
-    assert talk.told["n3"].bad == [("link", "n1: no way")]
-    assert talk.told["n4"].bad == [("torch", "torch 1, while others have 2")]
-    assert talk.told["n4"].notes == ["busy already: a load of 9.0 per processor"]
+    assert talk.reports["n3"].bad == [("link", "n1: no way")]
+    assert talk.reports["n4"].bad == [("torch", "torch 1, while others have 2")]
+    assert talk.reports["n4"].notes == ["busy already: a load of 9.0 per processor"]
     assert talk.asked[2]["members"] == ["n1", "n2"]
 
 
@@ -413,15 +413,15 @@ def test_a_node_that_is_slow_three_times_is_bad(run: RunFolder) -> None:
     talk = _converse(run, "n1", "n2", "n3", done=slow, again=slow, third=slow)
     assert [stage.split()[0] for stage in talk.waited][3:] == ["done", "again", "third"]
     assert talk.asked[3:] == [{"again": True}] * 3
-    (bad,) = talk.told["n2"].bad
-    assert (bad[0], talk.told["n1"].bad) == ("bandwidth", [])
+    (bad,) = talk.reports["n2"].bad
+    assert (bad[0], talk.reports["n1"].bad) == ("bandwidth", [])
 
 
 def test_a_node_that_is_slow_once_is_not(run: RunFolder) -> None:
     slow, fine = _speeds("n1n2", "n3n2", "n2n1", "n2n3"), _speeds()
     talk = _converse(run, "n1", "n2", "n3", done=slow, again=fine, third=slow)
     assert [stage.split()[0] for stage in talk.waited][3:] == ["done", "again"]
-    assert outcome(talk.told)["ok"]
+    assert outcome(talk.reports)["ok"]
 
 
 @pytest.mark.parametrize("nodes", [("n1", "n2"), ("n1", "n2", "n3")])
@@ -429,22 +429,22 @@ def test_that_all_are_slow_is_noted(run: RunFolder, nodes: tuple[str, ...]) -> N
     ring = _speeds("n1n2", "n2n3", "n3n1") if len(nodes) == 3 else _speeds("n1n2")
     talk = _converse(run, *nodes, done=ring, again=ring, third=ring)
     if len(nodes) == 3:
-        assert [len(report.notes) for report in talk.told.values()] == [1, 1, 1]
-    assert all(bool(report.bad) is (len(nodes) == 2) for report in talk.told.values())
+        assert [len(report.notes) for report in talk.reports.values()] == [1, 1, 1]
+    assert all(bool(report.bad) is (len(nodes) == 2) for report in talk.reports.values())
 
 
 def test_a_broken_group_is_explained_by_pairs_or_by_itself(run: RunFolder) -> None:
     broken = {node: {"broken": "Connection reset"} for node in ("n1", "n2")}
     talk = _converse(run, "n1", "n2", "n3", done=broken)
-    assert talk.told["n1"].bad == [("bandwidth", "Connection reset")]
-    assert talk.told["n3"].bad == []
+    assert talk.reports["n1"].bad == [("bandwidth", "Connection reset")]
+    assert talk.reports["n3"].bad == []
     assert talk.waited[-1].startswith("done")
     (run.path / "look").rename(run.path / "first")
     pair = {"pair": "n3", "check": "bandwidth", "why": "no exchange", "turn": 0}
     named = {node: {**pair, **broken[node]} for node in ("n1", "n2")}
     talk = _converse(run, "n1", "n2", "n3", done=named)
-    assert talk.told["n1"].bad == []
-    assert talk.told["n3"].bad == [("bandwidth", "n1: no exchange")]
+    assert talk.reports["n1"].bad == []
+    assert talk.reports["n3"].bad == [("bandwidth", "n1: no exchange")]
 
 
 # --- what is journalled --------------------------------------------------------------------
@@ -473,23 +473,23 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_outcome_is_journalled_and_said(run: RunFolder, printed: list[str]) -> None:
-    report = {"n1": Told(notes=["odd"]), "n2": Told()}
+    report = {"n1": NodeReport(notes=["odd"]), "n2": NodeReport()}
     assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is True
-    assert printed == ["n1: note: odd", "2 nodes are fit, after 1.5 s"]
+    assert printed == ["preflight: n1: note: odd", "preflight: 2 nodes are fit, after 1.5 s"]
     printed.clear()
-    assert conclude(run, 0, {**outcome({"n1": Told()}), "seconds": 1.5}) is True
-    assert printed == ["1 node is fit, after 1.5 s"]
+    assert conclude(run, 0, {**outcome({"n1": NodeReport()}), "seconds": 1.5}) is True
+    assert printed == ["preflight: 1 node is fit, after 1.5 s"]
     printed.clear()
     report["n2"].bad.append(("gpus", "none"))
     assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is False
-    assert printed == ["n1: note: odd", "n2: none"]
+    assert printed == ["preflight: n1: note: odd", "preflight: n2: none"]
     event = run.events()[-1]
     assert (event["event"], event["ok"], event["bad_nodes"]) == ("preflight", False, ["n2"])
 
 
 def test_the_outcome_names_few_of_many() -> None:
-    report = {f"n{number}": Told(bad=[("gpus", f"why {number}")]) for number in range(5)}
-    report["n9"] = Told(values={"a": 1}, speeds={"n1": 3.0, "n2": 4.0})
+    report = {f"n{number}": NodeReport(bad=[("gpus", f"why {number}")]) for number in range(5)}
+    report["n9"] = NodeReport(values={"a": 1}, speeds={"n1": 3.0, "n2": 4.0})
     event = outcome(report)
     assert event["why"] == "n0: why 0; n1: why 1; n2: why 2; and 2 more"
     assert event["report"]["n9"] == {"a": 1, "send_mb_s": 4.0, "bad": [], "notes": []}
@@ -500,7 +500,7 @@ def test_the_outcome_names_few_of_many() -> None:
         item.bad = [("gpus", "all")]
     three = {node: report[node] for node in ("n0", "n1", "n2")}
     assert outcome(three)["why"] == "all (the same on all nodes)"
-    alone = outcome({"n0": Told(bad=[("torch", "no torch")])})
+    alone = outcome({"n0": NodeReport(bad=[("torch", "no torch")])})
     assert (alone["why"], alone["hopeless"]) == ("no torch", True)
 
 
@@ -536,7 +536,7 @@ def test_an_examination_ends_with_an_outcome(
     assert (event["ok"], event["seconds"], patience) == (True, 7.0, [preflight.CLOSE_S])
 
     def fail(talk: Talk) -> None:
-        talk.told["n1"].bad.append(("silent", "x"))
+        talk.reports["n1"].bad.append(("silent", "x"))
         raise LaunchError
 
     assert _examine(run, fail, monkeypatch)[0]["why"] == "n1: x"
@@ -589,7 +589,7 @@ def test_it_is_called_with_the_attempts_nodes(
         words.append(notice())
         run.attempt(0).notice.write_text("")
         seen.append((nodes, commands[0].argv, env["HPC_DDP_FABRIC"], words))
-        return {**outcome({node: Told() for node in nodes}), "seconds": 1.0}
+        return {**outcome({node: NodeReport() for node in nodes}), "seconds": 1.0}
 
     monkeypatch.setattr(preflight, "examine", look)
     slurm_commands.answer("scontrol", "n1\nn2\n")
@@ -608,4 +608,4 @@ def test_a_preflight_that_can_not_be_made_is_nobodys_fault(
     event = run.events()[-1]
     assert (event["ok"], event["bad_nodes"], event["hopeless"]) == (False, [], False)
     assert event["why"] == "the preflight could not be made: scontrol refused: Access denied"
-    assert printed == [event["why"]]
+    assert printed == [f"preflight: {event['why']}"]

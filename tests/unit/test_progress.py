@@ -28,7 +28,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, patience_s: float = 0.0) -> Termina
 
 def test_it_is_drawn_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
-    with progress.Progress("counting", 4) as bar:
+    with progress.ProgressBar("counting", 4) as bar:
         bar.add(1)
         bar.add(3)
     first, second, last = terminal.getvalue().split("\r\x1b[K")[1:]
@@ -40,11 +40,11 @@ def test_it_is_drawn_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_quick_or_unknown_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = watched(monkeypatch)
-    with progress.Progress("counting", 0) as bar:
+    with progress.ProgressBar("counting", 0) as bar:
         bar.add(1)
     assert " 0%" in unknown.getvalue()
     quick = watched(monkeypatch, patience_s=60.0)
-    with progress.Progress("counting", 1) as bar:
+    with progress.ProgressBar("counting", 1) as bar:
         bar.add(1)
     assert quick.getvalue() == ""
 
@@ -63,7 +63,7 @@ def test_it_is_drawn_after_a_second_and_not_all_the_time(monkeypatch: pytest.Mon
     clock, terminal = Clock(), Terminal()
     monkeypatch.setattr(progress, "time", clock)
     monkeypatch.setattr(sys, "stderr", terminal)
-    bar = progress.Progress("counting", 100)
+    bar = progress.ProgressBar("counting", 100)
     draws = []
     for after_s in (0.0, 0.9, 1.0, 1.05, 1.15, 1.2):
         clock.now = 1000.0 + after_s
@@ -75,7 +75,7 @@ def test_it_is_drawn_after_a_second_and_not_all_the_time(monkeypatch: pytest.Mon
 def test_it_does_not_break_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
     monkeypatch.setenv("COLUMNS", "20")
-    progress.Progress("counting", 4).add(4)
+    progress.ProgressBar("counting", 4).add(4)
     assert terminal.getvalue() == f"\r\x1b[Kcounting {'━' * 10}"  # 19 characters
 
 
@@ -83,6 +83,6 @@ def test_nothing_is_drawn_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     watched(monkeypatch)
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
-    with progress.Progress("counting", 4) as bar:
+    with progress.ProgressBar("counting", 4) as bar:
         bar.add(4)
     assert log.getvalue() == ""

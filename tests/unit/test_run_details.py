@@ -28,16 +28,19 @@ from hpc_ddp.run.checkpoints import (
     verify,
 )
 from hpc_ddp.run.errors import HpcDdpError, UsageError, closest
+from hpc_ddp.run.events import Queued
 from hpc_ddp.run.folder import (
     AttemptFolder,
     NodeFolder,
     RunFolder,
+    find_run,
+    link_job,
     read_json,
     read_tail,
     read_word,
     write_json,
 )
-from hpc_ddp.run.goodput import _amount, account, line, pieces, share
+from hpc_ddp.run.goodput import account, line, pieces, share
 from hpc_ddp.run.journal import (
     Journal,
     is_finished,
@@ -334,7 +337,7 @@ def test_without_proc_a_process_lives_as_long_as_it_has_its_number(
 
 
 def test_a_bar_is_as_long_as_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    bar = progress.Progress("x", 4)
+    bar = progress.ProgressBar("x", 4)
     drawn = []
     for amount in (0, 1, 2, 9):
         bar.add(amount)
@@ -517,22 +520,6 @@ def test_the_share_is_of_what_was_not_queued() -> None:
     assert line(nothing) == "goodput -: nothing yet"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "0.0 s"),
-        (9.94, "9.9 s"),
-        (9.95, "10 s"),
-        (599.0, "599 s"),
-        (600.0, "10 min"),
-        (35999.0, "600 min"),
-        (36000.0, "10 h"),
-    ],
-)
-def test_amounts_of_time(seconds: float, text: str) -> None:
-    assert _amount(seconds) == text
-
-
 def test_a_rank_is_slow_by_its_own_start() -> None:
     slow: dict[str, Any] = {
         "busy_s": [0.1, 0.4, 0.1],
@@ -555,3 +542,30 @@ def test_a_rank_is_slow_by_its_own_start() -> None:
     for own, step_s, named in ((0.125, 0.2, True), (0.12, 0.1, False), (0.125, 0.3, False)):
         values = {**slow, "busy_s": [0.1, own, 0.1], "step_s": step_s}
         assert (slow_rank([_event("ranks", **values)] * 3) is not None) is named, own
+
+
+def test_a_file_is_written_beside_what_others_have_put_there(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("kept")
+    (tmp_path / "status.json").symlink_to(mine)
+    write_json(tmp_path / "status.json", {"a": 1})
+    assert mine.read_text() == "kept"
+    assert read_json(tmp_path / "status.json") == {"a": 1}
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "status.json"}
+
+
+def test_a_new_run_takes_no_folder_of_another_one(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "train" / "1").make(is_new=True)
+    run.make()
+    with pytest.raises(FileExistsError):
+        run.make(is_new=True)
+
+
+def test_a_link_of_a_job_to_another_run_does_not_count(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "train" / "1").make()
+    run.job_json.write_text("{}")
+    link_job("7", run)
+    with pytest.raises(UsageError, match="no run '7'"):
+        find_run(tmp_path, "7")
+    run.journal("submit").write(Queued("7"))
+    assert find_run(tmp_path, "7") == run

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 from hpc_ddp.cli.main import main
 from hpc_ddp.launch import config, sites
-from hpc_ddp.launch.fabric import read_toml
+from hpc_ddp.launch.fabrics import read_toml
 from hpc_ddp.launch.resources import folder
 from hpc_ddp.run.errors import UsageError
 from hpc_ddp.run.slurm_values import parse_time

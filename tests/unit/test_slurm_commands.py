@@ -11,7 +11,7 @@ from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm
 from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.slurm import NoAnswerError, Queued, Record
+from hpc_ddp.slurm import NoAnswerError, QueuedJob, Record
 
 TIMED_OUT = "slurm_load_jobs error: Socket timed out on send/recv operation"
 
@@ -147,7 +147,7 @@ def _script(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def _submit(*options: str, known: tuple[str, ...] = ()) -> str:
-    return slurm.sbatch(SCRIPT, os.environ, *options, known=known)
+    return slurm.sbatch(SCRIPT, os.environ, *options, earlier=known)
 
 
 def test_a_submit_is_answered_with_the_id(slurm_commands: Slurm) -> None:
@@ -281,7 +281,7 @@ def test_an_array_lives_as_long_as_one_of_its_tasks(
 
 def test_a_line_of_the_queue(slurm_commands: Slurm) -> None:
     slurm_commands.answer("squeue", "5|5|PENDING|Priority|n[1-2]|1:00\n")
-    assert slurm.queue() == {"5": Queued("PENDING", "Priority", "n[1-2]", "1:00")}
+    assert slurm.queue() == {"5": QueuedJob("PENDING", "Priority", "n[1-2]", "1:00")}
 
 
 def test_scripts_that_anybody_has_queued(slurm_commands: Slurm, tmp_path: Path) -> None:

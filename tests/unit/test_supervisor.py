@@ -642,7 +642,7 @@ def test_an_end_that_can_not_be_told_is_said(
     watcher = _supervisor(attempt)
     monkeypatch.setattr(supervisor, "patiently", gone)
     assert watcher._end(0) == 0
-    assert "n1 can't tell how it ended: Stale file handle" in capsys.readouterr().err
+    assert "n1 can't record how it ended: Stale file handle" in capsys.readouterr().err
 
 
 def test_what_the_workers_died_of(

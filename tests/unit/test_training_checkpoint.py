@@ -497,7 +497,7 @@ def test_another_format_is_refused(
 
 def test_space_and_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Space:
-        f_bavail, f_frsize, f_files, f_favail = 10, 100_000, 5, 3
+        f_blocks, f_bavail, f_frsize, f_files, f_favail = 10, 10, 100_000, 5, 3
 
     space = Space()
     monkeypatch.setattr(os, "statvfs", lambda path: space)
@@ -508,6 +508,8 @@ def test_space_and_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(OSError, match="No space left for 4 files: 3 inodes"):
         files.check_space(tmp_path, 1, 4)
     space.f_files = 0  # a file system that has no such count
+    files.check_space(tmp_path, 1, 4)
+    space.f_blocks = space.f_bavail = 0  # or no sizes, as ramfs
     files.check_space(tmp_path, 1, 4)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpc_ddp.node.verdict import Facts, Verdict, decide
+from hpc_ddp.node.verdict import AttemptFacts, Verdict, decide, too_many_silent
+from hpc_ddp.run.folder import AttemptFolder
 from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.run.vocabulary import Action, Cause
 from hpc_ddp.slurm import Job
@@ -25,7 +28,7 @@ def _record(node: str, notice: str | None = None, **failure: Any) -> dict[str, A
 
 
 FINE = (_record("n1"), _record("n2"))
-BASE = Facts(
+BASE = AttemptFacts(
     spec=JobSpec("t.py"),
     attempt=0,
     cancelled=False,
@@ -141,6 +144,35 @@ def test_preemption_is_without_bound_unless_one_is_given() -> None:
     verdict = _decide(job=job, attempt=50, events=before, spec=spec)
     assert (verdict.action, verdict.exit_code) == ("give up", 1)
     assert "--max-requeues" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("attempts", "marks", "spec", "most", "why"),
+    [
+        (9, [], {}, math.inf, ""),
+        (10, [], {}, math.inf, "10 attempts in a row ended without a verdict"),
+        (10, [("checkpoint", 7)], {}, math.inf, ""),
+        (10, [("verdict", 7)], {}, math.inf, ""),
+        (4, [], {"max_failures": 0}, math.inf, "4 attempts in a row"),
+        (1, [], {"max_requeues": 0}, math.inf, "started 1 times (max-requeues is 0)"),
+        (1, [("verdict", 0)], {"max_requeues": 0}, math.inf, ""),  # the verdict has decided
+        (3, [("verdict", 0)], {"max_requeues": 2}, math.inf, ""),  # the first has failed
+        (3, [], {"max_requeues": 9}, 2, "max-requeues is 2"),
+    ],
+)
+def test_ends_without_a_verdict_are_bounded(
+    tmp_path: Path,
+    attempts: int,
+    marks: list[tuple[str, int]],
+    spec: dict[str, Any],
+    most: float,
+    why: str,
+) -> None:
+    """The job may take its own first node down each time, and the shell with it."""
+    folders = [AttemptFolder(tmp_path / f"attempt-{number}") for number in range(attempts)]
+    events = [_event(name, number, cause="failed") for name, number in marks]
+    reason = too_many_silent(JobSpec("t.py", **spec), most, events, folders)
+    assert why in (reason or "") if why else reason is None
 
 
 def test_the_operators_bound_holds_for_each_run() -> None:

@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.launch import prepare
 from hpc_ddp.launch.backends import LocalBackend
 from hpc_ddp.launch.config import Settings
 from hpc_ddp.launch.drill import compare
@@ -39,7 +38,7 @@ from hpc_ddp.launch.drill.disturb import (
     terminate,
 )
 from hpc_ddp.launch.drill.report import Report, Row
-from hpc_ddp.launch.prepare import Prepared
+from hpc_ddp.launch.plan import PreparedRun, plan_new
 from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.run.folder import RunFolder
 from hpc_ddp.run.journal import Event, last_event, read_events
@@ -101,13 +100,13 @@ class _Drill:
         self._base = self._make("undisturbed")
         self._report = Report(str(self._base.spec.script), folder)
 
-    def _make(self, name: str) -> Prepared:
+    def _make(self, name: str) -> PreparedRun:
         """Make another run of the same code."""
         first = getattr(self, "_base", None)
         values = {**self._settings.values, "job-name": name, "max-failures": 0}
         if first is not None:
             values["snapshot"] = False
-        prepared = prepare.new_run(Settings(values), self._cwd, self._folder)
+        prepared = plan_new(Settings(values), self._cwd, self._folder).write()
         return (
             prepared if first is None else replace(prepared, code=first.code, script=first.script)
         )
@@ -280,7 +279,7 @@ class _Drill:
 
     def _launch(
         self,
-        prepared: Prepared,
+        prepared: PreparedRun,
         plan: dict[str, Any],
         disturbance: Disturbance | None = None,
         after_s: float | None = None,

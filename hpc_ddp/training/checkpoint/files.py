@@ -70,7 +70,7 @@ def check_space(folder: Path, size: int, files: int) -> None:
     """Raise the OSError that writing would meet half-way, where the file system knows it now."""
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
-    if free < size:
+    if space.f_blocks and free < size:  # some file systems report no sizes at all
         raise OSError(
             errno.ENOSPC, f"No space left for {size / 1e6:.1f} MB: {free / 1e6:.1f} MB are free"
         )

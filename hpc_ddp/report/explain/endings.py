@@ -1,0 +1,258 @@
+"""The end of a run: its verdict, its first failure, and the patterns in its logs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hpc_ddp.report.explain.explanation import Explanation, at_step, fill_hint, log_hint, shorten
+from hpc_ddp.report.explain.facts import RecordedFailure, RunFacts, place_in, text_of
+from hpc_ddp.report.explain.patterns import SIGNALS, Diagnosis, recognise
+from hpc_ddp.run.journal import Event, last_event
+from hpc_ddp.run.vocabulary import Action, Cause
+
+_MODULE = "hpc_ddp.training in the script (docs/adopt)"
+# Errors that hpc-ddp or argparse explain, without a traceback.
+_ERROR_LINE = re.compile(r"^(?:error|\S+\.py: error): (?P<text>.+)(\nhint: (?P<hint>.+))?", re.M)
+# The cause of a job without a verdict, by Slurm's last state of it.
+_CAUSE_OF_STATE = {
+    "TIMEOUT": Cause.TIME_LIMIT,
+    "DEADLINE": Cause.TIME_LIMIT,
+    "NODE_FAIL": Cause.NODE_LOST,
+    "BOOT_FAIL": Cause.NODE_LOST,
+    "PREEMPTED": Cause.PREEMPTED,
+    "CANCELLED": Cause.CANCELLED,
+    "OUT_OF_MEMORY": "host out of memory",
+}
+_BY_CAUSE: dict[str, tuple[str, str]] = {
+    Cause.PREEMPTED: ("preempted", "was preempted{at}: a job of higher priority took its nodes."),
+    Cause.NOTICE: ("stopped", "was asked to stop{at}, and did."),
+    Cause.CANCELLED: ("cancelled", "was cancelled{at}."),
+}
+# Failures that come again in the next attempt: without a step, their logs are searched for them.
+REPEATING_KINDS = (
+    "bad environment",
+    "host out of memory",
+    "disk full",
+    "disk read-only",
+    "disk failed",
+)
+# Kinds whose text says already that the run was given up.
+_GIVEN_UP = ("no progress", "unfinished", "budget spent")
+
+
+def explain_end(facts: RunFacts) -> Explanation:
+    """Explain a run that does not go on by itself, by the end of its newest attempt."""
+    verdict = facts.verdict
+    if facts.cancelled and verdict is None:
+        place = " before it began" if facts.newest is None else at_step(facts)
+        return Explanation("cancelled", f"was cancelled{place}.", facts.again)
+    end = explain_attempt(facts)
+    can_go_on = verdict is not None and text_of(verdict, "action") == Action.REQUEUE
+    in_queue = can_go_on and facts.record is not None and facts.record.state == "CANCELLED"
+    if end.kind != "cancelled" and (facts.cancelled or in_queue) and not _was_given_up(facts):
+        text = f"was cancelled. Its last attempt {end.text}"
+        return replace(end, kind="cancelled", text=text, hint=facts.again)
+    if can_go_on:
+        text = f"{end.text} It can go on, but was not requeued."
+        return replace(end, text=text, hint=facts.again)
+    is_said = end.kind in _GIVEN_UP or _is_hopeless(verdict or {})
+    if verdict and text_of(verdict, "action") == Action.GIVE_UP and not is_said:
+        why = text_of(verdict, "why").rpartition("; ")[2]
+        end = replace(end, text=f"{end.text} It was given up: {why}.")
+    return end
+
+
+def _was_given_up(facts: RunFacts) -> bool:
+    """Whether it had been given up before it was cancelled, and was not submitted again."""
+    last = last_event(list(facts.events), "submitted", "verdict")
+    return last is not None and text_of(last, "action") == Action.GIVE_UP
+
+
+def _is_hopeless(verdict: Event) -> bool:
+    """Whether a preflight has found a fault that other nodes would have, too."""
+    why = text_of(verdict, "why")
+    return text_of(verdict, "cause") == Cause.FAILED and why.startswith("preflight: ")
+
+
+def explain_attempt(facts: RunFacts) -> Explanation:
+    """Explain the end of the newest attempt; the text continues a sentence about it."""
+    verdict = facts.verdict or {}
+    state = facts.record.state if facts.record else ""
+    cause = text_of(verdict, "cause") or _CAUSE_OF_STATE.get(state, "")
+    if "without a newer checkpoint" in text_of(verdict, "why"):
+        return _no_progress(facts, cause)
+    if cause == Cause.BAD_NODE or _is_hopeless(verdict):
+        return _unfit(facts, verdict)
+    if cause == Cause.BUDGET:
+        text = f"was not started again: {text_of(verdict, 'why')}."
+        return Explanation("budget spent", text, f"{facts.again} --budget-gpu-hours HOURS")
+    if cause == Cause.FAILED and "node" not in verdict:
+        text = "left its training loop, but the script ended without run.finish()."
+        return Explanation("unfinished", text, f"call run.finish() at its end; then {facts.again}")
+    stopped = facts.select("stopped", attempt=facts.newest)
+    if facts.standalone and not verdict and stopped and not facts.failure:
+        source = text_of(stopped[-1], "source")
+        text = f"was asked to stop{at_step(facts)}{source and f' ({source})'}, and did."
+        return Explanation("stopped", text, facts.again)
+    if facts.failure and cause in (Cause.FAILED, "", "host out of memory"):
+        return _failed(facts, facts.failure)
+    if cause == Cause.TIME_LIMIT:
+        return _time_limit(facts)
+    if cause in _BY_CAUSE:
+        kind, words = _BY_CAUSE[cause]
+        return Explanation(kind, words.format(at=at_step(facts)), facts.again)
+    return _without_failure(facts, cause)
+
+
+def _unfit(facts: RunFacts, verdict: Event) -> Explanation:
+    why = text_of(verdict, "why").removeprefix("preflight: ")
+    kind, hint = "bad node", facts.again
+    if _is_hopeless(verdict):
+        diagnosis = recognise(why.removesuffix(" (the same on all nodes)"))
+        if diagnosis:
+            kind, hint = diagnosis.kind, fill_hint(facts, diagnosis.hint, diagnosis.groups)
+    elif text_of(verdict, "action") == Action.GIVE_UP:  # `explain_end` adds the part behind it
+        why = why.rpartition("; ")[0]
+    return Explanation(kind, f"began no training, since its preflight failed: {why}.", hint)
+
+
+def _time_limit(facts: RunFacts) -> Explanation:
+    limit = facts.spec.get("time")
+    limit = f"{limit} min" if str(limit).isdigit() else limit
+    text = f"ran into its time limit{f' of {limit}' if limit else ''}{at_step(facts)}."
+    if "starts from its beginning" in text_of(facts.verdict or {}, "why"):
+        text += " It began anew in each attempt, and reported no step."
+        return Explanation("time limit", text, f"a longer --time; or save: {_MODULE}")
+    return Explanation("time limit", text, facts.again)
+
+
+def _no_progress(facts: RunFacts, cause: str) -> Explanation:
+    text = "was given up: two attempts in a row have ended without a newer checkpoint."
+    if cause == Cause.FAILED and facts.failure:
+        last = _failed(facts, facts.failure)
+        return replace(last, kind="no progress", text=f"{text} The last one {last.text}")
+    hint = f"save more often, start(save_every=…), or more --time; then {facts.again}"
+    return Explanation("no progress", f"{text} The last one {_time_limit(facts).text}", hint)
+
+
+def _failed(facts: RunFacts, failure: RecordedFailure) -> Explanation:
+    """Explain a failure of a rank, or of torchrun itself."""
+    kind, text, hint = _describe_failure(facts, failure)
+    return Explanation(kind, text, hint, node=failure.node or None, rank=failure.rank)
+
+
+def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, str, str]:
+    """Return kind, text and hint of a failure."""
+    process = "torchrun" if failure.rank is None else f"rank {failure.rank}"
+    process += f" on {failure.node}" if failure.node else ""
+    logs = fill_hint(facts, "{logs}", {}, failure.rank)
+    at, error = at_step(facts), failure.error
+    # The cause of a death without an error is in the end of the log.
+    log = facts.agent_log if failure.rank is None else facts.rank_log
+    diagnosis = recognise(error or log[-8000:])
+    if diagnosis:
+        return _describe_known(facts, failure, diagnosis, process)
+    line = _ERROR_LINE.search(facts.rank_log)
+    if line and (not error or line["text"][:60] in error):
+        return "script error", f"failed{at}: {process} said: {line['text']}.", line["hint"] or logs
+    if error:
+        place = place_in(facts.rank_log.rpartition("Traceback (most recent call last)")[2])
+        text = f"failed{at}: {process} raised {shorten(error)}{place and f', in {place}'}."
+        return "python error", text, f"fix it, then {facts.again}"
+    if failure.code < 0:
+        signal = SIGNALS.get(-failure.code, f"it was ended by signal {-failure.code}")
+        return "killed", f"failed{at}: {process} died; {signal}.", logs
+    text = f"failed{at}: {process} ended with exit code {failure.code}."
+    return "exit code", text + _last_line(facts.rank_log), logs
+
+
+def _describe_known(
+    facts: RunFacts, failure: RecordedFailure, diagnosis: Diagnosis, process: str
+) -> tuple[str, str, str]:
+    """Return kind, text and hint of a failure with a known pattern."""
+    rank = failure.rank
+    if diagnosis.kind == "hang":
+        text = f"hung ({process}): {diagnosis.words}.{_places(facts)}"
+    else:
+        text = f"failed{at_step(facts)} ({process}): {diagnosis.words}."
+        if failure.error and "by the kernel" not in failure.error:
+            text += f' It said: "{shorten(failure.error)}".'
+    if "waited" in diagnosis.words and facts.terminated:
+        text += f" Until then {_ranks(facts.terminated)} had said nothing."
+        rank = facts.terminated[0]
+    if diagnosis.kind in ("communication", "hang"):
+        text += _odd_fabrics(facts)
+    return diagnosis.kind, text, fill_hint(facts, diagnosis.hint, diagnosis.groups, rank)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, ranks[:8])) + (" and others" if ranks[8:] else "")
+    return f"{'ranks' if ranks[1:] else 'rank'} {numbers}"
+
+
+def _places(facts: RunFacts) -> str:
+    """Return where the ranks stood as they hung, by place."""
+    ranks_at: dict[str, list[int]] = {}
+    for rank, place in sorted(facts.stands.items()):
+        ranks_at.setdefault(place, []).append(rank)
+    places = [f"{_ranks(ranks)} at {place}" for place, ranks in ranks_at.items()]
+    return f" There stood {'; '.join(places[:4])}." if places else ""
+
+
+def _odd_fabrics(facts: RunFacts) -> str:
+    """Return the nodes with another interconnect than most: NCCL needs the same on all."""
+    events = facts.select("fabric", attempt=facts.newest)
+    fabric_of = {text_of(event, "node"): text_of(event, "name") for event in events}
+    if len(set(fabric_of.values())) < 2:
+        return ""
+    usual = Counter(filter(None, fabric_of.values())).most_common(1)[0][0]
+    odd = [f"{node} ({name or 'none'})" for node, name in fabric_of.items() if name != usual]
+    more = f" and {len(odd) - 3} more" if odd[3:] else ""
+    return f" The interconnect was {usual}, but not on {', '.join(odd[:3])}{more}."
+
+
+def _without_failure(facts: RunFacts, cause: str) -> Explanation:
+    """Explain an end that no rank has recorded, by the job's output and by Slurm's record."""
+    record, at = facts.record, at_step(facts)
+    log = _last_attempts_output(facts)
+    diagnosis = recognise(log) or recognise(facts.agent_log)
+    if diagnosis and diagnosis.kind in REPEATING_KINDS:
+        stepped = facts.select("first_step", attempt=facts.newest)
+        begin = f"ended{at}" if stepped else "did not come to life"
+        hint = fill_hint(facts, diagnosis.hint, diagnosis.groups)
+        return Explanation(diagnosis.kind, f"{begin}: {diagnosis.words}.", hint)
+    if cause == "host out of memory":
+        text = f"ended{at}: Slurm says that it used more memory than it may."
+        return Explanation(cause, text, "more --mem, or fewer DataLoader workers")
+    logs = f"{log_hint(facts)}; then {facts.again}"
+    if cause in (Cause.NODE_LOST, Cause.SUPERSEDED):
+        verdict = facts.verdict or {}
+        text = f"lost a node{at} ({text_of(verdict, 'why') or 'so Slurm says'})."
+        is_given_up = text_of(verdict, "action") == Action.GIVE_UP
+        return Explanation("node lost", text, logs if is_given_up else facts.again)
+    if record and record.exit_code.endswith(":53"):
+        text = "never began: on the node Slurm could not open its output file or enter its folder."
+        hint = "put the runs on a disk that the nodes see: --runs-dir"
+        return Explanation("bad environment", text, hint)
+    if record:
+        state = f" Slurm's word for job {facts.job_id} is {record.state} ({record.exit_code})."
+    else:
+        state = f" Of job {facts.job_id}: {facts.refusal}." if facts.refusal else ""
+    begin = "ended" if facts.newest is not None else "never began"
+    text = f"{begin}{at}, for an unknown reason.{state}{_last_line(log)}"
+    return Explanation("lost", text, logs)
+
+
+def _last_attempts_output(facts: RunFacts) -> str:
+    """Return the job's output since the verdict on the attempt before the newest."""
+    before = f"hpc-ddp: attempt {(facts.newest or 0) - 1}: "
+    _, is_there, after = facts.job_log.rpartition(before)
+    return after.partition("\n")[2] if is_there else facts.job_log
+
+
+def _last_line(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return f' The last line of its output: "{shorten(lines[-1])}".' if lines else ""

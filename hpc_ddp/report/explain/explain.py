@@ -1,0 +1,284 @@
+"""The explanation of a run in one paragraph: events, place, cause, lost steps, and a hint.
+
+Pure: `hpc_ddp.report.explain.facts` gathers the facts.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from hpc_ddp.report.explain.endings import REPEATING_KINDS, explain_attempt, explain_end
+from hpc_ddp.report.explain.explanation import (
+    PROGRESS,
+    Explanation,
+    fill_hint,
+    last_step,
+    quoted_path,
+    shorten,
+)
+from hpc_ddp.report.explain.facts import RunFacts, gather, number, text_of
+from hpc_ddp.report.explain.patterns import explain_pending, recognise
+from hpc_ddp.report.status.state import RunState
+from hpc_ddp.run import goodput
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.journal import is_finished, last_event
+from hpc_ddp.run.ranks import slow_rank
+from hpc_ddp.run.units import duration, plural
+from hpc_ddp.run.vocabulary import Action, Cause
+
+QUIET_S = 600.0  # a running job without an event for so long may hang
+_USUAL_REASONS = ("Priority", "Resources")  # the job only has to wait its turn
+_LIVE_KINDS = ("waiting", "running", "suspended", "ending")
+
+
+def explain_run(run: RunFolder) -> Explanation:
+    """Read all facts of a run, ask Slurm, and explain it."""
+    return explain(gather(run))
+
+
+def explain(facts: RunFacts) -> Explanation:
+    """Return what became of a run.
+
+    The order of the questions matters: an array, finished, over for good, live, rendered only,
+    ended.
+    """
+    explanation = _explain_state(facts)
+    if explanation.kind in ("waiting", "ending") and facts.newest is not None:
+        explanation = _add_last_attempt(facts, explanation)
+    lost_steps, lost_s = _lost(facts)
+    explanation = replace(
+        explanation,
+        job_id=facts.job_id,
+        attempt=facts.newest,
+        step=last_step(facts),
+        lost_steps=lost_steps,
+        lost_s=lost_s,
+    )
+    text = [f"{_name(facts.path)} {explanation.text}", _earlier_ends(facts)]
+    text.append(_loss(facts, explanation))
+    text += [f"It is a rerun of {text_of(event, 'of')}." for event in facts.select("rerun")[:1]]
+    return replace(explanation, text=" ".join(filter(None, text)))
+
+
+def _explain_state(facts: RunFacts) -> Explanation:
+    if facts.tasks:
+        return _explain_array(facts)
+    if is_finished(list(facts.events)):
+        return _explain_finished(facts)
+    if _is_over(facts):
+        return explain_end(facts)
+    if facts.live or facts.job_state:
+        return _explain_live(facts)
+    if facts.newest is None and not facts.select("submitted", "queued"):
+        text = "was rendered but never submitted: nothing has happened to it yet."
+        script = shlex.quote(str(facts.path / "job.sbatch"))
+        return Explanation("rendered", text, f"sbatch {script}")
+    return explain_end(facts)
+
+
+def _is_over(facts: RunFacts) -> bool:
+    """Whether nothing more happens by itself, even if Slurm still shows the job."""
+    verdict = facts.verdict
+    if verdict is None:
+        return facts.cancelled and not facts.live
+    if text_of(verdict, "cause") == Cause.SUPERSEDED:
+        return False
+    # These two back-ends requeue nothing: another attempt begins at once, or by the user.
+    no_requeue = facts.spec.get("backend") in ("local", "salloc") and not facts.live
+    return facts.cancelled or no_requeue or text_of(verdict, "action") != Action.REQUEUE
+
+
+def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
+    """Add the end of the last attempt to a run that waits for the next one."""
+    attempt = explain_attempt(facts)
+    text, hint = f"{explanation.text} Its last attempt {attempt.text}", explanation.hint
+    if attempt.kind in REPEATING_KINDS:
+        hint = attempt.hint
+    elif attempt.kind == "preempted" and facts.record and facts.record.reason in _USUAL_REASONS:
+        hint = "wait: it starts by itself"
+    return replace(explanation, text=text, hint=hint)
+
+
+def _name(path: Path) -> str:
+    if path.name.startswith("task-"):
+        array = path.parent
+        return f"Task {path.name.removeprefix('task-')} of run {array.parent.name} ({array.name})"
+    return f"Run {path.parent.name} ({path.name})"
+
+
+def _explain_finished(facts: RunFacts) -> Explanation:
+    step = last_step(facts)
+    steps = f" after {step} steps" if step is not None else ""
+    attempts = plural(len(_ends(facts)), "attempt")
+    wall_s = facts.events[-1]["time"] - facts.events[0]["time"]
+    text = f"is finished{steps}, in {attempts} and {duration(wall_s)}."
+    share = goodput.share(goodput.account(facts.events))
+    if share is not None:
+        text += f" Its goodput was {share:.0%}."
+    export = f"python -m hpc_ddp.training.export {quoted_path(facts)} model.safetensors"
+    return Explanation("finished", text, export if facts.saved is not None else "")
+
+
+def _explain_array(facts: RunFacts) -> Explanation:
+    """Count an array's tasks by kind, and explain one in full that did not go well."""
+    tasks = {name: explain(task) for name, task in facts.tasks.items()}
+    kinds = Counter(task.kind for task in tasks.values())
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    text = f"is an array, of which {plural(len(tasks), 'task')} have begun: {counts}."
+    bad = [name for name, task in tasks.items() if task.kind not in ("finished", *_LIVE_KINDS)]
+    if facts.record and facts.record.state == "PENDING":
+        words, _ = explain_pending(facts.record.reason, facts.job_id or "")
+        text += f" Others wait: {words}."
+    if not bad:
+        return Explanation("array", text, "", tasks=tasks)
+    task = tasks[bad[0]]
+    if bad[1:]:
+        text += f" Of the others see: hpc-ddp explain {quoted_path(facts)}/task-{bad[1]}."
+    return Explanation("array", f"{text} {task.text}", task.hint, tasks=tasks)
+
+
+# --- a live run ----------------------------------------------------------------------------
+
+
+def _explain_live(facts: RunFacts) -> Explanation:
+    """Explain a job that waits, runs, or is on its way to one of both."""
+    record, state = facts.record, facts.job_state
+    if record and state is RunState.WAITING:
+        words, hint = explain_pending(record.reason, facts.job_id or "")
+        text = f"waits in the queue as job {facts.job_id}: {words} ({record.reason or 'None'})."
+        if record.start_time and record.start_time > facts.now:
+            when = time.strftime("%a %H:%M", time.localtime(record.start_time))
+            text += f" Slurm expects to start it on {when}."
+        return Explanation("waiting", text, hint)
+    if record and state is RunState.SUSPENDED:
+        text = f"is suspended on {record.nodes}: Slurm has stopped it, and lets it go on later."
+        return Explanation("suspended", text, "wait")
+    if facts.verdict or state is RunState.ENDING:
+        return Explanation("ending", "is just ending.", f"hpc-ddp explain {quoted_path(facts)}")
+    return _explain_running(facts, record.nodes if record else "this machine")
+
+
+def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
+    events = [e for e in facts.events if e["attempt"] == facts.newest]
+    started = last_event(events, "started")
+    if started is None:
+        return Explanation("running", f"has just been started on {nodes}.", "wait")
+    hint = "" if facts.standalone else f"hpc-ddp logs -f {quoted_path(facts)}"
+    text = f"has been running on {nodes} for {duration(max(0.0, facts.now - started['time']))}"
+    if not last_event(events, "first_step"):
+        progress = "has not done its first step yet" if facts.has_progress else "reports no steps"
+        return Explanation("running", f"{text}, and {progress}.", hint)
+    metrics = last_event(events, "metrics") or {}
+    total, loss = number(metrics, "total_steps"), metrics.get("loss")
+    text += f", and is at step {last_step(facts)}" + (f" of {total}" if total else "")
+    text += f" (loss {loss:.4g})." if isinstance(loss, (int, float)) else "."
+    saved, failed = last_event(list(facts.events), "checkpoint"), last_event(events, "save_failed")
+    if failed and (not saved or failed["time"] > saved["time"]):
+        error = text_of(failed, "error")
+        text += f" ITS LAST SAVE FAILED ({shorten(error)}); the third in a row ends it."
+        diagnosis = recognise(error)
+        hint = fill_hint(facts, diagnosis.hint if diagnosis else "df -h {path}", {})
+        return Explanation("running", text, hint)
+    if saved:
+        text += f" Its newest checkpoint is of step {number(saved, 'step')}, and"
+        text += f" {duration(max(0.0, facts.now - saved['time']))} old."
+    else:
+        text += " It has saved nothing yet."
+    share = goodput.share(goodput.account(facts.events, facts.now))
+    if share is not None:
+        text += f" Goodput {share:.0%}."
+    if slow := slow_rank(events):
+        text += f" But {slow}: the others wait for it."
+    quiet_s = facts.now - events[-1]["time"]
+    if quiet_s > QUIET_S:
+        text += f" But it has reported nothing for {duration(quiet_s)}: it may hang."
+    return Explanation("running", text, hint)
+
+
+# --- earlier attempts and lost steps -------------------------------------------------------
+
+# The end of an attempt, by the verdict's cause.
+_ENDS: dict[str, str] = {
+    Cause.PREEMPTED: "was preempted",
+    Cause.TIME_LIMIT: "ran into its time limit",
+    Cause.NOTICE: "was asked to stop",
+    Cause.FAILED: "failed",
+    Cause.CANCELLED: "was cancelled",
+    Cause.FINISHED: "finished",
+    Cause.SUPERSEDED: "was requeued by Slurm itself",
+    Cause.NODE_LOST: "lost a node",
+    Cause.BAD_NODE: "met a bad node",
+}
+_NO_VERDICT = "ended without a word"
+# Ends of a script without hpc_ddp.training that may have a snapshot of its own.
+_NO_FAULT = ("preempted", "time limit", "stopped", "node lost", "waiting", "killed")
+
+
+def _ends(facts: RunFacts) -> dict[int, str]:
+    """Return how each attempt ended, by number."""
+    ends: dict[int, str] = {}
+    started = facts.select("started")
+    standalone = {e["attempt"] for e in started if e.get("backend") == "local"}
+    for event in facts.select("stopped", "failed"):
+        if event["attempt"] in standalone:
+            cause = Cause.NOTICE if event["event"] == "stopped" else Cause.FAILED
+            ends[event["attempt"]] = _ENDS[cause]
+    for event in facts.select("verdict"):
+        word = text_of(event, "cause")
+        # If no worker came to life at all, the node may be well.
+        is_unsure = word == Cause.NODE_LOST and event.get("step") is None
+        ends[event["attempt"]] = _NO_VERDICT if is_unsure else _ENDS.get(word, _NO_VERDICT)
+    numbers = {*facts.attempts, *ends, *(e["attempt"] for e in started)}
+    return {attempt: ends.get(attempt, _NO_VERDICT) for attempt in sorted(numbers)}
+
+
+def _earlier_ends(facts: RunFacts) -> str:
+    """Return how the attempts before the newest have ended."""
+    ends = [end for attempt, end in _ends(facts).items() if attempt != facts.newest]
+    counts = [f"{end} {_times(count)}" for end, count in Counter(ends).items()]
+    return f"Before that it {' and '.join(counts)}." if counts else ""
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _lost(facts: RunFacts) -> tuple[int | None, float | None]:
+    """Return the number of the newest attempt's steps that no checkpoint has, and their seconds."""
+    events = [e for e in facts.events if e["attempt"] == facts.newest]
+    began = last_event(events, "training") or last_event(events, "first_step")
+    step = last_step(facts)
+    if began is None or step is None:
+        return None, None
+    if last_event(events, "stopped", "finished"):  # both come when all is saved
+        return 0, 0.0
+    since = began["time"]
+    for saved in (e for e in events if e["event"] == "checkpoint"):
+        since = saved["time"] - (saved.get("write_s") or 0.0)  # its state is from before
+    times = [
+        e["time"]  # a hang is only reported after its patience: that is no training
+        for e in events
+        if e["event"] in PROGRESS and not text_of(e, "error").startswith("HangError")
+    ]
+    return max(0, step - (facts.saved or 0)), max(0.0, max(times, default=since) - since)
+
+
+def _loss(facts: RunFacts, explanation: Explanation) -> str:
+    """Return the sentence on lost steps."""
+    if explanation.kind in ("finished", "rendered", "array", "running", "suspended"):
+        return ""
+    if explanation.lost_steps is None:
+        if facts.newest is None or facts.has_progress or explanation.kind not in _NO_FAULT:
+            return ""
+        return "Its progress is unknown: it starts over, or from its own snapshot."
+    if not explanation.lost_steps:
+        return f"Nothing is lost: step {explanation.step} is saved." if explanation.step else ""
+    steps = plural(explanation.lost_steps, "step")
+    lost = f"{steps} ({duration(explanation.lost_s or 0.0)})"
+    if facts.saved is None:
+        return f"Nothing had been saved: {lost} are lost."
+    return f"The newest checkpoint is of step {facts.saved}: {lost} are to be done again."

@@ -1,0 +1,98 @@
+"""An explanation of a run, and the phrases that several explanations share."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hpc_ddp.report.explain.facts import RunFacts, number
+
+WIDTH = 100  # of the paragraph, in characters
+PROGRESS = ("first_step", "metrics", "checkpoint", "stopped", "finished", "failed", "restored")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The state or the end of a run, in words.
+
+    Attributes
+    ----------
+    kind
+        one to three words for programs: ``finished``, ``running``, ``waiting``, ``preempted``,
+        ``python error``, ``cuda out of memory`` …
+    text, hint
+        for people: a paragraph, and one thing to do ('' where there is nothing to do)
+    node, rank
+        where it happened; None where that is not known
+    step, lost_steps, lost_s
+        the last step that is known to be done; the number of the last attempt's steps that no
+        checkpoint has, and their seconds
+    """
+
+    kind: str
+    text: str
+    hint: str = ""
+    job_id: str | None = None
+    attempt: int | None = None
+    node: str | None = None
+    rank: int | None = None
+    step: int | None = None
+    lost_steps: int | None = None
+    lost_s: float | None = None
+    tasks: Mapping[str, Explanation] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def paragraph(explanation: Explanation) -> str:
+    """Return the text for a terminal. The hint is one line, so that a command can be copied."""
+    text = textwrap.fill(explanation.text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return f"{text}\nhint: {explanation.hint}" if explanation.hint else text
+
+
+def last_step(facts: RunFacts) -> int | None:
+    """Return the last step that is known to be done, in the newest attempt that did any."""
+    steps = (number(e, "step") for e in reversed(facts.events) if e["event"] in PROGRESS)
+    return next((step for step in steps if step is not None), None)
+
+
+def at_step(facts: RunFacts) -> str:
+    """Return `` at step n``, or `` before its first step``; '' where the progress is unknown."""
+    if not facts.has_progress or facts.newest is None:
+        return ""
+    if not facts.select("first_step", attempt=facts.newest):
+        return " before its first step"
+    return f" at step {last_step(facts)}"
+
+
+def quoted_path(facts: RunFacts) -> str:
+    return shlex.quote(str(facts.path))
+
+
+def log_hint(facts: RunFacts) -> str:
+    """Return the command that shows the run's output."""
+    if facts.standalone:
+        return "see its output, where it was started"
+    return f"hpc-ddp logs {quoted_path(facts)}"
+
+
+def fill_hint(
+    facts: RunFacts, hint: str, groups: Mapping[str, str], rank: int | None = None
+) -> str:
+    """Fill the fields of a hint; `rank` is the one whose log may show the cause."""
+    option = "" if rank is None or facts.standalone else f" --rank {rank} --attempt {facts.newest}"
+    fields = {
+        "again": facts.again,
+        "path": quoted_path(facts),
+        "python": str(facts.spec.get("python", "python3")),
+        "logs": f"{log_hint(facts)}{option}",
+    }
+    return hint.format(**{**groups, **fields})
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= 240 else f"{text[:240]}…"

@@ -1,0 +1,320 @@
+"""The facts of a run: its journal, the nodes' records, the logs, and Slurm's own record.
+
+Files that are half-written, damaged or another user's read as missing; nothing here raises for it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpc_ddp import slurm
+from hpc_ddp.report.status.state import RunState, state_of_job
+from hpc_ddp.run import checkpoints, process
+from hpc_ddp.run.errors import COMMUNICATION_ERROR, HpcDdpError
+from hpc_ddp.run.folder import AttemptFolder, NodeFolder, RunFolder, read_json, read_tail
+from hpc_ddp.run.journal import Event, last_event
+
+TAIL_BYTES = 32 * 1024
+
+T = TypeVar("T")
+
+
+def number(event: Mapping[str, Any], name: str) -> int | None:
+    """Return a number of an event; None where it is missing or no number."""
+    entry = event.get(name)
+    return int(entry) if isinstance(entry, (int, float)) and abs(entry) < 1e15 else None
+
+
+def text_of(event: Mapping[str, Any], name: str) -> str:
+    """Return a text of an event; '' where it is missing or no text."""
+    entry = event.get(name)
+    return entry if isinstance(entry, str) else ""
+
+
+def is_standalone(events: Sequence[Event]) -> bool:
+    """Whether the newest attempt is a plain ``python X.py``, or torchrun.
+
+    Its output was not kept, and its end has no verdict.
+    """
+    last = last_event(list(events), "submitted", "started")
+    return last is not None and last["event"] == "started" and last.get("backend") == "local"
+
+
+@dataclass(frozen=True)
+class RecordedFailure:
+    """A rank (None: torchrun itself) that did not end well; `code` negative for a signal."""
+
+    rank: int | None
+    node: str
+    error: str
+    code: int = 1
+    time: float = 0.0
+
+    @property
+    def was_terminated(self) -> bool:
+        """Whether its supervisor ended it, since another rank had failed."""
+        return self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it probably follows from another failure: a lost connection, or SIGTERM."""
+        return self.was_terminated or bool(COMMUNICATION_ERROR.search(self.error))
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All facts that an explanation is made from.
+
+    Attributes
+    ----------
+    path, spec
+        the run's folder, and the content of its ``job.json``
+    events
+        the journal; `attempts` the numbers of the attempts that have a folder
+    job_id, record, refusal
+        the job that counts now, and Slurm's record of it; None, and Slurm's answer, without one
+    cancelled, live
+        the user's mark; a process of this machine plays the run
+    saved
+        the step of the newest checkpoint on disk
+    failure
+        the failure that ended the newest attempt, by the nodes' records
+    terminated
+        the ranks that their supervisors ended, since others failed
+    rank_log, agent_log, job_log
+        the ends of the logs of the failed rank, of its torchrun, and of the job
+    stands
+        of a hang: rank to the line of code where it stood
+    tasks
+        the facts of an array's tasks, by their number
+    """
+
+    path: Path
+    now: float
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    events: Sequence[Event] = ()
+    attempts: Sequence[int] = ()
+    job_id: str | None = None
+    record: slurm.Record | None = None
+    refusal: str = ""
+    cancelled: bool = False
+    live: bool = False
+    saved: int | None = None
+    failure: RecordedFailure | None = None
+    terminated: Sequence[int] = ()
+    rank_log: str = ""
+    agent_log: str = ""
+    job_log: str = ""
+    stands: Mapping[int, str] = field(default_factory=dict)
+    tasks: Mapping[str, RunFacts] = field(default_factory=dict)
+
+    @cached_property  # read for each event
+    def newest(self) -> int | None:
+        """The newest attempt, by its folder or by its events."""
+        started = [e["attempt"] for e in self.events if e["event"] == "started"]
+        return max([*self.attempts, *started], default=None)
+
+    @property
+    def verdict(self) -> Event | None:
+        """The newest attempt's verdict, unless the run was submitted again after it."""
+        last = last_event(list(self.events), "verdict")
+        first = max((number(e, "first_attempt") or 0 for e in self.select("submitted")), default=0)
+        if last is None or last["attempt"] != self.newest or last["attempt"] < first:
+            return None
+        return last
+
+    @property
+    def job_state(self) -> RunState | None:
+        """The state of the live job; None when the job is over, or unknown."""
+        return state_of_job(self.record.state) if self.record else None
+
+    def select(self, *names: str, attempt: int | None = None) -> list[Event]:
+        """Return the events with these names, of one attempt or of all."""
+        return [e for e in self.events if e["event"] in names and attempt in (None, e["attempt"])]
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether the script uses hpc_ddp.training, so that its progress is known."""
+        return bool(self.select("first_step", "restored", "training", "finished"))
+
+    @property
+    def standalone(self) -> bool:
+        return is_standalone(self.events)
+
+    @property
+    def again(self) -> str:
+        """The command that goes on with the run."""
+        if self.standalone:
+            return "the same command again"
+        command = {"local": "hpc-ddp dry-run", "salloc": "hpc-ddp submit --backend salloc"}.get(
+            str(self.spec.get("backend")), "hpc-ddp submit"
+        )
+        return f"{command} --run {shlex.quote(str(self.path))}"
+
+
+# --- gathering -----------------------------------------------------------------------------
+
+
+def gather(run: RunFolder) -> RunFacts:
+    """Read a run's folder, and ask Slurm if the run has a job."""
+    events = [event for event in _try(run.events, list[Event]()) if _has_numbers(event)]
+    attempts = _try(run.attempts, list[AttemptFolder]())
+    outputs = _try(lambda: sorted(run.logs.glob("slurm*.out")), list[Path]())
+    facts = RunFacts(
+        path=run.path,
+        now=time.time(),
+        spec=read_json(run.job_json),
+        events=events,
+        attempts=[attempt.number for attempt in attempts],
+        cancelled=_try(run.cancelled.exists, False),
+        live=_is_live(events),
+        saved=_try(lambda: _newest_checkpoint(run.checkpoints), None),
+        job_log=_tail(outputs[-1]) if outputs else "",
+        tasks={str(task.index): gather(task) for task in _try(run.tasks, list[RunFolder]())},
+    )
+    facts = replace(facts, **_read_record(_try(lambda: run.job_ids(events), list[str]())))
+    if attempts:
+        facts = replace(facts, **_read_end(facts, attempts[-1]))
+    return facts
+
+
+def _try(call: Callable[[], T], default: T) -> T:
+    """Return the result of a read from disk or from Slurm, `default` where that fails."""
+    try:
+        return call()
+    except (OSError, ValueError, HpcDdpError):
+        return default
+
+
+_NUMBERS = ("step", "total_steps", "stall_s", "write_s", "restore_s", "began", "called", "rank")
+
+
+def _has_numbers(event: Event) -> bool:
+    """Whether the fields that are calculated with are numbers; damage can change any line."""
+    return all(
+        event.get(name) is None
+        or (isinstance(event[name], (int, float)) and abs(event[name]) < 1e15)
+        for name in ("time", "attempt", *_NUMBERS)
+        if (event.get("event"), name) != ("started", "began")  # of a process: only compared
+    )
+
+
+def _is_live(events: Sequence[Event]) -> bool:
+    started = last_event(list(events), "started")
+    return started is not None and _try(lambda: process.is_live(started), False)
+
+
+def _newest_checkpoint(folder: Path) -> int | None:
+    published = checkpoints.published(folder)
+    return checkpoints.step_of(published[0]) if published else None
+
+
+def _read_record(jobs: Sequence[str]) -> dict[str, Any]:
+    """Ask Slurm for the job that counts: the link of a chain that runs, else the newest known."""
+    records: dict[str, slurm.Record] = {}
+    refusal = ""
+    for job in jobs[-2:]:
+        try:
+            records[job] = slurm.record(job)
+        except HpcDdpError as error:
+            refusal = error.message
+            continue
+        if records[job].state in ("RUNNING", "COMPLETING"):
+            return {"job_id": job, "record": records[job]}
+    newest = jobs[-1] if jobs else None
+    last = next(reversed(records), newest)
+    return {"job_id": last, "record": records.get(last or ""), "refusal": refusal}
+
+
+def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
+    """Read the records and logs that the nodes and ranks of an attempt left of its end."""
+    nodes = _try(attempt.nodes, list[NodeFolder]())
+    failures = [failure for node in nodes for failure in _failures(node)]
+    # Of the last start: workers may have failed before and been started again.
+    began = max((e["time"] for e in facts.select("worker", attempt=attempt.number)), default=0)
+    failures += [
+        RecordedFailure(number(e, "rank"), text_of(e, "node"), text_of(e, "error"), 1, e["time"])
+        for e in facts.select("failed", attempt=attempt.number)
+        if e["time"] > began
+    ]
+    failure = _first_cause(facts, failures)
+    node = attempt.node(failure.node) if failure and _is_name(failure.node) else None
+    rank = failure.rank if failure else None
+    agent_logs = [_tail(n.agent_log)[-2000:] for n in nodes]
+    return {
+        "failure": failure,
+        "terminated": sorted({f.rank for f in failures if f.was_terminated and f.rank is not None}),
+        "rank_log": _tail(node.rank_log(rank)) if node and rank is not None else "",
+        "agent_log": _tail(node.agent_log) if node else "".join(agent_logs),
+        "stands": _stands(nodes),
+    }
+
+
+def _is_name(node: str) -> bool:
+    return bool(node) and not set(node) & {"/", "\0"}
+
+
+def _failures(node: NodeFolder) -> list[RecordedFailure]:
+    failures = []
+    for path in node.records():
+        entries = read_json(path).get("failures")
+        for entry in entries if isinstance(entries, list) else []:
+            if isinstance(entry, dict):
+                rank, code = number(entry, "rank"), number(entry, "code") or 1
+                time = float(number(entry, "time") or 0)
+                failures.append(
+                    RecordedFailure(rank, node.path.name, text_of(entry, "error"), code, time)
+                )
+    return failures
+
+
+def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> RecordedFailure | None:
+    """Return the failure that the verdict names; without a verdict, the first that is a cause."""
+    verdict = facts.verdict
+    if not (verdict and "node" in verdict):
+        return min(failures, key=lambda f: (f.is_consequence, f.time), default=None)
+    rank, node = number(verdict, "rank"), text_of(verdict, "node")
+    same = [f for f in failures if (f.rank, f.node) == (rank, node)]
+    code = next((f.code for f in same), number(verdict, "exit_code") or 1)
+    error = text_of(verdict, "error") or next((f.error for f in same if f.error), "")
+    return RecordedFailure(rank, node, error, code)
+
+
+def _tail(path: Path) -> str:
+    return read_tail(path, TAIL_BYTES)
+
+
+_FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
+_LIBRARY = re.compile(r"site-packages|/lib/python|/lib/hpc_ddp/|^<")
+
+
+def _stands(nodes: Sequence[NodeFolder]) -> dict[int, str]:
+    """Return the line of the user's code where each rank stood that wrote its stacks in a hang."""
+    places = {}
+    for node in nodes:
+        for path in sorted(node.path.glob("stack-rank-*.txt")):
+            rank = path.stem.removeprefix("stack-rank-")
+            main_thread = _tail(path).rpartition("hread 0x")[2]  # the main thread comes last
+            place = place_in(main_thread, newest_first=True)
+            if rank.isdecimal() and place:
+                places[int(rank)] = place
+    return places
+
+
+def place_in(text: str, newest_first: bool = False) -> str:
+    """Return the innermost line of a traceback that is in the user's code."""
+    frames = list(_FRAME.finditer(text))
+    if newest_first:
+        frames.reverse()
+    user_frames = [frame for frame in frames if not _LIBRARY.search(frame["file"])]
+    if not user_frames:
+        return ""
+    return f"{Path(user_frames[-1]['file']).name} line {user_frames[-1]['line']}"

@@ -1,0 +1,1 @@
+"""A run as one HTML page that needs no network."""

@@ -1,0 +1,191 @@
+"""Charts as SVG paths and labels, for the template to place.
+
+A plot is an SVG that is stretched to the width of the page, with lines that keep their width; its
+labels are text beside it, placed in percent. So one drawing fits all screens, without a script.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpc_ddp.report.html.curves import Column, Curve, Start, columns
+from hpc_ddp.run.units import measured
+
+WIDTH, HEIGHT = 1000, 400  # of a plot, in units of its paths
+MOST_COLUMNS = 4000  # of all charts of a page: some 50 bytes each
+LOG_RATIO = 100.0  # of the greatest to the least number, from which on the axis is logarithmic
+_LEAST = 1e-250  # that an axis can show
+_LABEL_WIDTH = 4.5  # percent
+
+
+class Label(NamedTuple):
+    """A text beside an axis or above a mark: `at` in percent; `title` is shown on hovering."""
+
+    at: float
+    text: str
+    title: str = ""
+
+
+class Path(NamedTuple):
+    """An SVG path; `kind` is ``line``, ``band`` (least to greatest numbers) or ``redone``."""
+
+    d: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One metric over the steps.
+
+    Attributes
+    ----------
+    steps
+        the first and the last step of the axis
+    marks
+        the starts of the workers after the first one
+    bad
+        the places of numbers that are NaN or infinite, in percent
+    points
+        (step, number as text) for the script that shows numbers under the pointer
+    """
+
+    name: str
+    last: str
+    summary: str
+    notes: Sequence[str]
+    steps: tuple[float, float]
+    x_ticks: Sequence[Label]
+    y_ticks: Sequence[Label]
+    paths: Sequence[Path]
+    marks: Sequence[Label]
+    bad: Sequence[float]
+    points: Sequence[tuple[float, str]]
+
+
+class Scale:
+    """Maps numbers from `low` to `high` to 0 to 1, linearly or by their logarithm."""
+
+    def __init__(self, low: float, high: float, is_log: bool = False) -> None:
+        if is_log:
+            low, high = math.log10(low), math.log10(high)
+        if high - low < max(1e-12 * max(abs(low), abs(high)), _LEAST):
+            room = 0.5 * abs(low) if abs(low) > _LEAST else 1.0
+            low, high = low - room, high + room
+        self.low, self.high, self.is_log = low, high, is_log
+
+    def __call__(self, number: float) -> float:
+        number = math.log10(number) if self.is_log else number
+        return min(1.0, max(0.0, (number - self.low) / (self.high - self.low)))
+
+    def ticks(self, count: int, least: float = 0.0) -> list[Label]:
+        """Return about `count` labels at round numbers, at least `least` apart."""
+        unit = 1.0 if self.is_log else least
+        distance = max(_round_up((self.high - self.low) / count), unit)
+        first = math.ceil(self.low / distance - 1e-9)
+        last = math.floor(self.high / distance + 1e-9)
+        labels = []
+        for i in range(first, min(last, first + 20) + 1):
+            number = 10.0 ** (i * distance) if self.is_log else i * distance
+            labels.append(Label(round(100 * self(number), 2), measured(number)))
+        return labels
+
+
+def _round_up(number: float) -> float:
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below a number."""
+    power = 10.0 ** math.floor(math.log10(number))
+    return next(part * power for part in (1, 2, 5, 10) if part * power >= number * 0.999)
+
+
+def charts(
+    curves: Sequence[Curve], starts: Sequence[Start], ends: Mapping[int, str]
+) -> list[Chart]:
+    """Return a chart of each curve; `ends` has the end of each attempt, in words."""
+    count = max(20, min(300, MOST_COLUMNS // max(len(curves), 1)))
+    return [_chart(curve, starts[1:], ends, count) for curve in curves]
+
+
+def _chart(curve: Curve, starts: Sequence[Start], ends: Mapping[int, str], count: int) -> Chart:
+    steps = [point.step for point in curve.points]
+    across = Scale(0.0 if min(steps) < 0.2 * max(steps) else min(steps), max(steps))
+    up = _number_scale(curve)
+    width = (across.high - across.low) / count
+    paths: list[Path] = []
+    points: list[tuple[float, str]] = []
+    bad: list[float] = []
+    for segment in curve.segments():
+        if segment.is_finite:
+            line = columns(segment.points, width)
+            paths += _paths(line, across, up, segment.is_redone)
+            points += [(column.step, measured(column.mean)) for column in line]
+        else:
+            bad += [round(100 * across(point.step), 1) for point in segment.points]
+            points += [(point.step, measured(point.number)) for point in segment.points[:count]]
+    notes = ["logarithmic"] if up.is_log else []
+    notes += [f"×: {len(bad):,} NaN or infinite"] if bad else []
+    last = measured(curve.points[-1].number)
+    return Chart(
+        name=curve.name,
+        last=last,
+        summary=f"{curve.name}, {last} at step {steps[-1]:.0f}",
+        notes=notes,
+        steps=(across.low, across.high),
+        x_ticks=across.ticks(6, least=1.0),
+        y_ticks=[label._replace(at=100 - label.at) for label in up.ticks(4)],
+        paths=paths,
+        marks=_marks(starts, ends, across),
+        bad=sorted(set(bad)),
+        points=points,
+    )
+
+
+def _number_scale(curve: Curve) -> Scale:
+    """Return the scale of a curve's numbers: logarithmic, from zero, or with some room."""
+    finite = curve.finite
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    is_speed = curve.name == "samples_per_s"
+    if low > _LEAST and high / LOG_RATIO > low and not is_speed:
+        return Scale(low, high, is_log=True)
+    room = 0.06 * (high - low)
+    if low >= 0 and (is_speed or low < 0.35 * high):
+        return Scale(0.0, high + room)
+    return Scale(low - room, high + room)
+
+
+def _paths(line: Sequence[Column], across: Scale, up: Scale, is_redone: bool) -> list[Path]:
+    """Return the line of the means, below it the band from the least to the greatest numbers."""
+
+    def place(step: float, number: float) -> str:
+        return f"{WIDTH * across(step):.0f} {HEIGHT * (1 - up(number)):.0f}"
+
+    d = "M" + "L".join(place(column.step, column.mean) for column in line)
+    if len(line) == 1:
+        d += "h0"  # a point alone shows as a dot
+    paths = [Path(d, "redone" if is_redone else "line")]
+    if any(column.high > column.low for column in line) and not is_redone:
+        edge = [place(column.step, column.high) for column in line]
+        edge += [place(column.step, column.low) for column in reversed(line)]
+        paths.insert(0, Path(f"M{'L'.join(edge)}z", "band"))
+    return paths
+
+
+def _marks(starts: Sequence[Start], ends: Mapping[int, str], across: Scale) -> list[Label]:
+    """Return a mark for each start; the text is left out where it would overlap another one."""
+    marks: list[Label] = []
+    last_text_at = -math.inf
+    for start in starts:
+        at = round(100 * across(start.step), 2)
+        title = f"attempt {start.attempt}, from step {start.step:.0f}"
+        if start.is_restart:
+            title = f"restart in {title}"
+        elif ends.get(start.attempt - 1):
+            title += f"; before: {ends[start.attempt - 1]}"
+        text = "↻" if start.is_restart else str(start.attempt)
+        if at - last_text_at < _LABEL_WIDTH:
+            text = ""
+        else:
+            last_text_at = at
+        marks.append(Label(at, text, title))
+    return marks

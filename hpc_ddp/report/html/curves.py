@@ -1,0 +1,142 @@
+"""The metrics of a run as curves, from its journal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from hpc_ddp.run.journal import Event
+
+HUGE = 1e300  # larger values are drawn like infinity
+_NO_METRICS = ("time", "event", "attempt", "step", "total_steps", "epoch")
+
+
+class Point(NamedTuple):
+    """A measured value; `start` counts the starts of the workers over all attempts."""
+
+    step: float
+    number: float
+    start: int
+
+    @property
+    def is_finite(self) -> bool:
+        return abs(self.number) < HUGE  # also False for NaN
+
+
+class Column(NamedTuple):
+    """Neighbouring points as one: the last step, the least, mean and greatest number."""
+
+    step: float
+    low: float
+    mean: float
+    high: float
+
+
+class Segment(NamedTuple):
+    """Points to be drawn as one line; `is_redone`: a later start has done these steps again."""
+
+    points: Sequence[Point]
+    is_finite: bool
+    is_redone: bool
+
+
+class Start(NamedTuple):
+    """A start of the workers; `is_restart`: it is not the first one of its attempt."""
+
+    attempt: int
+    step: float
+    is_restart: bool
+
+
+@dataclass
+class Curve:
+    """One metric of a run, in the order in which it was measured."""
+
+    name: str
+    points: list[Point] = field(default_factory=list)
+
+    @property
+    def finite(self) -> list[float]:
+        return [point.number for point in self.points if point.is_finite]
+
+    def segments(self) -> Iterator[Segment]:
+        """Cut the curve at each start, where steps were done again, and where it is not finite."""
+        redone_from: dict[int, float] = {}  # by start: the first step of all later ones
+        first_step = math.inf
+        for start, group in groupby(reversed(self.points), key=lambda point: point.start):
+            redone_from[start] = first_step
+            first_step = min(first_step, *(point.step for point in group))
+
+        def key(point: Point) -> tuple[int, bool, bool]:
+            return point.start, point.is_finite, point.step >= redone_from[point.start]
+
+        for (_, is_finite, is_redone), group in groupby(self.points, key=key):
+            yield Segment(list(group), is_finite, is_redone)
+
+
+def columns(points: Sequence[Point], width: float) -> list[Column]:
+    """Join points that lie in the same column of a picture; `width` is a column's, in steps."""
+    result = []
+    for _, group in groupby(points, key=lambda point: int(point.step / width)):
+        steps, numbers, _ = zip(*group, strict=True)
+        result.append(Column(steps[-1], min(numbers), sum(numbers) / len(numbers), max(numbers)))
+    return result
+
+
+def curves_of(events: Sequence[Event]) -> dict[str, Curve]:
+    """Return a run's metrics by name; the loss first, the speed last. Only numbers count."""
+    curves: dict[str, Curve] = {}
+    for index, start in enumerate(_split_at_starts(events)):
+        for event in start:
+            step = to_number(event.get("step"))
+            if event["event"] != "metrics" or step is None or not math.isfinite(step):
+                continue
+            for name, entry in event.items():
+                number = to_number(entry)
+                if name not in _NO_METRICS and number is not None:
+                    curve = curves.setdefault(name, Curve(name))
+                    curve.points.append(Point(step, number, index))
+    order = {"loss": 0, "mfu": 2, "samples_per_s": 3}
+    return dict(sorted(curves.items(), key=lambda pair: order.get(pair[0], 1)))
+
+
+def starts_of(events: Sequence[Event]) -> list[Start]:
+    """Return the starts of the workers that reached their training loop, in order."""
+    starts: list[Start] = []
+    for start in _split_at_starts(events):
+        trained = [e for e in start if e["event"] in ("training", "first_step", "metrics")]
+        if trained:
+            step = to_number(trained[0].get("step")) or 0.0
+            step -= trained[0]["event"] != "training"  # the others are written after their step
+            attempt = start[0]["attempt"]
+            is_restart = bool(starts) and starts[-1].attempt == attempt
+            starts.append(Start(attempt, step, is_restart))
+    return starts
+
+
+def _split_at_starts(events: Sequence[Event]) -> list[list[Event]]:
+    """Split the journal at each start of the workers: by attempt, and at restarts within one."""
+    starts: list[list[Event]] = []
+    has_worker = False
+    for event in events:
+        is_worker = event["event"] == "worker"
+        is_new_attempt = not starts or event["attempt"] != starts[-1][0]["attempt"]
+        if is_new_attempt or (is_worker and has_worker):
+            starts.append([])
+            has_worker = False
+        has_worker = has_worker or is_worker
+        starts[-1].append(event)
+    return starts
+
+
+def to_number(entry: Any) -> float | None:
+    """Return a number of the journal as a float; None for anything else."""
+    if not isinstance(entry, (int, float)):
+        return None
+    try:
+        return float(entry)
+    except OverflowError:
+        return math.inf if entry > 0 else -math.inf

@@ -1,0 +1,190 @@
+"""The page of a run: the values that ``templates/report.html.j2`` shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from hpc_ddp import __version__
+from hpc_ddp.report.explain.facts import text_of
+from hpc_ddp.report.html.charts import charts
+from hpc_ddp.report.html.curves import Curve, curves_of, starts_of, to_number
+from hpc_ddp.report.html.history import RunHistory, attempt_rows, nodes_of, read_run, strip
+from hpc_ddp.report.status.state import RunState
+from hpc_ddp.run import goodput
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.journal import node_seconds
+from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.units import duration, measured
+
+MOST_CHARTS = 24
+MOST_ATTEMPTS = 200
+_LOG_CHARACTERS = 12_000
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
+# The sign and the colour beside a state.
+_LOOKS = {
+    RunState.FINISHED: ("✓", "good"),
+    RunState.WAITING: ("…", "calm"),
+    RunState.RENDERED: ("○", "calm"),
+    RunState.STOPPED: ("⏸", "warn"),
+    RunState.CANCELLED: ("⏹", "warn"),
+}
+_WORKING, _BAD = ("▶", "busy"), ("✕", "bad")
+
+
+def render(run: RunFolder, templates: Path) -> str:
+    """Return a run's page as HTML; `templates` is the folder of the template.
+
+    Raises
+    ------
+    UsageError
+        the run is an array or a sweep, whose tasks have a page each
+    """
+    spec = _spec_of(run)
+    if spec and spec.array and not run.is_task:
+        raise UsageError(
+            f"run {run.id} is an array; accepted: one of its tasks",
+            hint=f"hpc-ddp report {run.id}/task-0; of all tasks: hpc-ddp status {run.id}",
+        )
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(templates),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    written = time.strftime("%Y-%m-%d %H:%M %Z", time.localtime())
+    template = env.get_template("report.html.j2")
+    return template.render(version=__version__, written=written, **_sections(read_run(run), spec))
+
+
+def _spec_of(run: RunFolder) -> JobSpec | None:
+    try:
+        return JobSpec.from_json(run.job_json.read_text())
+    except (OSError, ValueError, HpcDdpError):
+        return None
+
+
+def _sections(history: RunHistory, spec: JobSpec | None) -> dict[str, Any]:
+    rows = attempt_rows(history)
+    curves = curves_of(history.facts.events)
+    ends = {row["number"]: row["end"] for row in rows}
+    starts = starts_of(history.facts.events)
+    state = history.status.state
+    sign, look = _LOOKS.get(state, _WORKING if state.is_working else _BAD)
+    return {
+        "run": history.run,
+        "status": history.status,
+        "explanation": history.explanation,
+        "sign": sign,
+        "look": look,
+        "tiles": _tiles(history, spec, curves),
+        "failure": _failure(history),
+        "charts": charts(list(curves.values())[:MOST_CHARTS], starts, ends),
+        "left_out": list(curves)[MOST_CHARTS:],
+        "strip": strip(history, rows),
+        "parts": _parts(history.seconds),
+        "attempts": rows[-MOST_ATTEMPTS:],
+        "settings": _settings(history),
+    }
+
+
+def _tiles(
+    history: RunHistory, spec: JobSpec | None, curves: Mapping[str, Curve]
+) -> list[tuple[str, str, str]]:
+    """Return the figures at the top of the page: name, figure, addition."""
+    status, tiles = history.status, []
+    if (step := to_number(status.step)) is not None:
+        total = to_number(status.total_steps)
+        tiles.append(("step", f"{step:,.0f}", f"of {total:,.0f}" if total else ""))
+    if loss := curves.get("loss"):
+        lowest = measured(min(loss.finite, default=None))
+        tiles.append(("loss", measured(loss.points[-1].number), f"lowest {lowest}"))
+    for name, result in status.results.items():
+        tiles.append((name, measured(to_number(result)), "result"))
+    share = goodput.share(history.seconds)
+    if share is not None:
+        tiles.append(("goodput", f"{share:.0%}", "queue excluded"))
+    if history.attempts:
+        wall_s = sum(history.seconds.values())
+        tiles.append(("attempts", str(len(history.attempts)), ""))
+        queued = f"{duration(history.seconds['queued'])} queued"
+        tiles.append(("wall time", duration(wall_s), queued))
+    if spec and history.attempts:
+        node_s = node_seconds(list(history.facts.events), history.end)
+        unit = "GPU hours" if spec.gpu_count else "worker hours"
+        tiles.append((unit, f"{spec.gpus_in_use * node_s / 3600:.3g}", ""))
+    return tiles
+
+
+def _failure(history: RunHistory) -> dict[str, Any]:
+    """Return the failure that ended the newest attempt: rank, error, traceback, log."""
+    facts, failure = history.facts, history.facts.failure
+    events = facts.select("failed", attempt=facts.newest)
+    if failure is None and not events:
+        return {}
+    first = events[0] if events else {}
+    event = next((e for e in events if failure and e.get("rank") == failure.rank), first)
+    return {
+        "rank": failure.rank if failure else first.get("rank"),
+        "node": failure.node if failure else text_of(first, "node"),
+        "error": (failure.error if failure else "") or text_of(event, "error"),
+        "traceback": _clean(text_of(event, "traceback")),
+        "log": _clean(facts.rank_log[-_LOG_CHARACTERS:]),
+        "attempt": facts.newest,
+    }
+
+
+def _parts(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return the parts of the wall time that are not zero, with their shares in percent."""
+    wall_s = sum(seconds.values())
+    return [
+        {
+            "name": part,
+            "time": duration(spent_s),
+            "share": f"{100 * spent_s / wall_s:.1f} %",
+            "meaning": goodput.PARTS[part].replace("`", ""),
+        }
+        for part, spent_s in seconds.items()
+        if wall_s > 0 and spent_s >= 0.05
+    ]
+
+
+def _settings(history: RunHistory) -> list[tuple[str, str]]:
+    """Return the command, the settings that are not the defaults, and the hosts."""
+    spec = history.facts.spec
+    defaults = {f.name: f.default for f in fields(JobSpec) if f.default is not MISSING}
+    settings = []
+    if spec:
+        args = spec.get("args")
+        words = [str(spec.get("script", "")), *map(str, args if isinstance(args, list) else ())]
+        settings.append(("command", shlex.join(words)))
+    for name, setting in spec.items():
+        is_default = defaults.get(name, MISSING) == setting and name != "nodes"
+        if name not in ("name", "args", "script") and setting and not is_default:
+            settings.append((name.replace("_", "-"), _as_text(setting)))
+    hosts = dict.fromkeys(n for events in history.attempts.values() for n in nodes_of(events))
+    if hosts:
+        settings.append(("hosts", ", ".join(hosts)))
+    return [*settings, ("run folder", str(history.run.path))]
+
+
+def _as_text(setting: Any) -> str:
+    if isinstance(setting, dict):
+        return "\n".join(f"{name}={_as_text(entry)}" for name, entry in setting.items())
+    if isinstance(setting, list):
+        return "\n".join(map(str, setting))
+    return "yes" if setting is True else str(setting)
+
+
+def _clean(text: str) -> str:
+    """Return a text without colours and other control characters."""
+    return _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))

@@ -1,0 +1,164 @@
+"""The lines of all ranks in order of time, and equal lines of several ranks as one."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc_ddp.report.logs.files import LogFile
+from hpc_ddp.run.folder import AttemptFolder, RunFolder
+from hpc_ddp.run.journal import Event, events_of
+
+LIST_EVERY = 10  # polls between two looks for new ranks
+FOLD_S = 2.0  # equal lines of several ranks within this time are one: times are good to a second
+
+
+class Line(NamedTuple):
+    """A line of a rank's log; `time` in unix seconds."""
+
+    time: float
+    rank: int
+    node: str
+    text: bytes
+
+
+@dataclass
+class AttemptLogs:
+    """The logs of one attempt, of a run or of a task of an array, by node and rank."""
+
+    run: RunFolder
+    attempt: AttemptFolder
+    tidy: bool
+    logs: dict[tuple[str, int], LogFile] = field(default_factory=dict)
+    begin_shown: bool = False
+    end_shown: bool = False
+    _updates: int = 0
+    _offsets: dict[Path, int] = field(default_factory=dict)  # bytes read of each `printed`
+
+    def update(self, is_last: bool) -> None:
+        """Find new logs, and read the supervisors' notes of their sizes."""
+        if is_last or not self._updates % LIST_EVERY or not self.logs:
+            for node in self.attempt.nodes():
+                for path in node.path.glob("rank-*.log"):
+                    rank = path.stem.removeprefix("rank-")
+                    if rank.isdecimal():
+                        log = LogFile(path, self.tidy)
+                        self.logs.setdefault((node.path.name, int(rank)), log)
+                for path in node.path.glob("printed*"):
+                    self._offsets.setdefault(path, 0)
+        self._updates += 1
+        for path in self._offsets:
+            self._read_notes(path)
+
+    def _read_notes(self, path: Path) -> None:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            file.seek(self._offsets[path])
+            for line in file.read().splitlines(keepends=True):
+                if not line.endswith(b"\n"):
+                    break  # half-written: the next update reads it
+                self._offsets[path] += len(line)
+                with contextlib.suppress(ValueError, IndexError, KeyError):
+                    words = line.split()
+                    seconds, size = float(words[0]), int(words[2])
+                    log = self.logs[path.parent.name, int(words[1])]
+                    log.times.append(seconds)
+                    log.sizes.append(size)
+
+    def events(self) -> list[Event]:
+        """Return the attempt's events, without those of the ranks, which are many."""
+        paths = sorted(self.run.journal_folder.glob("*.jsonl"))
+        events = (e for p in paths if not p.name.startswith("rank-") for e in events_of(p))
+        return [event for event in events if event["attempt"] == self.attempt.number]
+
+    def new_lines(self, is_last: bool) -> Iterator[Line]:
+        """Yield the new lines of all ranks in order of time."""
+        # Every so often all logs are read: a supervisor may not be able to note their sizes.
+        read_all = is_last or self._updates % LIST_EVERY == 1
+        now = time.time()
+        streams = [
+            _stream(node, rank, log, is_last, now)
+            for (node, rank), log in sorted(self.logs.items())
+            if read_all or log.may_have_grown
+        ]
+        return heapq.merge(*streams, key=itemgetter(0, 1))
+
+
+def _stream(node: str, rank: int, log: LogFile, is_last: bool, now: float) -> Iterator[Line]:
+    """Yield a rank's new lines; times do not go back, nor beyond `now` (a clock may be ahead)."""
+    latest = 0.0
+    for seconds, text in log.new_lines(is_last):
+        latest = max(latest, min(seconds, now))
+        yield Line(latest, rank, node, text)
+
+
+class LineFolder:
+    """Folds equal lines that several ranks print at about the same time into one.
+
+    No rank's lines change their order: those before an equal one are shown first.
+    """
+
+    def __init__(self, fold: bool) -> None:
+        self._fold = fold
+        self._held: list[Line] = []
+
+    def add(self, line: Line) -> Iterator[tuple[Line, list[int]]]:
+        """Add a line; yield those that are too old to be equal to it, with their ranks."""
+        if not self._fold:
+            yield line, [line.rank]
+            return
+        yield from self.release(line.time - FOLD_S)
+        self._held.append(line)
+
+    def release(self, before: float) -> Iterator[tuple[Line, list[int]]]:
+        """Yield and remove all lines, if the first is from before a time."""
+        if not self._held or self._held[0].time >= before:
+            return
+        held, self._held = self._held, []
+        queues: dict[int, deque[Line]] = {}
+        counts: dict[bytes, Counter[int]] = {}  # of each text, how often each rank still has it
+        for line in held:
+            queues.setdefault(line.rank, deque()).append(line)
+            counts.setdefault(line.text, Counter())[line.rank] += 1
+
+        def pop(rank: int) -> Line:
+            line = queues[rank].popleft()
+            counts[line.text][rank] -= 1
+            return line
+
+        shown_early: Counter[int] = Counter()  # lines of each rank that were shown with another's
+        for line in held:
+            if shown_early[line.rank]:
+                shown_early[line.rank] -= 1
+                continue
+            pop(line.rank)
+            ranks = [line.rank]
+            equal = [rank for rank, count in counts[line.text].items() if count]
+            for rank in equal:
+                if rank == line.rank:
+                    continue
+                while True:
+                    first = pop(rank)
+                    shown_early[rank] += 1
+                    if first.text == line.text:
+                        break
+                    yield first, [rank]
+                ranks.append(rank)
+            yield line, ranks
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Return numbers as ``0-3,7``."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)

@@ -1,0 +1,237 @@
+"""Prints the logs of a run, once or as they grow."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from hpc_ddp.report.explain.facts import is_standalone
+from hpc_ddp.report.logs.files import CHUNK, LogFile, LogQuery, log_files
+from hpc_ddp.report.logs.merge import FOLD_S, AttemptLogs, Line, LineFolder, spans
+from hpc_ddp.run.errors import UsageError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.journal import Event, last_event
+from hpc_ddp.run.vocabulary import Action
+
+POLL_S = 0.5
+ASK_EVERY = 20  # polls between two questions to Slurm whether the run has ended
+
+# Lines that launchers and libraries print in every rank of every job.
+NOISE = re.compile(
+    rb"\[W\d{4} .*socket\.cpp:\d+\] \[c10d\] The hostname of the client socket cannot be retrieved"
+    rb"|\[Gloo\] Rank \d+ is connected to \d+ peer ranks"
+)
+TORCH_MARK = re.compile(rb"^\[rank\d+\]: ?")  # torch's own, of tracebacks
+COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+def show(run: RunFolder, query: LogQuery) -> None:
+    """Print the lines that there are now.
+
+    Raises
+    ------
+    UsageError
+        no such rank or attempt, or no log will ever exist
+    """
+    _check_has_logs(run, query)
+    _update(_open_view(run, query), run, query, is_last=True)
+
+
+def follow(run: RunFolder, query: LogQuery, has_ended: Callable[[], bool]) -> None:
+    """Print the lines and those that are added, until `has_ended` or Ctrl-C.
+
+    Raises
+    ------
+    UsageError
+        no log will ever exist
+    """
+    _check_has_logs(run, query)
+    view = _open_view(run, query)
+    with contextlib.suppress(KeyboardInterrupt):
+        for poll in itertools.count():
+            # Asked before the update, so that all lines from before the end are shown.
+            is_last = poll % ASK_EVERY == 0 and has_ended()
+            with contextlib.suppress(UsageError):  # a rank that has not started yet
+                _update(view, run, query, is_last)
+            if is_last:
+                return
+            time.sleep(POLL_S)
+
+
+def _check_has_logs(run: RunFolder, query: LogQuery) -> None:
+    if is_standalone(run.events()):
+        log_files(run, query.rank or 0, query.attempt)
+
+
+def _open_view(run: RunFolder, query: LogQuery) -> PlainView | MergedView:
+    if query.job or query.rank is not None:
+        return PlainView(run, query)
+    return MergedView(run, query)
+
+
+def _update(view: PlainView | MergedView, run: RunFolder, query: LogQuery, is_last: bool) -> None:
+    view.update(is_last)
+    if is_last and view.is_empty:
+        PlainView(run, query).update(is_last)
+
+
+class PlainView:
+    """Copies files to stdout, one after the other."""
+
+    is_empty = False
+
+    def __init__(self, run: RunFolder, query: LogQuery) -> None:
+        self._run, self._query = run, query
+        self._files: dict[Path, LogFile] = {}
+
+    def update(self, is_last: bool) -> None:
+        for path in log_files(self._run, self._query.rank, self._query.attempt):
+            log = self._files.setdefault(path, LogFile(path))
+            for _, line in log.new_lines(is_last or self._query.pattern is None):
+                _write(line, self._query.pattern)
+        sys.stdout.buffer.flush()
+
+
+def _write(line: bytes, pattern: re.Pattern[bytes] | None, mark: str = "") -> None:
+    if pattern is None or pattern.search(line):
+        sys.stdout.buffer.write(mark.encode() + line)
+
+
+class MergedView:
+    """Prints the ranks' lines with their node and rank, and a line where an attempt begins or ends.
+
+    The marks are left out as long as only rank 0 has printed anything.
+    """
+
+    def __init__(self, run: RunFolder, query: LogQuery) -> None:
+        self._run, self._query = run, query
+        self._groups: dict[Path, AttemptLogs] = {}
+        self._folders: dict[Path, LineFolder] = {}
+        self._has_marks = False
+        self._width = 0  # of the widest mark of one rank so far
+        self._has_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has a log."""
+        return not any(group.logs for group in self._groups.values())
+
+    def update(self, is_last: bool) -> None:
+        self._find_attempts()
+        groups = [group for group in self._groups.values() if is_last or not group.end_shown]
+        groups.sort(key=_begin_time)
+        for group in groups:
+            group.update(is_last)
+        self._has_marks = self._has_marks or any(map(self._has_several_ranks, groups))
+        for group in groups:
+            self._show(group, is_last)
+        sys.stdout.buffer.flush()
+
+    def _find_attempts(self) -> None:
+        number = self._query.attempt
+        for run in self._run.tasks() or [self._run]:
+            for attempt in run.attempts():
+                if number in (None, attempt.number):
+                    group = AttemptLogs(run, attempt, not self._query.raw)
+                    self._groups.setdefault(attempt.path, group)
+        if number is not None and not self._groups:
+            log_files(self._run, 0, number)  # raises, with the attempts that exist
+
+    def _has_several_ranks(self, group: AttemptLogs) -> bool:
+        """Whether any rank but 0 has printed a line that is shown."""
+        logs = [log for (_, rank), log in group.logs.items() if rank and log.may_have_grown]
+        return any(self._has_output(log.path) for log in logs)
+
+    def _has_output(self, path: Path) -> bool:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            return any(map(self._is_shown, file.read(CHUNK).splitlines(keepends=True)))
+        return False
+
+    def _is_shown(self, line: bytes) -> bool:
+        return self._query.raw or not NOISE.search(line)
+
+    def _show(self, group: AttemptLogs, is_last: bool) -> None:
+        folder = self._folders.setdefault(group.attempt.path, LineFolder(not self._query.raw))
+        # Read before the lines, so that all lines from before the verdict are there.
+        events = group.events()
+        verdict = last_event(events, "verdict")
+        is_over = is_last or verdict is not None
+        if not group.begin_shown and (group.logs or is_over):
+            self._print_heading(group, _beginning(events))
+            group.begin_shown = True
+        for line in group.new_lines(is_over):
+            if self._is_shown(line.text):
+                self._print(group, folder.add(line))
+        before = float("inf") if is_over else time.time() - FOLD_S / 2
+        self._print(group, folder.release(before))
+        if verdict and not group.end_shown:
+            self._print_heading(group, _end(verdict))
+            group.end_shown = True
+
+    def _print(self, group: AttemptLogs, lines: Iterable[tuple[Line, list[int]]]) -> None:
+        pattern = self._query.pattern
+        for line, ranks in lines:
+            text = line.text if line.text.endswith(b"\n") else line.text + b"\n"
+            if not self._has_marks:
+                _write(text, pattern)
+            elif pattern is None or pattern.search(text):
+                _write(TORCH_MARK.sub(b"", text), None, self._mark(group, line, ranks))
+
+    def _mark(self, group: AttemptLogs, line: Line, ranks: list[int]) -> str:
+        task = f"task {group.run.index} " if group.run.is_task else ""
+        if len(ranks) == 1:
+            origin = f"{line.node} rank {line.rank}"
+            self._width = max(self._width, len(origin))
+        elif len(ranks) == len(group.logs):
+            origin = "all ranks"
+        else:
+            origin = f"ranks {spans(ranks)}"
+        mark = f"{task}{origin:{self._width}} | "
+        if not self._has_colours:
+            return mark
+        return f"\033[{COLOURS[line.rank % len(COLOURS)]}m{mark}\033[0m"
+
+    def _print_heading(self, group: AttemptLogs, text: str) -> None:
+        if self._query.pattern is not None or not text:
+            return
+        task = f"task {group.run.index}, " if group.run.is_task else ""
+        heading = f"--- {task}attempt {group.attempt.number}{text}"
+        if self._has_colours:
+            heading = f"\033[1m{heading}\033[0m"
+        sys.stdout.buffer.write(f"{heading}\n".encode())
+
+
+def _begin_time(group: AttemptLogs) -> tuple[float, int]:
+    with contextlib.suppress(OSError):
+        return (group.attempt.path / "attempt.json").stat().st_mtime, group.attempt.number
+    return float("inf"), group.attempt.number
+
+
+def _beginning(events: Sequence[Event]) -> str:
+    """Return time, nodes and job of an attempt's beginning."""
+    started = last_event(list(events), "started")
+    if started is None:
+        return ""
+    begin = time.strftime(" began %a %H:%M:%S", time.localtime(started["time"]))
+    nodes = started.get("nodes") or []
+    names = " ".join(nodes) if len(nodes) <= 4 else f"{nodes[0]} … {nodes[-1]} ({len(nodes)} nodes)"
+    job = f", job {started['job_id']}" if started.get("job_id") else ""
+    return f"{begin}{names and f' on {names}'}{job}"
+
+
+def _end(verdict: Event) -> str:
+    """Return how an attempt ended, in the words of the job's own output."""
+    end = time.strftime("%H:%M:%S", time.localtime(verdict["time"]))
+    why = verdict.get("why") or verdict.get("cause")
+    action = verdict.get("action")
+    if action == Action.REQUEUE:
+        why = f"{why}; it starts over" if verdict.get("step") is None else f"{why}; it goes on"
+    elif action == Action.GIVE_UP:
+        why = f"{why}; given up"
+    return f" ended {end}: {why}"

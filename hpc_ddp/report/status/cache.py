@@ -1,0 +1,104 @@
+"""A cache of the status of ended runs.
+
+Reading the journals of two thousand runs takes many seconds, and those of ended runs do not
+change. Their status is kept in ``<runs>/.status.json``, beside the name, size and time of every
+file that it was read from: it is valid as long as all of these are unchanged and none of the run's
+jobs is in the queue. The status of a live run is never kept.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp import __version__, slurm
+from hpc_ddp.report.status.run_status import Status, summarize
+from hpc_ddp.report.status.state import RunState
+from hpc_ddp.run.folder import RunFolder, read_json, write_json
+from hpc_ddp.run.journal import Event, last_event, read_briefly
+
+FORMAT = [__version__, *(field.name for field in fields(Status))]
+
+
+class StatusCache:
+    """Reads the status of runs below `root`; `save` keeps it for the next command."""
+
+    def __init__(self, root: Path, queue: Mapping[str, slurm.QueuedJob]) -> None:
+        self._path, self._queue = root / ".status.json", queue
+        content = read_json(self._path)
+        entries = content.get("runs") if content.get("format") == FORMAT else None
+        self._entries: dict[str, Any] = entries if isinstance(entries, dict) else {}
+        self._changed = False
+
+    def status_of(self, run: RunFolder) -> Status:
+        """Return the status of one run."""
+        files, name = _fingerprint(run), str(run.path)
+        entry = self._entries.get(name, {})
+        with suppress(KeyError, TypeError, AttributeError, ValueError):  # a damaged entry is none
+            if entry["files"] == files and not self._has_queued(entry["jobs"]):
+                return _restore(entry["status"], entry["saved_at"])
+        events = read_briefly(run.journal_folder)
+        jobs = run.job_ids(events)
+        status = summarize(run, events, jobs, self._queue)
+        saved = last_event(events, "checkpoint")
+        if _has_ended(status, events) and not self._has_queued(jobs):
+            self._entries[name] = {
+                "files": files,  # from before: a later line of the journal is not in the status
+                "jobs": jobs,
+                "saved_at": saved["time"] if saved else None,
+                "status": asdict(status),
+            }
+            self._changed = True
+        elif self._entries.pop(name, None):
+            self._changed = True
+        return status
+
+    def _has_queued(self, jobs: list[str]) -> bool:
+        return any(job in self._queue for job in jobs)
+
+    def save(self) -> None:
+        """Write the cache, if the folder can be written: it only saves time."""
+        if self._changed:
+            entries = {name: entry for name, entry in self._entries.items() if os.path.isdir(name)}
+            with suppress(OSError):
+                write_json(self._path, {"format": FORMAT, "runs": entries})
+            self._changed = False
+
+
+def _restore(values: dict[str, Any], saved_at: float | None) -> Status:
+    status = Status(**{**values, "state": RunState(values["state"])})
+    return status if saved_at is None else replace(status, last_checkpoint_s=time.time() - saved_at)
+
+
+def _has_ended(status: Status, events: list[Event]) -> bool:
+    """Whether nothing more happens to a run without a new line in its journal, or a new job."""
+    last = last_event(events, "submitted", "started", "verdict")
+    has_verdict = last is not None and last["event"] == "verdict"
+    is_final = status.state in (RunState.FINISHED, RunState.CANCELLED)
+    return not status.state.is_live and (has_verdict or is_final)
+
+
+def _fingerprint(run: RunFolder) -> list[Any]:
+    """Return values that change when a file changes from which a run's status is read."""
+    try:
+        names = os.listdir(run.path)
+    except OSError:  # it is just being removed
+        return []
+    folders = [str(run.path), *(f"{run.path}/{n}" for n in sorted(names) if n.startswith("task-"))]
+    fingerprint: list[Any] = [os.path.exists(f"{folder}/cancelled") for folder in folders]
+    for folder in folders:
+        with suppress(FileNotFoundError):
+            for name in sorted(os.listdir(f"{folder}/journal")):
+                # Opened, since NFS may answer a stat alone from a cache.
+                descriptor = os.open(f"{folder}/journal/{name}", os.O_RDONLY)
+                try:
+                    facts = os.fstat(descriptor)
+                finally:
+                    os.close(descriptor)
+                fingerprint.append([name, facts.st_size, facts.st_mtime_ns])
+    return fingerprint

@@ -1,0 +1,215 @@
+"""One line of ``hpc-ddp status``: what a run's journal and Slurm's queue report of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hpc_ddp import slurm
+from hpc_ddp.report.explain.patterns import explain_pending
+from hpc_ddp.report.status.state import RunState, find_state
+from hpc_ddp.run import goodput, process
+from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.run.events import Cancelled
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.journal import Event, last_event, read_briefly
+from hpc_ddp.run.ownership import check_executable
+from hpc_ddp.run.ranks import slow_rank
+from hpc_ddp.run.slurm_values import parse_time
+
+
+@dataclass(frozen=True)
+class Status:
+    """One run. `state` and `why` are in plain words.
+
+    Attributes
+    ----------
+    attempt, nodes
+        the newest start, from 0, and the number of its nodes
+    step, total_steps, loss, samples_per_s
+        the newest ones in the journal
+    last_checkpoint_s
+        the age of the newest one, in seconds
+    time_left_s, eta_s
+        of a run that is running: seconds to its attempt's time limit, and to its last step at the
+        pace of this attempt
+    goodput, seconds
+        from 0 to 1, and the parts of the wall time (see `hpc_ddp.run.goodput`)
+    reason
+        Slurm's own word for why it waits
+    slow
+        the rank that the others wait for, '' without one (see `hpc_ddp.run.ranks`)
+    results
+        the results that the script passed to ``run.finish``
+    rerun_of
+        the folder of the run that it repeats
+    """
+
+    run: str
+    name: str
+    id: str
+    state: RunState
+    job_id: str | None
+    attempt: int | None
+    nodes: int | None
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    samples_per_s: float | None
+    last_checkpoint_s: float | None
+    time_left_s: float | None
+    eta_s: float | None
+    goodput: float | None
+    seconds: dict[str, float]
+    why: str
+    reason: str
+    slow: str
+    results: dict[str, float | None]
+    rerun_of: str | None = None
+
+    @property
+    def progress(self) -> str | None:
+        """The step, as ``400/1000``."""
+        if self.step is None:
+            return None
+        return f"{self.step}/{self.total_steps}" if self.total_steps else str(self.step)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def status_of(run: RunFolder, queue: Mapping[str, slurm.QueuedJob]) -> Status:
+    """Return the status of one run; `queue` has the user's jobs in Slurm, by job id."""
+    events = read_briefly(run.journal_folder)
+    return summarize(run, events, run.job_ids(events), queue)
+
+
+def unreadable(run: RunFolder, why: str) -> Status:
+    """Return the status of a run whose files are damaged."""
+    return replace(summarize(run, [], [], {}), state=RunState.UNREADABLE, why=why)
+
+
+def summarize(
+    run: RunFolder,
+    events: Sequence[Event],
+    jobs: Sequence[str],
+    queue: Mapping[str, slurm.QueuedJob],
+) -> Status:
+    """Return the status of a run from its journal and the ids of all its jobs."""
+    events = list(events)
+    started = last_event(events, "started")
+    metrics = last_event(events, "metrics") or {}
+    saved = last_event(events, "checkpoint")
+    progress = last_event(events, "metrics", "checkpoint", "stopped", "finished", "restored") or {}
+    queued = [queue[job] for job in jobs if job in queue]
+    state, why = find_state(run, events, queued)
+    if state is RunState.WAITING:
+        running = sum(_is_running(task, queue) for task in run.tasks())
+        if running:
+            state, why = RunState.RUNNING, f"{running} tasks run, others wait"
+    now = time.time()
+    waits, runs = state is RunState.WAITING, state is RunState.RUNNING
+    seconds = goodput.account(events, now if state.is_live else None, waits=waits)
+    slow = slow_rank(events) if runs else None
+    return Status(
+        run=str(run.path),
+        name=run.name,
+        id=run.id,
+        state=state,
+        job_id=jobs[-1] if jobs else None,
+        attempt=started["attempt"] if started else None,
+        nodes=len(started.get("nodes", ())) or None if started else None,
+        step=progress.get("step"),
+        total_steps=metrics.get("total_steps"),
+        loss=metrics.get("loss"),
+        samples_per_s=metrics.get("samples_per_s"),
+        last_checkpoint_s=now - saved["time"] if saved else None,
+        time_left_s=_time_left_s(queued) if runs else None,
+        eta_s=_eta_s(events, metrics, now) if runs else None,
+        goodput=goodput.share(seconds),
+        seconds={part: round(spent_s, 3) for part, spent_s in seconds.items()},
+        why=explain_pending(why, jobs[-1])[0] if waits else why,
+        reason=why if waits else "",
+        slow=str(slow or ""),
+        results=(last_event(events, "finished") or {}).get("results", {}),
+        rerun_of=(last_event(events, "rerun") or {}).get("of"),
+    )
+
+
+def _is_running(task: RunFolder, queue: Mapping[str, slurm.QueuedJob]) -> bool:
+    jobs = task.job_ids(read_briefly(task.journal_folder))
+    return any(job in queue and queue[job].state == "RUNNING" for job in jobs)
+
+
+def _time_left_s(queued: Sequence[slurm.QueuedJob]) -> float | None:
+    """Return squeue's time left in seconds; None for a job without a limit."""
+    limit = next((job.time_left for job in queued if job.state == "RUNNING"), "")
+    try:
+        return float(parse_time(limit))
+    except UsageError:
+        return None
+
+
+def _eta_s(events: list[Event], metrics: Event, now: float) -> float | None:
+    """Return the seconds to the last step at the mean pace of this start, saves included."""
+    first = last_event(events, "first_step", "worker") or {}
+    total, step = metrics.get("total_steps"), metrics.get("step", 0)
+    steps = step - first.get("step", step)
+    if first.get("event") != "first_step" or not total or steps <= 0:
+        return None
+    pace_s = (metrics["time"] - first["time"]) / steps
+    left_s = (total - step) * pace_s - (now - metrics["time"])
+    return max(0.0, float(left_s))
+
+
+def has_ended(run: RunFolder) -> bool:
+    """Whether a run makes no more progress by itself; False where Slurm gives no answer."""
+    if run.finished() or run.cancelled.exists():
+        return True
+    is_local = "pid" in (last_event(run.events(), "started") or {})
+    try:
+        jobs = {} if is_local else slurm.queue()
+    except HpcDdpError:
+        return False
+    state = status_of(run, jobs).state
+    return not (state.is_live or state is RunState.RENDERED)
+
+
+def cancel(run: RunFolder) -> None:
+    """End a run for good. The mark comes first, so that a verdict made just now sees it.
+
+    Raises
+    ------
+    UsageError
+        the run is finished, or another user could have written the ids of its processes and jobs
+    """
+    check_executable(run)
+    if run.finished():
+        raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.id}")
+    jobs: list[str] = []
+    for folder in (run, *run.tasks()):
+        if folder.finished():
+            continue
+        folder.cancelled.touch()
+        events = folder.events()
+        folder.journal("submit").write(Cancelled())
+        started = last_event(events, "started")
+        if started and process.is_live(started):
+            os.kill(started["pid"], signal.SIGTERM)
+        jobs += folder.job_ids(events)
+    if run.is_task:
+        jobs = _jobs_of_task(run, jobs)
+    if jobs:
+        slurm.cancel(jobs)
+
+
+def _jobs_of_task(task: RunFolder, jobs: Sequence[str]) -> list[str]:
+    """Return job ids that mean this task only: the last task of an array has the array's id."""
+    array = RunFolder(task.whole)
+    array_jobs = array.job_ids(array.events())
+    task_ids = [f"{job}_{task.index}" for job in array_jobs]
+    return [*task_ids, *(job for job in jobs if job not in array_jobs)]

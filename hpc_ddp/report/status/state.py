@@ -1,0 +1,251 @@
+"""The state of a run, and whether a job or a process still works on it.
+
+`find_state` asks these questions, in this order; the first one that applies decides:
+
+1. Does the journal say that the run is finished?              ``finished``
+2. Has the user cancelled it?                                  ``cancelled``
+3. Has Slurm a live job of it?     ``waiting``, ``starting``, ``running``, ``suspended``, ``ending``
+4. Has it tasks, and no process of this machine plays them?    ``finished``, ``array``
+5. Was it never submitted?                                     ``rendered``
+6. Has its newest attempt a verdict?       ``stopped``, ``failed``, ``cancelled``, ``superseded``
+7. Does its process run on this machine?                       ``running``
+8. Has a standalone script journaled its own end?              ``stopped``, ``failed``
+9. None of these                                               ``lost``
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from hpc_ddp import slurm
+from hpc_ddp.run import process
+from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.journal import Event, is_finished, last_event
+from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.run.terminal import say
+from hpc_ddp.run.vocabulary import Action, Word
+
+
+class RunState(Word):
+    """The state of a run in one word; ``not begun`` is for tasks of an array."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+    ENDING = "ending"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    STOPPED = "stopped"
+    SUPERSEDED = "superseded"
+    LOST = "lost"
+    RENDERED = "rendered"
+    ARRAY = "array"
+    NOT_BEGUN = "not begun"
+    UNREADABLE = "unreadable"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the run has a job or a process now."""
+        return self in _LIVE
+
+    @property
+    def is_working(self) -> bool:
+        """Whether the job has its nodes."""
+        return self in _LIVE and self is not RunState.WAITING
+
+
+# Slurm's states of a job that is not over.
+_OF_JOB = {
+    "PENDING": RunState.WAITING,
+    "REQUEUED": RunState.WAITING,
+    "CONFIGURING": RunState.STARTING,
+    "RUNNING": RunState.RUNNING,
+    "COMPLETING": RunState.ENDING,
+    "SUSPENDED": RunState.SUSPENDED,
+    "STOPPED": RunState.SUSPENDED,
+}
+_LIVE = frozenset(_OF_JOB.values())
+
+
+def state_of_job(slurm_state: str) -> RunState | None:
+    """Return the state of a run whose job is in a state of Slurm's; None when the job is over."""
+    return _OF_JOB.get(slurm_state)
+
+
+def find_state(
+    run: RunFolder, events: Sequence[Event], queued: Sequence[slurm.QueuedJob]
+) -> tuple[RunState, str]:
+    """Return the state of a run, and the reason in words (Slurm's reason while it waits).
+
+    Parameters
+    ----------
+    events
+        the run's journal, by attempt and time
+    queued
+        the run's jobs that Slurm still has
+    """
+    events = list(events)
+    if is_finished(events):
+        return RunState.FINISHED, ""
+    if run.cancelled.exists():
+        return RunState.CANCELLED, ""
+    last = last_event(events, "submitted", "started", "verdict")
+    job = next((job for job in queued if state_of_job(job.state)), None)
+    if job and not (run.is_task and _is_final(last)):
+        is_waiting = _OF_JOB[job.state] is RunState.WAITING
+        return _OF_JOB[job.state], job.reason if is_waiting else job.nodes
+    tasks = run.tasks()
+    if tasks and not _has_live_process(last):
+        return _state_of_array(run, tasks)
+    if last is None:
+        return RunState.RENDERED, "never submitted"
+    if last["event"] == "verdict":
+        return _state_of_verdict(last)
+    if "pid" in last:
+        return _state_of_process(last, events)
+    return RunState.LOST, next((job.state.lower() for job in queued), "gone from the queue")
+
+
+def _is_final(last: Event | None) -> bool:
+    """Whether a verdict without a requeue is the last word of a task.
+
+    The last task of an array has the array's own job id, which is live while other tasks run.
+    """
+    return last is not None and last.get("action", Action.REQUEUE) != Action.REQUEUE
+
+
+def _has_live_process(last: Event | None) -> bool:
+    return last is not None and "pid" in last and process.is_live(last)
+
+
+def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunState, str]:
+    indexes = [task.index for task in tasks]
+    with suppress(HpcDdpError, ValueError):  # a broken file of one run must not hide all others
+        indexes = JobSpec.from_json(run.job_json.read_text()).indexes(indexes)
+    finished, total = sum(task.finished() for task in tasks), len(indexes)
+    state = RunState.FINISHED if finished == total else RunState.ARRAY
+    return state, f"{finished} of {total} tasks finished"
+
+
+def _state_of_verdict(verdict: Event) -> tuple[RunState, str]:
+    if verdict["action"] == Action.REQUEUE:
+        return RunState.STOPPED, f"{verdict['why']}; can go on with --run"
+    if verdict["action"] == Action.GIVE_UP:
+        return RunState.FAILED, verdict["why"]
+    try:
+        return RunState(verdict["cause"]), verdict["why"]
+    except ValueError:  # a damaged journal
+        return RunState.LOST, verdict["why"]
+
+
+def _state_of_process(started: Event, events: Sequence[Event]) -> tuple[RunState, str]:
+    """Return the state of a run on a machine. A standalone script has no verdict, only events."""
+    if process.is_live(started):
+        return RunState.RUNNING, "on this machine"
+    if started.get("backend") == "local":
+        of_attempt = [e for e in events if e["attempt"] == started["attempt"]]
+        end = last_event(of_attempt, "stopped", "failed")
+        if end and end["event"] == "stopped":
+            source = f" ({end['source']})" if "source" in end else ""
+            why = f"{end.get('reason')}{source}, at step {end.get('step')}"
+            return RunState.STOPPED, f"{why}; can go on with the same command"
+        if end:
+            first = next(e for e in of_attempt if e["event"] == "failed")
+            return RunState.FAILED, f"rank {first.get('rank')}: {first.get('error')}"
+    return RunState.LOST, "ended without a word"
+
+
+# --- what works on a run -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The user's jobs: `jobs` by id, the `scripts` of those that are not over, and the name of the
+    `cluster`."""
+
+    jobs: Mapping[str, slurm.QueuedJob]
+    scripts: Collection[str]
+    cluster: str = ""
+
+
+def jobs_in_queue() -> Mapping[str, slurm.QueuedJob]:
+    """Return the user's jobs by id; none without a Slurm, or without an answer."""
+    try:
+        return slurm.queue()
+    except HpcDdpError:
+        return {}
+
+
+def read_queue() -> Queue | None:
+    """Ask Slurm for all that `describe_work` needs; None without a Slurm.
+
+    A Slurm that gives no answer is None, too, with a line on stderr.
+    """
+    if shutil.which("squeue") is None:
+        return None
+    try:
+        cluster = slurm.show_config().get("ClusterName", "")
+        return Queue(slurm.queue(), slurm.queued_scripts(), cluster)
+    except HpcDdpError as error:
+        say(f"{error.message}; runs that have a job are left alone")
+        return None
+
+
+def describe_work(run: RunFolder, queue: Queue | None) -> str:
+    """Return the job or process that works on a run, or on a task of its array, or will; or ''.
+
+    Unknown counts as work: a job where there is no Slurm to ask, or a process of another machine
+    that has journaled no end.
+    """
+    for folder in (run, *run.tasks()):
+        if work := _describe_work(folder, queue):
+            return work
+    return ""
+
+
+def _describe_work(run: RunFolder, queue: Queue | None) -> str:
+    events = run.events()
+    jobs = run.job_ids(events)
+    if queue is not None:
+        if work := _describe_job(run, events, jobs, queue):
+            return work
+    elif jobs or last_event(events, "started") is None:
+        # A run that was only rendered, too: any user may have given its script to sbatch.
+        return f"job {jobs[-1] if jobs else '?'}, of a Slurm that can't be asked from here"
+    return _describe_process(events)
+
+
+def _describe_job(run: RunFolder, events: list[Event], jobs: Sequence[str], queue: Queue) -> str:
+    for job in jobs:
+        if job in queue.jobs and queue.jobs[job].state not in slurm.OVER:
+            return f"job {job}, {queue.jobs[job].state.lower()}"
+    if os.path.realpath(run.script) in queue.scripts:  # submitted by sbatch, without hpc-ddp
+        return "a job of its script"
+    if "(null)" in queue.scripts and not jobs:
+        return "perhaps a job whose script came through a pipe"
+    last = last_event(events, "started", "verdict") or {}
+    cluster = last.get("cluster")  # a verdict has none
+    if cluster and queue.cluster and cluster != queue.cluster:
+        return f"job {last.get('job_id')} of cluster {cluster}, which can't be asked from here"
+    return ""
+
+
+def _describe_process(events: list[Event]) -> str:
+    started = last_event(events, "started")
+    if started is None or "pid" not in started:
+        return ""
+    name = f"process {started['pid']} on {started.get('host')}"
+    if process.is_live(started):
+        return name
+    of_attempt = [event for event in events if event["attempt"] == started["attempt"]]
+    end = last_event(of_attempt, "verdict", "finished", "stopped", "failed")
+    is_elsewhere = started.get("host") != socket.gethostname()
+    return f"{name}, which can't be seen from here" if is_elsewhere and not end else ""

@@ -1,0 +1,134 @@
+"""The tasks of an array side by side: parameters, progress, results."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_ddp import slurm
+from hpc_ddp.report.status.run_status import Status, status_of
+from hpc_ddp.report.status.state import RunState, state_of_job
+from hpc_ddp.report.tables import columns
+from hpc_ddp.run import checkpoints
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.run.journal import last_event
+from hpc_ddp.run.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of an array.
+
+    Attributes
+    ----------
+    point
+        its values of the sweep's parameters, by name
+    best
+        the best value that its script passed to ``run.best``; None without one
+    status
+        None for a task that has not begun
+    """
+
+    index: int
+    point: Mapping[str, str]
+    state: RunState
+    best: float | None
+    status: Status | None
+
+    @property
+    def results(self) -> Mapping[str, float | None]:
+        """The results that its script passed to ``run.finish``."""
+        return self.status.results if self.status else {}
+
+    def to_dict(self) -> dict[str, Any]:
+        status = self.status.to_dict() if self.status else {}
+        task = {"task": self.index, "point": dict(self.point), "state": self.state}
+        return {**status, **task, "best": self.best}
+
+
+def tasks(run: RunFolder, queue: Mapping[str, slurm.QueuedJob]) -> list[Task]:
+    """Return all tasks of an array in the order of their indexes; none for another run.
+
+    `queue` has the user's jobs in Slurm, by job id.
+    """
+    spec = JobSpec.from_json(run.job_json.read_text())
+    if not spec.array or run.is_task:
+        return []
+    folders = {task.index: task for task in run.tasks()}
+    jobs = [queue[job] for job in run.job_ids(run.events()) if job in queue]
+    waits = any(state_of_job(job.state) is RunState.WAITING for job in jobs)
+    return [
+        _task(index, spec.trials[index] if spec.trials else {}, folders.get(index), queue, waits)
+        for index in spec.indexes(folders)
+    ]
+
+
+def _task(
+    index: int,
+    point: Mapping[str, str],
+    run: RunFolder | None,
+    queue: Mapping[str, slurm.QueuedJob],
+    waits: bool,
+) -> Task:
+    status = status_of(run, queue) if run else None
+    if run is None or status is None or status.state is RunState.RENDERED:
+        state = RunState.WAITING if waits else RunState.NOT_BEGUN
+        return Task(index, point, state, None, None)
+    state = RunState.WAITING if waits and _is_resubmitted(run) else status.state
+    return Task(index, point, state, _best(run), status)
+
+
+def _is_resubmitted(run: RunFolder) -> bool:
+    """Whether a task was submitted again, and has not begun since."""
+    submitted = last_event(run.events(), "submitted")
+    return submitted is not None and submitted.get("first_attempt") == len(run.attempts())
+
+
+def _best(run: RunFolder) -> float | None:
+    for folder in checkpoints.published(run.checkpoints):
+        with suppress(OSError, ValueError):
+            best = checkpoints.read_manifest(folder).get("best")
+            return float(best["value"]) if best else None
+    return None
+
+
+def table(tasks: Sequence[Task]) -> str:
+    """Return the tasks as a table: parameters, state, step, results; without empty columns."""
+    parameters = list(tasks[0].point)
+    results = list(dict.fromkeys(name for task in tasks for name in task.results))
+    header = ["task", *parameters, "state", "attempt", "step", "loss", "best", *results, "why"]
+    rows = [_cells(task, results) for task in tasks]
+    shown = [
+        i
+        for i, name in enumerate(header)
+        if name in parameters or any(row[i] not in (None, "") for row in rows)
+    ]
+    return columns([header[i] for i in shown], [[row[i] for i in shown] for row in rows])
+
+
+def _cells(task: Task, results: Sequence[str]) -> list[Any]:
+    status = task.status
+    attempt, progress, loss = None, None, None
+    if status:
+        attempt, progress, loss = status.attempt, status.progress, status.loss
+    cells = [task.index, *task.point.values(), task.state, attempt, progress]
+    cells += [_short(loss), _short(task.best), *(_short(task.results.get(n)) for n in results)]
+    return [*cells, status.why if status else ""]
+
+
+def summary(run: RunFolder, tasks: Sequence[Task]) -> str:
+    """Return the number of tasks in each state, and the used part of the budget."""
+    counts = Counter(task.state for task in tasks)
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
+    spec = JobSpec.from_json(run.job_json.read_text())
+    hours = run.gpu_hours(spec.gpus_in_use)
+    unit = "GPU" if spec.gpu_count else "worker"
+    budget = f" of {spec.budget_gpu_hours:g}" if spec.budget_gpu_hours else ""
+    return f"{len(tasks)} tasks: {states}; {hours:.3g}{budget} {unit} hours used"
+
+
+def _short(number: float | None) -> str | None:
+    return None if number is None else f"{number:.4g}"

@@ -1,0 +1,200 @@
+"""The table of runs: their selection, their order, and the columns that fit a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_ddp import slurm
+from hpc_ddp.report.status import sweep
+from hpc_ddp.report.status.cache import StatusCache
+from hpc_ddp.report.status.run_status import Status, unreadable
+from hpc_ddp.report.status.state import jobs_in_queue, state_of_job
+from hpc_ddp.run.folder import RunFolder, all_runs, find_run
+from hpc_ddp.run.progress import ProgressBar
+from hpc_ddp.run.units import duration
+
+MOST_RUNS = 20  # shown without --all, unless more of them are live
+MIN_WHY_WIDTH = 24  # other columns are dropped before "why" gets narrower than this
+
+# fmt: off
+COLUMNS = (
+    "name", "id", "job", "state", "attempt", "nodes", "step", "loss", "samples/s", "saved",
+    "goodput", "left", "why",
+)
+# fmt: on
+# On a narrow terminal these are dropped, the first one first.
+_DROP_ORDER = ("samples/s", "nodes", "attempt", "goodput", "saved", "loss", "id", "job", "left")
+_SHOWN_WHEN_EMPTY = ("name", "id", "job", "state", "step", "loss", "saved", "why")
+COLOURS = {
+    "running": "32",
+    "finished": "2",
+    "waiting": "33",
+    "ending": "33",
+    "starting": "33",
+    "failed": "31",
+    "lost": "31",
+    "suspended": "35",
+    "stopped": "36",
+}
+
+
+def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str:
+    """Return the states of the runs of these names, or of all, as a table or as JSON.
+
+    Without names, live runs come first. JSON has all runs, also those that the table leaves out.
+    """
+    queue = jobs_in_queue()
+    older = 0
+    if names:
+        runs = [find_run(root, name) for name in names]
+    else:
+        runs, older = select(root, queue, show_all or as_json)
+    rows = read_statuses(root, runs, queue)
+    if not names:
+        rows.sort(key=lambda row: not row.state.is_live)
+    tasks = sweep.tasks(runs[0], queue) if len(names) == 1 else []
+    if as_json:
+        dicts = [row.to_dict() for row in rows]
+        if tasks:
+            dicts[0]["tasks"] = [task.to_dict() for task in tasks]
+        return json.dumps(dicts)
+    if not rows:
+        hint = "elsewhere: cd to where they were submitted, --runs-dir, or HPC_DDP_RUNS"
+        print(f"no runs in {root}\nhint: {hint}", file=sys.stderr)  # stdout is data
+        return ""
+    parts = [table(rows, *terminal())]
+    if older:
+        parts[0] += f"\n… {older:,} older: hpc-ddp status --all"
+    if tasks:
+        parts += [sweep.table(tasks), sweep.summary(runs[0], tasks)]
+    return "\n\n".join(parts)
+
+
+def select(
+    root: Path, queue: Mapping[str, slurm.QueuedJob], show_all: bool
+) -> tuple[list[RunFolder], int]:
+    """Return the newest runs and those with a live job, newest first, and the number of others."""
+    runs = all_runs(root)
+    if show_all or len(runs) <= MOST_RUNS:
+        return runs, 0
+    jobs = [job_id for job_id, job in queue.items() if state_of_job(job.state)]
+    live = {os.path.realpath(root / ".jobs" / job_id) for job_id in jobs}
+    live |= {os.path.dirname(path) for path in live}  # the array of a task
+    selection = runs[:MOST_RUNS]
+    selection += [run for run in runs[MOST_RUNS:] if str(run.path.resolve()) in live]
+    return selection, len(runs) - len(selection)
+
+
+def read_statuses(
+    root: Path, runs: Sequence[RunFolder], queue: Mapping[str, slurm.QueuedJob]
+) -> list[Status]:
+    """Return the status of each run, in their order."""
+    cache = StatusCache(root, queue)
+    statuses = []
+    with ProgressBar("reading journals", len(runs)) as progress:
+        for run in runs:
+            statuses.append(_read_status(cache, run))
+            progress.add(1)
+    cache.save()
+    return statuses
+
+
+def _read_status(cache: StatusCache, run: RunFolder) -> Status:
+    """Return a run's status. A run that can't be read must not hide the others."""
+    try:
+        return cache.status_of(run)
+    except Exception as error:  # damage has many forms
+        return unreadable(run, f"{type(error).__name__}: {error}")
+
+
+def table(rows: Sequence[Status], width: int | None = None, colours: bool = False) -> str:
+    """Return the rows as a table; empty columns are left out.
+
+    Parameters
+    ----------
+    width
+        of the terminal, in characters: columns are dropped until the others fit
+    colours
+        of the states, as terminal codes
+    """
+    cells = [_cells(row) for row in rows]
+    names = [
+        name
+        for name in COLUMNS
+        if name in _SHOWN_WHEN_EMPTY or any(row[name] not in ("-", "") for row in cells)
+    ]
+    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in names}
+
+    def why_width() -> int:
+        """Return the width that the other columns leave to the last one, `why`."""
+        return (width or 10**6) - sum(widths[name] + 2 for name in names[:-1])
+
+    for name in _DROP_ORDER:
+        if name in names and why_width() < min(widths["why"], MIN_WHY_WIDTH):
+            names.remove(name)
+    lines = []
+    for row in [{name: name for name in names}, *cells]:
+        shown = {name: row[name].ljust(widths[name]) for name in names}
+        shown["why"] = _cut(row["why"], why_width())
+        code = COLOURS.get(row["state"]) if colours else None
+        if code:
+            shown["state"] = f"\033[{code}m{shown['state']}\033[0m"
+        lines.append("  ".join(shown.values()).rstrip())
+    return "\n".join(lines)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
+
+
+def _cells(row: Status) -> dict[str, str]:
+    age = None if row.last_checkpoint_s is None else f"{duration(row.last_checkpoint_s)} ago"
+    cells = {
+        "name": row.name,
+        "id": row.id,
+        "job": row.job_id,
+        "state": row.state,
+        "attempt": row.attempt,
+        "nodes": row.nodes,
+        "step": row.progress,
+        "loss": None if row.loss is None else f"{row.loss:.4g}",
+        "samples/s": None if row.samples_per_s is None else f"{row.samples_per_s:.4g}",
+        "saved": age,
+        "goodput": None if row.goodput is None else f"{row.goodput:.0%}",
+        "left": _time_left(row),
+        "why": "; ".join(filter(None, (row.slow, row.why))),
+    }
+    return {name: "-" if cell is None else str(cell) for name, cell in cells.items()}
+
+
+def _time_left(row: Status) -> str | None:
+    """Return the time to the last step, and to the time limit if that comes before it."""
+    limit_s = row.time_left_s
+    if row.eta_s is None:
+        return None if limit_s is None else f"limit {duration(limit_s)}"
+    if limit_s is not None and limit_s < row.eta_s:
+        return f"{duration(row.eta_s)}, limit {duration(limit_s)}"
+    return duration(row.eta_s)
+
+
+def terminal() -> tuple[int | None, bool]:
+    """Return the terminal's width (None: stdout is no terminal), and whether it takes colours."""
+    if not sys.stdout.isatty():
+        return None, False
+    return shutil.get_terminal_size().columns, "NO_COLOR" not in os.environ
+
+
+def watch(render: Callable[[], str], every_s: float) -> None:
+    """Show the text of `render` again and again, in place on a terminal, until Ctrl-C."""
+    clear = "\033[H\033[J" if sys.stdout.isatty() else ""
+    with suppress(KeyboardInterrupt):
+        while True:
+            print(f"{clear}{render()}", flush=True)
+            time.sleep(every_s)

@@ -1,0 +1,71 @@
+"""Tables for people: columns of text, checkpoints, nodes of a preflight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hpc_ddp.run.checkpoints import Health
+from hpc_ddp.run.journal import Event
+from hpc_ddp.run.units import byte_count, duration, speed
+
+CHECKPOINT_COLUMNS = ("checkpoint", "saved", "size", "ranks", "health")
+# fmt: off
+PREFLIGHT_COLUMNS = (
+    "node", "interface", "GPUs", "TMPDIR", "run folder", "clock", "torch", "sends", "receives",
+    "health",
+)
+# fmt: on
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return rows below a header, in aligned columns; None is shown as ``-``."""
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in ([*header], *cells)
+    )
+    return "\n".join(lines)
+
+
+def checkpoint_table(rows: Sequence[Health]) -> str:
+    """Return one line per checkpoint, oldest first."""
+    return columns(CHECKPOINT_COLUMNS, [_checkpoint_cells(row) for row in rows])
+
+
+def _checkpoint_cells(row: Health) -> tuple[Any, ...]:
+    size = _optional(byte_count, row.bytes)
+    good = "good, the best so far" if row.best else "good"
+    return row.name, f"{duration(row.age_s)} ago", size, row.world_size, row.problem or good
+
+
+def preflight_table(event: Event) -> str:
+    """Return one line per node of an event `preflight`."""
+    rows = [_preflight_cells(node, report) for node, report in event["report"].items()]
+    return columns(PREFLIGHT_COLUMNS, rows)
+
+
+def _preflight_cells(node: str, report: Mapping[str, Any]) -> tuple[Any, ...]:
+    ahead_s = report.get("clock_s")
+    interface = " ".join(filter(None, (report.get("interface"), report.get("address"))))
+    return (
+        node,
+        interface or None,
+        report.get("gpus"),
+        _optional(_free, report.get("tmpdir_free")),
+        _optional(_free, report.get("scratch_free")),
+        None if ahead_s is None else f"{ahead_s:+.3f} s",
+        report.get("torch"),
+        _optional(speed, report.get("send_mb_s")),
+        _optional(speed, report.get("receive_mb_s")),
+        ", ".join(dict.fromkeys(fault["check"] for fault in report["bad"])) or "good",
+    )
+
+
+def _optional(form: Callable[[float], str], amount: float | None) -> str | None:
+    return None if amount is None else form(amount)
+
+
+def _free(count: float) -> str:
+    return f"{byte_count(count)} free"

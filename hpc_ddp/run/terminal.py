@@ -1,0 +1,24 @@
+"""Messages to the user on stderr; stdout is data."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+
+
+def say(text: str) -> None:
+    """Print a line of hpc-ddp's own to stderr, or nothing where that is not possible.
+
+    The job's output may lie on a disk that is full. A line that stays in Python's buffer would
+    then turn the exit code of the process into 120, so it is written past the buffer.
+    """
+    line = f"hpc-ddp: {text}\n"
+    with suppress(OSError, ValueError, AttributeError):  # closed, or there is none
+        try:
+            descriptor = sys.stderr.fileno()
+        except OSError:  # no file, as in a notebook
+            sys.stderr.write(line)
+        else:
+            sys.stderr.flush()
+            os.write(descriptor, line.encode(errors="replace"))

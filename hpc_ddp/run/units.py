@@ -1,0 +1,52 @@
+"""Amounts as text for people: times, bytes, speeds, measured numbers. Standard library only."""
+
+from __future__ import annotations
+
+import math
+
+_TIMES = (("s", 1.0, 119.5), ("min", 60.0, 119.5), ("h", 3600.0, 47.5), ("d", 86400.0, math.inf))
+_BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in one unit: ``4.2 s``, ``75 s``, ``2.5 min``, ``30 h``, ``5.0 d``."""
+    unit, size = next((unit, size) for unit, size, most in _TIMES if seconds < most * size)
+    amount = seconds / size
+    return f"{amount:.1f} {unit}" if amount < 9.95 else f"{amount:.0f} {unit}"
+
+
+def brief_duration(seconds: float) -> str:
+    """Return a time with two digits, in milliseconds below 0.1 s: ``0.31 s``, ``4.5 ms``."""
+    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"
+
+
+def byte_count(count: float) -> str:
+    """Return a number of bytes in its largest decimal unit: ``4.2 GB``, ``512 B``."""
+    for unit, size in _BYTES:
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def speed(megabytes_per_s: float) -> str:
+    """Return a transfer speed: ``850 MB/s``, ``12.4 GB/s``."""
+    if megabytes_per_s >= 1000:
+        return f"{megabytes_per_s / 1000:.1f} GB/s"
+    return f"{megabytes_per_s:.3g} MB/s"
+
+
+def measured(number: float | None) -> str:
+    """Return a measured number with four digits: ``0.9861``, ``12,346``, ``2.7e−5``, ``NaN``."""
+    if number is None:
+        return "–"
+    if not math.isfinite(number):
+        return "NaN" if math.isnan(number) else "∞" if number > 0 else "−∞"
+    if 1e4 <= abs(number) < 1e9:
+        return f"{number:,.0f}"
+    text = f"{number:.4g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+    return text.replace("-", "−")
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: ``1 step``, ``3 steps``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

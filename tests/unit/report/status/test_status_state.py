@@ -1,0 +1,60 @@
+"""Live runs by Slurm's queue, as `clean` and others need them; its commands are stand-ins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes import Slurm
+
+from hpc_ddp.report.status.state import Queue, describe_work, read_queue
+from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.slurm import QueuedJob
+from tests.raw_events import raw
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "name" / "run").make()
+    run.journal("batch").write(raw("started", job_id="5", cluster="here"))
+    return run
+
+
+def test_the_queue_is_asked(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("scontrol", "ClusterName = here\n")
+    slurm_commands.answer("squeue", "5|5|RUNNING|None|n1|9:00\n")
+    slurm_commands.answer("squeue", "RUNNING|/w|job.sbatch\nCOMPLETED|/w|over\n")
+    queue = read_queue()
+    jobs = {"5": QueuedJob("RUNNING", "None", "n1", "9:00")}
+    assert queue == Queue(jobs, {"/w/job.sbatch"}, "here")
+
+
+def test_without_an_answer_nothing_is_known(
+    slurm_commands: Slurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm_commands.answer("scontrol", err="Access denied", code=1)
+    assert read_queue() is None
+    assert "Access denied; runs that have a job are left alone" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert read_queue() is None
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("jobs", "scripts", "cluster", "work"),
+    [
+        ("5|5|RUNNING|None|n1|9:00\n", "", "here", "job 5, running"),
+        ("5|5|COMPLETED|None|n1|9:00\n", "", "here", ""),
+        ("", "RUNNING|/|{script}\n", "here", "a job of its script"),
+        ("", "COMPLETED|/|{script}\n", "here", ""),
+        ("", "RUNNING|/|(null)\n", "here", ""),  # of somebody else: this one has a job
+        ("", "", "there", "job 5 of cluster here, which can't be asked from here"),
+    ],
+)
+def test_what_works_on_a_run(
+    slurm_commands: Slurm, run: RunFolder, jobs: str, scripts: str, cluster: str, work: str
+) -> None:
+    slurm_commands.answer("scontrol", f"ClusterName = {cluster}\n")
+    slurm_commands.answer("squeue", jobs)
+    slurm_commands.answer("squeue", scripts.format(script=run.script))
+    assert describe_work(run, read_queue()) == work

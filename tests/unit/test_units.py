@@ -1,0 +1,50 @@
+"""Amounts as text."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hpc_ddp.run.units import brief_duration, byte_count, duration, measured, plural, speed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (9.95, "10 s"),
+        (119.0, "119 s"),
+        (120.0, "2.0 min"),
+        (3600.0, "60 min"),
+        (5400.0, "90 min"),
+        (9000.0, "2.5 h"),
+        (36000.0, "10 h"),
+        (5 * 86400.0, "5.0 d"),
+        (1e9, "11574 d"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_other_amounts() -> None:
+    assert [brief_duration(s) for s in (0.31, 0.0045)] == ["0.31 s", "4.5 ms"]
+    assert [byte_count(n) for n in (0, 999, 4_200_000_000)] == ["0 B", "999 B", "4.2 GB"]
+    assert [speed(s) for s in (850.0, 12_400.0)] == ["850 MB/s", "12.4 GB/s"]
+    assert [plural(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+
+
+def test_measured_numbers() -> None:
+    numbers = (0.98611, 12345.6, math.nan, math.inf, -math.inf, None, 2.7e-5, -3e12)
+    assert [measured(number) for number in numbers] == [
+        "0.9861",
+        "12,346",
+        "NaN",
+        "∞",
+        "−∞",
+        "–",
+        "2.7e−5",
+        "−3e12",
+    ]
