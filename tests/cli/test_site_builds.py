@@ -24,7 +24,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(argv, cwd=REPO, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "api" / "index.html").read_text()
-    for name in ("hpc_ddp.api.submit", "hpc_ddp.run.spec.JobSpec", "hpc_ddp.training.run.start"):
+    for name in (
+        "hpc_ddp.api.submit",
+        "hpc_ddp.run.spec.JobSpec",
+        "hpc_ddp.training.process.start.start",
+    ):
         assert f'id="{name}"' in page
     first = (tmp_path / "site" / "first-job" / "index.html").read_text()
     assert "fonts.googleapis" not in first

@@ -11,9 +11,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 
 from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.training.data.order import MicroBatch
