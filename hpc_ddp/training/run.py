@@ -287,7 +287,7 @@ class Run(ModelSetup):
             self._timer.start_step()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
-        """Tell whether `value` is the best so far; if so, the checkpoint of this moment stays.
+        """Return whether `value` is the best so far; if so, the checkpoint of this moment stays.
 
         Rank 0's value counts on all ranks, so they can decide together: ``if run.stale >= 5:
         break`` is an early stop. All ranks call it, after an evaluation: at the end of an epoch,

@@ -301,7 +301,7 @@ class ModelSetup(Worker):
             if any(id(weight) not in averaged for group in groups for weight in group["params"]):
                 raise UsageError(
                     f"tp={dims.tp} and pp={dims.pp} leave {dims.dp} copies of the model, whose"
-                    " gradients nobody averages; accepted: an optimizer of what has gone through"
+                    " gradients are not averaged; accepted: an optimizer of what has gone through"
                     " run.fully_shard or run.wrap",
                     hint="run.fully_shard(model, units) after run.parallelize, or run.wrap(stage)",
                 )
