@@ -74,9 +74,9 @@ test-more: $(VENV)/ready
 soak: $(VENV)/ready
 	@$(TOOL) tools.suites soak $(TOOL_WORDS)
 
-# Can the suite fail? N changes of a ROOM (node, slurm, run, training, core, or a folder of hpc_ddp).
+# Can the suite fail? N changes of a ROOM (node, slurm, core, training, essential, or a folder of hpc_ddp).
 mutants: $(VENV)/ready
-	@$(TOOL) tools.mutants --count $(or $(N),40) --seed $(or $(SEED),7) --room $(or $(ROOM),core) \
+	@$(TOOL) tools.mutants --count $(or $(N),40) --seed $(or $(SEED),7) --room $(or $(ROOM),essential) \
 		$(if $(SLURM),--slurm $(SLURM)) $(TOOL_WORDS)
 
 # Do the tests on the stand-in accelerator notice device code that is gone? ALL=1: with more tests.

@@ -27,7 +27,7 @@ from cluster import ATTACH, Cluster  # noqa: E402  # its folder was just put on 
 from cluster_machine import poll  # noqa: E402
 from harness import DIGITS, TWO_BY_TWO, Hpc, Job  # noqa: E402
 
-from hpc_ddp.run.folder import RunFolder  # noqa: E402
+from hpc_ddp.core.run_folder import RunFolder  # noqa: E402
 
 ARGS = ("--epochs", "2", "--batch-size", "8", "--step-seconds", "0.1")
 ROUNDS = 7

@@ -3,7 +3,7 @@
 A folder of this package is a place where code runs::
 
     login node                compute node               worker              anywhere
-    cli ─► launch, report     node (batch, supervisor)   training            run, slurm
+    cli ─► submit, report     node (batch, supervisor)   training            core, slurm
 
 Importing the package imports nothing: the login node must not pay for torch, and a
 compute node must not need click. What is to be used from Python, `hpc_ddp.api`, is

@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp import slurm
-from hpc_ddp.launch import backends, config
-from hpc_ddp.launch import sweep as launch_sweep
-from hpc_ddp.launch.plan import plan_new
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.job.options import default_of, key_of
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.logs.files import log_files
 from hpc_ddp.report.status.run_status import Status, cancel, status_of
 from hpc_ddp.report.status.state import Queue, describe_work, jobs_in_queue
-from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.options import default_of, key_of
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.submit import backends
+from hpc_ddp.submit import sweep as launch_sweep
+from hpc_ddp.submit.plan import plan_new
+from hpc_ddp.submit.settings import config
 
 __all__ = ["Handle", "HpcDdpError", "JobSpec", "Status", "UsageError", "find", "submit"]
 
@@ -175,7 +176,7 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     >>> hpc_ddp.submit(script="train.py", nodse=2)
     Traceback (most recent call last):
         ...
-    hpc_ddp.run.errors.UsageError: hpc_ddp.submit: unknown key 'nodse', did you mean 'nodes'?; ...
+    hpc_ddp.core.errors.UsageError: hpc_ddp.submit: unknown key 'nodse', did you mean 'nodes'?; ...
     """
     cwd = Path.cwd()
     layer = (_set_fields(spec) if spec else {}) | settings

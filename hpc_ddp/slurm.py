@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.terminal import say
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import HpcDdpError
 
 TIMEOUT_S = 60.0
 PATIENCE_S = 120.0  # how long a controller that is being restarted is waited for

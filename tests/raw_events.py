@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_ddp.run.events import JournalEvent
+from hpc_ddp.core.journal.events import JournalEvent
 
 
 class RawEvent(JournalEvent):

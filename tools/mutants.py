@@ -451,7 +451,7 @@ def main() -> int:
     parser = make_parser("make mutants", __doc__)
     parser.add_argument("--count", type=int, default=40, help="N: mutants of each room")
     parser.add_argument("--seed", type=int, default=7, help="SEED: of the drawing")
-    parser.add_argument("--room", default="core", help="ROOM: one, or several with commas")
+    parser.add_argument("--room", default="essential", help="ROOM: one, or several with commas")
     parser.add_argument("--slurm", type=int, default=6, help="tests of tests/slurm for each mutant")
     parser.add_argument(
         "--seconds", type=float, default=600, help="of tests/ddp and tests/cli for each mutant"

@@ -22,7 +22,7 @@ else:
 
 PACKAGE = "hpc_ddp"
 TRAINING_CORE = ("checkpoint", "data", "process", "stops")  # its folders
-CORE = ("node", "slurm", "run", "training")
+ESSENTIAL = ("node", "slurm", "core", "training")
 FLIPPED: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
     ast.LtE: "<",
@@ -295,8 +295,8 @@ def files_of(room: str, repo: Path = REPO) -> list[str]:
     """
     package = repo / PACKAGE
     folders = sorted(path.name for path in package.iterdir() if (path / "__init__.py").exists())
-    if room == "core":
-        return sorted(file for part in CORE for file in files_of(part, repo))
+    if room == "essential":
+        return sorted(file for part in ESSENTIAL for file in files_of(part, repo))
     if room == "training":
         cores = (package / "training" / name for name in TRAINING_CORE)
         paths: Iterable[Path] = (path for folder in cores for path in folder.rglob("*.py"))
@@ -305,7 +305,7 @@ def files_of(room: str, repo: Path = REPO) -> list[str]:
     elif room in folders:
         paths = (package / room).rglob("*.py")
     else:
-        rooms = ", ".join(dict.fromkeys(["core", *CORE, *folders]))
+        rooms = ", ".join(dict.fromkeys(["essential", *ESSENTIAL, *folders]))
         raise ToolError(f"ROOM is {room!r}; accepted: {rooms}, or several with commas")
     return sorted(str(path.relative_to(repo)) for path in paths)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 
 from hpc_ddp.cli.main import main as commands
-from hpc_ddp.launch.config import OPTIONS
-from hpc_ddp.run.events import EVENTS
-from hpc_ddp.run.options import GROUPS, TABLE, Option
+from hpc_ddp.core.job.options import GROUPS, TABLE, Option
+from hpc_ddp.core.journal.events import EVENTS
+from hpc_ddp.submit.settings.config import OPTIONS
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
 HEAD = """# Reference

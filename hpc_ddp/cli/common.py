@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from hpc_ddp.launch import config
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.submit.settings import config
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -12,8 +12,8 @@ import click
 from click.shell_completion import BashComplete, CompletionItem, FishComplete, ZshComplete
 
 from hpc_ddp.cli.common import folder_of
-from hpc_ddp.launch.resources import folder
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.submit.resources import folder
 
 VARIABLE = "_HPC_DDP_COMPLETE"  # click's name for it: set while a shell asks
 

@@ -13,12 +13,12 @@ import click
 from hpc_ddp import slurm
 from hpc_ddp.cli import completing
 from hpc_ddp.cli.common import folder_of, folder_option, json_option, run_of, say
-from hpc_ddp.launch import attach as launch_attach
+from hpc_ddp.core.console.units import byte_count
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.run_folder import find_run
 from hpc_ddp.report import bundle as report_bundle
 from hpc_ddp.report import clean as report_clean
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import find_run
-from hpc_ddp.run.units import byte_count
+from hpc_ddp.submit import attach as launch_attach
 
 OLD = "30d"
 

@@ -23,11 +23,14 @@ from hpc_ddp.cli.options import (
     node_options,
     settings_of,
 )
-from hpc_ddp.launch import backends, config, origin
-from hpc_ddp.launch import drill as rehearsal
-from hpc_ddp.launch import preflight as launch_preflight
-from hpc_ddp.launch import sweep as launch_sweep
-from hpc_ddp.launch.plan import (
+from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
+from hpc_ddp.core.run_folder import find_run
+from hpc_ddp.report import tables
+from hpc_ddp.submit import backends
+from hpc_ddp.submit import drill as rehearsal
+from hpc_ddp.submit import preflight as launch_preflight
+from hpc_ddp.submit import sweep as launch_sweep
+from hpc_ddp.submit.plan import (
     Plan,
     PreparedRun,
     bring_back,
@@ -37,9 +40,7 @@ from hpc_ddp.launch.plan import (
     plan_rerun,
     set_aside,
 )
-from hpc_ddp.report import tables
-from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError, UsageError
-from hpc_ddp.run.folder import find_run
+from hpc_ddp.submit.settings import config, origin
 
 PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
 

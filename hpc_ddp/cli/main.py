@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from hpc_ddp import __version__
-from hpc_ddp.run.errors import HpcDdpError, closest
+from hpc_ddp.core.errors import HpcDdpError, closest
 
 # The module of each command, in the order of the help. Imported when it is asked for: a start of
 # Python is most of the time that a command takes.

@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from hpc_ddp.launch import config
-from hpc_ddp.run.options import (
+from hpc_ddp.core.job.options import (
     AMOUNT,
     COMMON,
     CONTINUATION,
@@ -19,6 +18,7 @@ from hpc_ddp.run.options import (
     TABLE,
     Option,
 )
+from hpc_ddp.submit.settings import config
 
 Command = Callable[..., Any]
 OTHERS = "Others"

@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from hpc_ddp.cli.common import folder_option, run_of
-from hpc_ddp.launch.resources import folder
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.ownership import is_executable
+from hpc_ddp.core.run_folder import write_whole
 from hpc_ddp.report.html import page
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.folder import write_whole
-from hpc_ddp.run.ownership import is_executable
+from hpc_ddp.submit.resources import folder
 
 
 @click.command()

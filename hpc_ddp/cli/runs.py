@@ -10,10 +10,10 @@ from dataclasses import asdict
 import click
 
 from hpc_ddp.cli.common import folder_of, folder_option, json_option, run_of, say
+from hpc_ddp.core import checkpoints
 from hpc_ddp.report import tables
 from hpc_ddp.report.status import run_status
 from hpc_ddp.report.status import table as status_table
-from hpc_ddp.run import checkpoints
 
 
 @click.command()

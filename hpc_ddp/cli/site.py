@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 
 from hpc_ddp.cli.common import say
-from hpc_ddp.launch import config, detect, login, operators, sites
+from hpc_ddp.submit.settings import config, operators, sites
+from hpc_ddp.submit.site_detect import infer, probe
 
 
 @click.group()
@@ -34,7 +35,7 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
     shipped = sites.shipped_keys(name)
     if shipped:
         say(f"{name} is known (hpc-ddp site show {name}): its keys are left out here")
-    description = detect.describe(login.probe(os.environ), shipped)
+    description = infer.describe(probe.probe(os.environ), shipped)
     text = description.to_toml(time.strftime("%Y-%m-%d"))
     if only_print:
         click.echo(text, nl=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hpc_ddp.launch import trust as launch_trust
+from hpc_ddp.submit.settings import trust as launch_trust
 
 
 @click.command()

@@ -36,10 +36,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from hpc_ddp.core.retry import patiently
+from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, read_word, write_json
 from hpc_ddp.node.supervisor import Place, split
 from hpc_ddp.node.worker import die_with_parent, started_by
-from hpc_ddp.run.folder import AttemptFolder, NodeFolder, read_word, write_json
-from hpc_ddp.run.patience import patiently
 
 # How long a start without a lost node waits for the rest of the others. They end their workers
 # first, which takes those that are torn down 2 s.

@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.process import SHOW_STACKS, STACKS, recorded
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.process import SHOW_STACKS, STACKS, recorded
 
 ANSWER_S = 5.0  # how long a signalled worker is given
 # What makes a process a rank of a world. Who is attached is none: a script that is tried in the

@@ -16,9 +16,9 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from hpc_ddp.core.accelerators import usable
 from hpc_ddp.node.checks import tell
 from hpc_ddp.node.worker import die_with_parent
-from hpc_ddp.run.accelerators import usable
 
 ROUNDS = 4  # how many others each node is measured with, at most
 TIMEOUT_S = 20.0

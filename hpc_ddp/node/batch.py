@@ -22,10 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp import slurm
-from hpc_ddp.node import continuation
-from hpc_ddp.node.continuation import ask
-from hpc_ddp.node.network import FIRST_PORT, LAST_PORT, free_port, reach
-from hpc_ddp.node.verdict import (
+from hpc_ddp.core import process
+from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import Started, VerdictGiven
+from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.journal.vocabulary import Action, Cause, NoticeSource
+from hpc_ddp.core.retry import patiently
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, link_job, read_seconds
+from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach
+from hpc_ddp.node.outcome import requeue
+from hpc_ddp.node.outcome.requeue import ask
+from hpc_ddp.node.outcome.verdict import (
     AttemptFacts,
     Verdict,
     decide,
@@ -34,16 +44,6 @@ from hpc_ddp.node.verdict import (
     too_many_silent,
 )
 from hpc_ddp.node.worker import die_with_parent
-from hpc_ddp.run import process
-from hpc_ddp.run.attempt_env import INTERACTIVE, AttemptEnv
-from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.run.events import Started, VerdictGiven
-from hpc_ddp.run.folder import AttemptFolder, RunFolder, link_job, read_seconds
-from hpc_ddp.run.journal import Event
-from hpc_ddp.run.patience import patiently
-from hpc_ddp.run.spec import JobSpec
-from hpc_ddp.run.terminal import say
-from hpc_ddp.run.vocabulary import Action, Cause, NoticeSource
 
 ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again
 ASK_LEAST_S = 5.0
@@ -66,9 +66,9 @@ def queue_next(environ: dict[str, str]) -> None:
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     if not run.finished() and not restarts:
-        continuation.check_wanted(run, restarts, continuation.is_link(run, job_id), job_id)
+        requeue.check_wanted(run, restarts, requeue.is_link(run, job_id), job_id)
         check_budget(run, JobSpec.from_json(patiently(run.job_json.read_text)))
-        continuation.queue_early(run, environ)
+        requeue.queue_early(run, environ)
 
 
 def begin(environ: dict[str, str]) -> dict[str, str] | None:
@@ -76,7 +76,7 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     try:
         return _begin(environ)
     except HpcDdpError:
-        continuation.take_back_early(_run_of(environ), environ)
+        requeue.take_back_early(_run_of(environ), environ)
         raise
 
 
@@ -93,12 +93,12 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    is_link = continuation.is_link(run, environ.get("SLURM_ARRAY_JOB_ID") or job_id)
+    is_link = requeue.is_link(run, environ.get("SLURM_ARRAY_JOB_ID") or job_id)
     if run.finished():
         if restarts or is_link:  # Slurm may restart a job that was just through
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
-    continuation.check_wanted(run, restarts, is_link, job_id)
+    requeue.check_wanted(run, restarts, is_link, job_id)
     check_budget(run, spec)
     check_silent_ends(run, spec)
     job = ask(job_id)
@@ -113,7 +113,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
         link_job(job_id, run)
     if spec.continue_by == "resubmit":
-        continuation.queue_next_link(run, attempt, environ)
+        requeue.queue_next_link(run, attempt, environ)
     cpus = least_cpus(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     if cpus < spec.workers_per_node:
         say(
@@ -321,7 +321,7 @@ def verdict(environ: dict[str, str]) -> int:
     env = AttemptEnv.from_env(environ)
     run, attempt = env.run_folder, env.attempt_folder
     facts, decided = judge(run, attempt, environ, ask(environ["SLURM_JOB_ID"]))
-    return continuation.go_on(run, attempt, environ, facts, decided)
+    return requeue.go_on(run, attempt, environ, facts, decided)
 
 
 def judge(
@@ -412,7 +412,7 @@ def main(argv: list[str]) -> int:
     environ = dict(os.environ)
     code = _call(argv, environ)
     if code and argv in (["begin"], ["verdict"]):  # the batch shell ends with it
-        continuation.end_as_failed(environ)
+        requeue.end_as_failed(environ)
     return code
 
 

@@ -19,20 +19,20 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+from hpc_ddp.core import process
+from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.job.slurm_values import array_indexes
+from hpc_ddp.core.job.spec import JobSpec, trial_args
+from hpc_ddp.core.journal.events import Started
+from hpc_ddp.core.journal.vocabulary import Action
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node import preflight
 from hpc_ddp.node.batch import attempt_env, check_budget, judge, task_of
-from hpc_ddp.node.network import LOOPBACK, free_port
+from hpc_ddp.node.net.network import LOOPBACK, free_port
+from hpc_ddp.node.outcome.verdict import Verdict
 from hpc_ddp.node.supervisor import expand
-from hpc_ddp.node.verdict import Verdict
-from hpc_ddp.run import process
-from hpc_ddp.run.attempt_env import AttemptEnv
-from hpc_ddp.run.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.run.events import Started
-from hpc_ddp.run.folder import AttemptFolder, RunFolder
-from hpc_ddp.run.slurm_values import array_indexes
-from hpc_ddp.run.spec import JobSpec, trial_args
-from hpc_ddp.run.terminal import say
-from hpc_ddp.run.vocabulary import Action
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
 

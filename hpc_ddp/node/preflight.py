@@ -29,14 +29,14 @@ from statistics import median
 from typing import IO, Any
 
 from hpc_ddp import slurm
+from hpc_ddp.core.attempt_env import AttemptEnv, variable
+from hpc_ddp.core.checkpoints import published, read_manifest
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import PreflightEnded
+from hpc_ddp.core.run_folder import RunFolder, read_word
 from hpc_ddp.node.checks import MARK, holds
-from hpc_ddp.run.attempt_env import AttemptEnv, variable
-from hpc_ddp.run.checkpoints import published, read_manifest
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.events import PreflightEnded
-from hpc_ddp.run.folder import RunFolder, read_word
-from hpc_ddp.run.spec import JobSpec
-from hpc_ddp.run.terminal import say
 
 # How long a stage may take after the last node that has come to it, in seconds. All but the import
 # take less than two on healthy nodes; where many are busy, they come one after the other.

@@ -27,13 +27,13 @@ from string import Template
 from types import FrameType
 from typing import Any
 
-from hpc_ddp.node import fabric as fabrics
-from hpc_ddp.node import failure, leaderless, oom
-from hpc_ddp.node.growth import Growth
-from hpc_ddp.node.network import LOOPBACK, interface_to, reach
-from hpc_ddp.run.attempt_env import AttemptEnv
-from hpc_ddp.run.events import FabricChosen, NoticeGiven
-from hpc_ddp.run.folder import (
+from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.journal.events import FabricChosen, NoticeGiven
+from hpc_ddp.core.journal.vocabulary import NoticeSource
+from hpc_ddp.core.process import signal_recorded
+from hpc_ddp.core.retry import patiently
+from hpc_ddp.core.run_folder import (
     AttemptFolder,
     NodeFolder,
     RunFolder,
@@ -42,10 +42,10 @@ from hpc_ddp.run.folder import (
     read_word,
     write_json,
 )
-from hpc_ddp.run.patience import patiently
-from hpc_ddp.run.process import signal_recorded
-from hpc_ddp.run.terminal import say
-from hpc_ddp.run.vocabulary import NoticeSource
+from hpc_ddp.node.log_offsets import Growth
+from hpc_ddp.node.net import fabric as fabrics
+from hpc_ddp.node.net.network import LOOPBACK, interface_to, reach
+from hpc_ddp.node.outcome import first_failure, head_failover, oom
 
 LOOK_EVERY_S = 1.0
 FENCE_EVERY_S = 10.0  # listing a folder costs an NFS server more than opening a file
@@ -273,7 +273,7 @@ class Supervisor:
         except OSError as error:
             write_json(self.folder.failures, {"agent": str(error)})
             return self._end(127)
-        leader_lost = leaderless.watch(self.place, dict(os.environ)) if self._elastic else None
+        leader_lost = head_failover.watch(self.place, dict(os.environ)) if self._elastic else None
         while agent.poll() is None:
             self.signals.wait(0.1)
             self._look(agent)
@@ -481,7 +481,7 @@ class Supervisor:
             # a cut link would end, for our bad exit, the later attempt's step.
             return 0
         if has_left:
-            leaderless.decide(self.place, dict(os.environ), lambda: bool(self.signals.seen))
+            head_failover.decide(self.place, dict(os.environ), lambda: bool(self.signals.seen))
             return 1
         if not self.torn_down:
             self._tell(partial(self.place.attempt.failed.write_text, self._name()))
@@ -503,19 +503,19 @@ class Supervisor:
         if not failures:
             failures = [{"rank": None, "code": code, "time": now, "error": noted.get("agent", "")}]
         if oom.kills() > self._oom_kills:
-            for failure in failures:
-                if failure["code"] == -signal.SIGKILL:
-                    failure["error"] = oom.KILLED
+            for first_failure in failures:
+                if first_failure["code"] == -signal.SIGKILL:
+                    first_failure["error"] = oom.KILLED
         return failures
 
     def _error_of(self, failed: dict[str, Any]) -> str:
         rank, code = failed["rank"], failed["code"]
         log = self.folder.rank_log(rank)
         if code < 0:
-            return failure.abort_reason(log) if code == -signal.SIGABRT else ""
+            return first_failure.abort_reason(log) if code == -signal.SIGABRT else ""
         journal = self.place.run.journal(f"rank-{rank}").path
         since = failed["time"] - JOURNALED_S  # not that of a start before
-        return failure.last_exception(log) or failure.journaled_error(journal, since)
+        return first_failure.last_exception(log) or first_failure.journaled_error(journal, since)
 
     def _failed_workers(self, code: int, noted: dict[str, Any]) -> list[dict[str, Any]]:
         """Return rank, code and time of each worker that failed, as torchrun has told them."""

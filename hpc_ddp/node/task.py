@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.run_folder import NodeFolder, read_json
 from hpc_ddp.node.supervisor import Supervisor, expand, supervise
 from hpc_ddp.node.worker import started_by
-from hpc_ddp.run.attempt_env import AttemptEnv
-from hpc_ddp.run.folder import NodeFolder, read_json
 
 
 @dataclass

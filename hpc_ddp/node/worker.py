@@ -82,7 +82,7 @@ def python_path() -> str:
 
 
 def began() -> str:
-    """Return when this process began, as `hpc_ddp.run.process` reads it for any process."""
+    """Return when this process began, as `hpc_ddp.core.process` reads it for any process."""
     try:
         with open("/proc/self/stat") as file:
             return file.read().rpartition(")")[2].split()[19]

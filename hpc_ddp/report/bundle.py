@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from hpc_ddp import __version__, slurm
-from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.job_checks import SECRET_NAME
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.job.checks import SECRET_NAME
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder
 
 LOG_BYTES = 2**20  # of the end of each log
 TOTAL_BYTES = 100 * 2**20

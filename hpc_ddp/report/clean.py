@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.core import checkpoints
+from hpc_ddp.core.console.progress import ProgressBar
+from hpc_ddp.core.console.units import byte_count, duration, plural
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder, all_runs
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.report.status.state import Queue, RunState, describe_work, read_queue
 from hpc_ddp.report.tables import columns
-from hpc_ddp.run import checkpoints
-from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder, all_runs
-from hpc_ddp.run.progress import ProgressBar
-from hpc_ddp.run.spec import JobSpec
-from hpc_ddp.run.units import byte_count, duration, plural
 
 TRASH = ".trash"  # below the folder of all runs, so that moving there is one rename
 STATES = ("finished", "failed", "cancelled", "stopped", "lost", "rendered")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpc_ddp.run.checkpoints import Health
-from hpc_ddp.run.journal import Event
-from hpc_ddp.run.units import byte_count, duration, speed
+from hpc_ddp.core.checkpoints import Health
+from hpc_ddp.core.console.units import byte_count, duration, speed
+from hpc_ddp.core.journal.journal import Event
 
 CHECKPOINT_COLUMNS = ("checkpoint", "saved", "size", "ranks", "health")
 # fmt: off

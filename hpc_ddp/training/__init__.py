@@ -24,7 +24,7 @@ an undisturbed one. The way of a decision::
     signal ─► notice ─► pace ─► exchange (all ranks) ─► run ─► checkpoint ─► storage
 """
 
-from hpc_ddp.run.errors import UsageError  # for scripts: an error without a traceback
+from hpc_ddp.core.errors import UsageError  # for scripts: an error without a traceback
 from hpc_ddp.training.checkpoint.saver import SupersededError
 from hpc_ddp.training.process.start import start
 from hpc_ddp.training.run import Run

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_ddp.run import accelerators
+from hpc_ddp.core import accelerators
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@
 ``<run>/drill/rank-<r>.jsonl``, a `record` when the loop begins, after each step and each epoch,
 and at the end: a digest of each tracked object and each random generator, and of what the
 optimizers read in the step. Two runs that are equal bit for bit have equal records, and where
-they differ, the first part that differs is the cause. `hpc_ddp.launch.drill.compare` reads them.
+they differ, the first part that differs is the cause. `hpc_ddp.submit.drill.compare` reads them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.events import ANY_RANK, JournalEvent
-from hpc_ddp.run.journal import Journal
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.journal.events import ANY_RANK, JournalEvent
+from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.training.checkpoint.shards import memory_of
 from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.devices import plain

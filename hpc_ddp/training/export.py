@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from hpc_ddp.run import checkpoints
-from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.core import checkpoints
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint.restorer import open_checkpoint
 
 

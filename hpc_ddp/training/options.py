@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.files import LEAST
 from hpc_ddp.training.models.precision import DTYPES
 from hpc_ddp.training.process.environment import LaunchEnv

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.events import Finished, TrainingBegun
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.journal.events import Finished, TrainingBegun
 from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.order import MicroBatch, make_plan
 from hpc_ddp.training.models.dtensor import gathered, step_apart

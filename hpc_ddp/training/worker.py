@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from hpc_ddp.run import goodput, process
-from hpc_ddp.run.events import JournalEvent, Stopped, WorkerStarted
+from hpc_ddp.core import process
+from hpc_ddp.core.journal import goodput
+from hpc_ddp.core.journal.events import JournalEvent, Stopped, WorkerStarted
 from hpc_ddp.training.checkpoint.files import Retention
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.saver import Checkpoints

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import hpc_ddp
+from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.node import attach
-from hpc_ddp.run.errors import HpcDdpError
 from hpc_ddp.training.process.watchdog import show_stacks_when_asked
 from tests.waiting import LIMIT_S, wait_until
 

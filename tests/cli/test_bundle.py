@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report import bundle
 from hpc_ddp.report.bundle import REDACTED, Redaction
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec
 from tests.raw_events import raw
 
 REPO = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.run.accelerators import VENDORS, hiding_env
-from hpc_ddp.run.folder import RunFolder, all_runs
+from hpc_ddp.core.accelerators import VENDORS, hiding_env
+from hpc_ddp.core.run_folder import RunFolder, all_runs
 from tests.devices import ROOT, device_env, reports_of
 from tests.skips import needs_stand_in
 

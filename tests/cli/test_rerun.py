@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.launch import config, plan
-from hpc_ddp.launch.plan import PreparedRun, with_values
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.run_folder import RunFolder, all_runs
 from hpc_ddp.node.batch import task_of
 from hpc_ddp.report.explain.explain import explain_run
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder, all_runs
+from hpc_ddp.submit import plan
+from hpc_ddp.submit.plan import PreparedRun, with_values
+from hpc_ddp.submit.settings import config
 from tests.waiting import LIMIT_S
 
 REPO = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder
 from tests.waiting import LIMIT_S
 
 REPO = Path(__file__).parents[2]

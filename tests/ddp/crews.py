@@ -16,8 +16,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
 
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import Event
+from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.run_folder import RunFolder
 from tests.devices import DEVICE, device_env, reports_of, skip_unless_fitting
 from tests.waiting import LIMIT_S, is_pending, wait_until
 

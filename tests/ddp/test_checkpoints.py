@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from hpc_ddp.run.checkpoints import health, set_aside
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.checkpoints import health, set_aside
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.export import export
 from tests.skips import skip_or_fail
 

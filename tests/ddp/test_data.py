@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
-from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.data.loader import Loader, Shard
 from hpc_ddp.training.data.order import BatchPlan, Position
 from hpc_ddp.training.models import rng

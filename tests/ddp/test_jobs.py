@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_ddp.run.checkpoints import candidates
+from hpc_ddp.core.checkpoints import candidates
 from hpc_ddp.training.checkpoint.restorer import open_checkpoint
 
 JOBS = Path(__file__).parents[2] / "jobs"

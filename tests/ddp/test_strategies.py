@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_ddp.run import checkpoints
+from hpc_ddp.core import checkpoints
 from hpc_ddp.training.checkpoint.restorer import open_checkpoint
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 14  # 18 windows a batch: 4 steps

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.run import process
-from hpc_ddp.run.folder import RunFolder, read_json
+from hpc_ddp.core import process
+from hpc_ddp.core.run_folder import RunFolder, read_json
 from hpc_ddp.training.process import run_directory
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from tests.waiting import LIMIT_S, wait_until

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.run.ranks import Slow, slow_rank
+from hpc_ddp.core.journal.stragglers import Slow, slow_rank
 
 
 def measure(crew: Any, ranks: int, *words: str) -> tuple[list[Any], list[Slow]]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from hpc_ddp.run.ranks import slow_rank
+from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.training import start
 from hpc_ddp.training.telemetry import step_timing
 

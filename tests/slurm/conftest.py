@@ -13,7 +13,7 @@ from cluster_machine import exclusive
 from cluster_versions import NotToBeHadError
 from harness import DIGITS, DIGITS_ARGS, ONE_BY_TWO, TWO_BY_TWO, WALK, Hpc, Job
 
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 from tests.skips import skip_or_fail
 
 

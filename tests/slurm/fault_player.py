@@ -14,10 +14,10 @@ from cluster_machine import Process
 from faults import KINDS, LANES, Fault, Lane
 from harness import Job
 
-from hpc_ddp.run.checkpoints import published
-from hpc_ddp.run.folder import AttemptFolder
-from hpc_ddp.run.journal import Event
-from hpc_ddp.run.process import recorded
+from hpc_ddp.core.checkpoints import published
+from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.process import recorded
+from hpc_ddp.core.run_folder import AttemptFolder
 
 STEPPING_S = 5.0  # a run whose last metrics are older than this takes no steps
 SHOW_S = 10.0  # for how long a fault without notice keeps GraceTime at 0

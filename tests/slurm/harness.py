@@ -16,9 +16,9 @@ import torch
 from cluster import Cluster
 from cluster_build import Proctrack
 
-from hpc_ddp.run.checkpoints import candidates
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import Event
+from hpc_ddp.core.checkpoints import candidates
+from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint.restorer import open_checkpoint
 from tests.frames import frames_of_ours
 from tests.waiting import pid_in, wait_until

@@ -22,9 +22,9 @@ from fault_player import Lot, Noted, Player, outcome
 from faults import GAP_S, KINDS, LANES, WORKERS, plan, schedule, table
 from harness import DIGITS, Hpc, Job, same_weights
 
-from hpc_ddp.run import goodput
-from hpc_ddp.run.checkpoints import candidates, step_of, verify
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.core.checkpoints import candidates, step_of, verify
+from hpc_ddp.core.journal import goodput
+from hpc_ddp.core.run_folder import RunFolder
 
 MINUTES = float(os.environ.get("HPC_DDP_FAULT_MINUTES", "30"))
 SEED = int(os.environ.get("HPC_DDP_FAULT_SEED", "1"))

@@ -10,7 +10,7 @@ import pytest
 from cluster import Cluster
 from harness import BACKENDS, ONE_BY_TWO, WALK, Hpc, Job, in_one_go, same_weights, use
 
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 
 
 def _preempted(hpc: Hpc, walked: Job, *words: str) -> Job:

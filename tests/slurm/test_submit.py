@@ -10,7 +10,7 @@ import pytest
 from cluster import Cluster
 from harness import DIGITS, DIGITS_ARGS, SCRIPTS, TWO_BY_ONE, TWO_BY_TWO, Hpc, Job, same_weights
 
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 
 
 def _ran_on_two_nodes(job: Job) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from cluster import Cluster
 from harness import BACKENDS, DIGITS, WALK, Hpc, Job, in_one_go, same_weights
 
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 
 ONE_NODE = ("--nodes", "1", "--gpus-per-node", "2", "--exclusive")
 

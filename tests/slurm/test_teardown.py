@@ -9,7 +9,7 @@ import pytest
 from cluster import Cluster
 from harness import Hpc, Job, use
 
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 
 
 @pytest.mark.parametrize("line", ["exit 3", "cat <<EOF"])

@@ -14,7 +14,7 @@ from cluster import Cluster, ClusterError, available
 from cluster_versions import SUITES, VARIABLE, NotToBeHadError, ensure, wanted
 from harness import ONE_BY_TWO, SCRIPTS, TWO_BY_TWO, Hpc, Job, use
 
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.core.run_folder import RunFolder
 
 
 def test_the_environment_names_a_suite(monkeypatch: pytest.MonkeyPatch) -> None:

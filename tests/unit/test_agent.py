@@ -34,10 +34,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
+from hpc_ddp.core.run_folder import NodeFolder, RunFolder
 from hpc_ddp.node import agent
 from hpc_ddp.node.supervisor import Place
 from hpc_ddp.node.worker import started_by
-from hpc_ddp.run.folder import NodeFolder, RunFolder
 
 
 class LeftError(Exception):

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from fakes import Clock
 
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.process import SHOW_STACKS, STACKS, _began
 from hpc_ddp.node import attach
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.process import SHOW_STACKS, STACKS, _began
 from tests.waiting import wait_until
 
 

@@ -16,14 +16,15 @@ import pytest
 from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm
-from hpc_ddp.node import batch, continuation
+from hpc_ddp.core import process
+from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, read_json, write_json
+from hpc_ddp.node import batch
 from hpc_ddp.node.batch import attempt_env, begin, judge, next_port, verdict, warned
-from hpc_ddp.run import process
-from hpc_ddp.run.attempt_env import AttemptEnv
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json, write_json
-from hpc_ddp.run.journal import last_event
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.node.outcome import requeue
 from tests.raw_events import raw
 
 SHOWN = """\
@@ -46,7 +47,7 @@ END = slurm.parse_job(shown()).end_time or 0.0
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clock(monkeypatch, batch, continuation, slurm, now=END - 1000)
+    return stop_clock(monkeypatch, batch, requeue, slurm, now=END - 1000)
 
 
 @pytest.fixture
@@ -445,7 +446,7 @@ def _record(attempt: AttemptFolder, node: str, **values: Any) -> None:
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said to the user."""
     lines: list[str] = []
-    for module in (batch, continuation):
+    for module in (batch, requeue):
         monkeypatch.setattr(module, "say", lines.append)
     return lines
 

@@ -23,12 +23,13 @@ import pytest
 import torch
 from fakes import Clock, stop_clock
 
-from hpc_ddp.node import bandwidth, checks, fabric, network
+from hpc_ddp.core.accelerators import device_files
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node import bandwidth, checks
 from hpc_ddp.node.bandwidth import Meter, measure, turns
 from hpc_ddp.node.checks import UnfitError, Way
+from hpc_ddp.node.net import fabric, network
 from hpc_ddp.node.supervisor import NOTICE_SIGNALS, Place
-from hpc_ddp.run.accelerators import device_files
-from hpc_ddp.run.folder import RunFolder
 from tests.waiting import wait_until
 
 

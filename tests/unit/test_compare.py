@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.launch.drill import compare
-from hpc_ddp.launch.drill.compare import Curve, Difference, explain, first_difference
-from hpc_ddp.launch.drill.disturb import LEAST_STEPS, choose
-from hpc_ddp.launch.drill.report import Report, Row
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.submit.drill import compare
+from hpc_ddp.submit.drill.compare import Curve, Difference, explain, first_difference
+from hpc_ddp.submit.drill.disturb import LEAST_STEPS, choose
+from hpc_ddp.submit.drill.report import Report, Row
 
 Record = dict[str, Any]
 STATE = {

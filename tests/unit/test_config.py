@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.launch import container
-from hpc_ddp.launch.config import Settings, runs_dir
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.slurm_values import parse_signal
-from hpc_ddp.run.spec import JobSpec, directives
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.slurm_values import parse_signal
+from hpc_ddp.core.job.spec import JobSpec, directives
+from hpc_ddp.submit.script import container
+from hpc_ddp.submit.settings.config import Settings, runs_dir
 
 
 @pytest.mark.parametrize(

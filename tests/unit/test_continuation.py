@@ -11,8 +11,13 @@ import pytest
 from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm
-from hpc_ddp.node import continuation
-from hpc_ddp.node.continuation import (
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal import journal
+from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.run_folder import RunFolder, read_json, write_json
+from hpc_ddp.node.outcome import requeue
+from hpc_ddp.node.outcome.requeue import (
     KEPT_OFF_S,
     _bad_nodes,
     check_wanted,
@@ -21,12 +26,7 @@ from hpc_ddp.node.continuation import (
     own_id,
     queue_next_link,
 )
-from hpc_ddp.node.verdict import AttemptFacts, Verdict
-from hpc_ddp.run import journal
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.folder import RunFolder, read_json, write_json
-from hpc_ddp.run.spec import JobSpec
-from hpc_ddp.run.vocabulary import Action, Cause
+from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
 from tests.raw_events import raw
 
 
@@ -71,14 +71,14 @@ def run(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clock(monkeypatch, continuation, slurm, journal)
+    return stop_clock(monkeypatch, requeue, slurm, journal)
 
 
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said to the user."""
     lines: list[str] = []
-    monkeypatch.setattr(continuation, "say", lines.append)
+    monkeypatch.setattr(requeue, "say", lines.append)
     return lines
 
 
@@ -155,10 +155,10 @@ def test_a_job_that_was_refused_does_not_end_the_chain(
     """It had queued a job of its own before its set-up lines."""
     slurm_commands.answer("scancel")
     write_json(run.early_links, {"5": "6"})
-    continuation.take_back_early(run, {"SLURM_JOB_ID": "5"})
+    requeue.take_back_early(run, {"SLURM_JOB_ID": "5"})
     assert slurm_commands.calls("scancel") == [["6"]]
     assert read_json(run.early_links) == {}
-    continuation.take_back_early(run, {"SLURM_JOB_ID": "5"})
+    requeue.take_back_early(run, {"SLURM_JOB_ID": "5"})
     write_json(run.early_links, {"5": "6"})
     write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
     slurm_commands.answer("scontrol", "   JobState=RUNNING Reason=None\n")
@@ -296,7 +296,7 @@ def test_a_controller_that_refuses_to_tell_is_asked_again(
     slurm_commands.answer("scontrol", err="Access denied", code=1)
     slurm_commands.answer("scontrol", SHOWN.format("RUNNING", 2))
     assert end() == 0
-    assert clock.slept == [continuation.PAUSE_S]
+    assert clock.slept == [requeue.PAUSE_S]
     assert _changes(slurm_commands) == [["requeue", "7"]]
 
 
@@ -326,7 +326,7 @@ def test_a_requeue_without_an_answer_is_tried_again(
     slurm_commands.answer("scontrol")
     assert end() == 0
     assert printed == ["scontrol got no answer: Socket timed out; trying again"]
-    assert clock.slept == [continuation.PAUSE_S]
+    assert clock.slept == [requeue.PAUSE_S]
     assert len(_changes(slurm_commands)) == 2
 
 
@@ -337,14 +337,14 @@ def test_a_requeue_is_given_up_after_a_while(
     printed: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(continuation, "REQUEUE_PATIENCE_S", 18.0)
+    monkeypatch.setattr(requeue, "REQUEUE_PATIENCE_S", 18.0)
     slurm_commands.answer_by(
         "scontrol",
         f"[ $1 = show ] && printf '{SHOWN.format('RUNNING', 2)}' || "
         "{ echo Socket timed out >&2; exit 1; }",
     )
     assert end() == 75
-    assert clock.slept == [continuation.PAUSE_S] * 4
+    assert clock.slept == [requeue.PAUSE_S] * 4
     assert "could not be requeued; go on with: hpc-ddp submit --run '" in printed[-1]
 
 

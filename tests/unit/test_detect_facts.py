@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.launch.detect import ClusterFacts, Site, describe, gpus_of
 from hpc_ddp.slurm import parse_config, parse_records
+from hpc_ddp.submit.site_detect.infer import ClusterFacts, Site, describe, gpus_of
 
 if sys.version_info >= (3, 11):
     import tomllib

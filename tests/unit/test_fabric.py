@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.launch.fabrics import fabric_env, for_auto
-from hpc_ddp.launch.render import job_env
-from hpc_ddp.launch.resources import folder
-from hpc_ddp.launch.snapshot import carry_library
-from hpc_ddp.node.fabric import VERBS, Found, _loads, look, settings
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.net.fabric import VERBS, Found, _loads, look, settings
 from hpc_ddp.node.preflight import NodeReport, find_other_fabric
 from hpc_ddp.node.supervisor import Place
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.submit.resources import folder
+from hpc_ddp.submit.script.render import job_env
+from hpc_ddp.submit.settings.fabrics import fabric_env, for_auto
+from hpc_ddp.submit.snapshot import carry_library
 
 FILES = sorted((folder("templates") / "fabrics").glob("*.toml"))
 

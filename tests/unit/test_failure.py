@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.node.failure import (
+from hpc_ddp.core.journal.journal import Journal
+from hpc_ddp.node.outcome.first_failure import (
     Failure,
     abort_reason,
     first_cause,
@@ -17,7 +18,6 @@ from hpc_ddp.node.failure import (
     journaled_error,
     last_exception,
 )
-from hpc_ddp.run.journal import Journal
 from tests.raw_events import raw
 
 
@@ -125,7 +125,7 @@ def test_last_exception_of_a_log(tmp_path: Path) -> None:
 def test_an_error_that_was_explained_to_people_is_in_the_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "rank-0")
     assert journaled_error(journal.path, 0.0) == ""
-    journal.write(raw("failed", error="hpc_ddp.run.errors.HpcDdpError: 3 saves failed: why"))
+    journal.write(raw("failed", error="hpc_ddp.core.errors.HpcDdpError: 3 saves failed: why"))
     assert journaled_error(journal.path, 0.0) == "3 saves failed: why"
     assert journaled_error(journal.path, time.time() + 60) == ""  # of an earlier start
     journal.write(raw("failed", error="ValueError: boom"))

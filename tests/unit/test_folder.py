@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.events import Queued, Started
-from hpc_ddp.run.folder import RunFolder, all_runs, find_run, link_job
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.journal.events import Queued, Started
+from hpc_ddp.core.run_folder import RunFolder, all_runs, find_run, link_job
 
 
 def _run(root: Path, name: str = "n", run_id: str = "20260101-000000-aa") -> RunFolder:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_ddp.run.goodput import PARTS, account, line, share
-from hpc_ddp.run.journal import Event
+from hpc_ddp.core.journal.goodput import PARTS, account, line, share
+from hpc_ddp.core.journal.journal import Event
 
 
 def _event(event: str, time: float, attempt: int = 0, **fields: Any) -> Event:

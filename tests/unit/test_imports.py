@@ -15,21 +15,21 @@ STDLIB = set(sys.stdlib_module_names)
 
 # Room: (our rooms that it may import, other packages).
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
-    "run": ({"run"}, set()),
-    "slurm": ({"run"}, set()),
-    "launch": ({"run", "slurm", "launch"}, {"jinja2", "submitit", "tomli"}),
-    "node": ({"run", "slurm", "node"}, set()),
-    "training": ({"run", "training"}, {"torch", "numpy", "safetensors"}),
-    "report": ({"run", "slurm", "report"}, {"jinja2"}),
-    "cli": ({"run", "slurm", "launch", "report", "cli"}, {"click"}),
-    "api": ({"run", "slurm", "launch", "report"}, set()),
+    "core": ({"core"}, set()),
+    "slurm": ({"core"}, set()),
+    "submit": ({"core", "slurm", "submit"}, {"jinja2", "submitit", "tomli"}),
+    "node": ({"core", "slurm", "node"}, set()),
+    "training": ({"core", "training"}, {"torch", "numpy", "safetensors"}),
+    "report": ({"core", "slurm", "report"}, {"jinja2"}),
+    "cli": ({"core", "slurm", "submit", "report", "cli"}, {"click"}),
+    "api": ({"core", "slurm", "submit", "report"}, set()),
 }
 # The agent is torchrun, so it runs where torch is, and the bandwidth is that of torch's own
 # collectives; submitit is given the supervisor by name.
 EXCEPTIONS = {
     ("node/agent.py", "torch"),
     ("node/bandwidth.py", "torch"),
-    ("launch/backends.py", "hpc_ddp.node.task"),
+    ("submit/backends.py", "hpc_ddp.node.task"),
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.run.journal import Journal, last_event, read_events
+from hpc_ddp.core.journal.journal import Journal, last_event, read_events
 from tests.raw_events import raw
 from tests.waiting import LIMIT_S
 

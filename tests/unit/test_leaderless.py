@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from fakes import Clock, Slurm, stop_clock
 
-from hpc_ddp.node import batch, leaderless
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.node import batch
+from hpc_ddp.node.outcome import head_failover
 from hpc_ddp.node.supervisor import Place
-from hpc_ddp.run.folder import AttemptFolder, RunFolder
 
 SHOWN = "   JobState={} Reason=None\n   Requeue=1 Restarts={} BatchFlag=1\n   NodeList=n[2-3]\n"
 ENVIRON = {"SLURM_JOB_ID": "7", "HPC_DDP_RESTARTS": "1"}
@@ -20,7 +21,7 @@ ENVIRON = {"SLURM_JOB_ID": "7", "HPC_DDP_RESTARTS": "1"}
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clock(monkeypatch, leaderless)
+    return stop_clock(monkeypatch, head_failover)
 
 
 @pytest.fixture
@@ -52,12 +53,12 @@ def test_the_nodes_of_this_start_of_the_job(
     slurm_commands: Slurm, state: str, restarts: int, left: list[str]
 ) -> None:
     _answer(slurm_commands, state, restarts)
-    assert leaderless._nodes_left(ENVIRON) == left
+    assert head_failover._nodes_left(ENVIRON) == left
 
 
 def test_a_controller_that_refuses_names_no_node(slurm_commands: Slurm) -> None:
     slurm_commands.answer("scontrol", err="Access denied", code=1)
-    assert leaderless._nodes_left(ENVIRON) == []
+    assert head_failover._nodes_left(ENVIRON) == []
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_the_first_node_that_is_left_gives_the_verdict(
 ) -> None:
     _answer(slurm_commands, left=left)
     slurm_commands.answer("scancel")
-    leaderless.decide(_place(attempt, index), ENVIRON, lambda: False)
+    head_failover.decide(_place(attempt, index), ENVIRON, lambda: False)
     assert ended == ([ENVIRON] if ends else [])
     assert slurm_commands.calls("scancel") == ([["7"]] if ends else [])  # no shell ends it
     assert clock.slept == []
@@ -95,8 +96,8 @@ def test_a_job_that_its_verdict_has_requeued_is_not_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left = iter([["n2"], []])
-    monkeypatch.setattr(leaderless, "_nodes_left", lambda environ: next(left))
-    leaderless.decide(_place(attempt), ENVIRON, lambda: False)
+    monkeypatch.setattr(head_failover, "_nodes_left", lambda environ: next(left))
+    head_failover.decide(_place(attempt), ENVIRON, lambda: False)
     assert ended == [ENVIRON]
     assert slurm_commands.calls("scancel") == []
 
@@ -111,10 +112,10 @@ def test_slurm_is_waited_for(
     left: str,
 ) -> None:
     _answer(slurm_commands, left=left)
-    leaderless.decide(_place(attempt), ENVIRON, lambda: clock.now >= 1100)
+    head_failover.decide(_place(attempt), ENVIRON, lambda: clock.now >= 1100)
     assert (clock.now, ended) == (1100.0, [])
-    monkeypatch.setattr(leaderless, "PATIENCE_S", 200.0)
-    leaderless.decide(_place(attempt), ENVIRON, lambda: False)
+    monkeypatch.setattr(head_failover, "PATIENCE_S", 200.0)
+    head_failover.decide(_place(attempt), ENVIRON, lambda: False)
     assert (clock.now, ended) == (1300.0, [])
 
 
@@ -134,7 +135,7 @@ def test_whoever_has_no_part_in_it_does_not_wait(
         attempt.node("n1").path.mkdir()
         attempt.node("n1").record.touch()
     environ = {} if why == "no Slurm" else ENVIRON
-    leaderless.decide(place, environ, lambda: why == "told")
+    head_failover.decide(place, environ, lambda: why == "told")
     assert (ended, clock.slept) == ([], [])
 
 
@@ -160,7 +161,7 @@ def test_few_nodes_look_for_the_first_one(
     left: str,
     watches: bool,
 ) -> None:
-    monkeypatch.setattr(leaderless, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(head_failover, "ASK_EVERY_S", 0.0)
     _answer(slurm_commands, left=left)
     started: list[Callable[[], None]] = []
 
@@ -173,7 +174,7 @@ def test_few_nodes_look_for_the_first_one(
             started.append(self.target)
 
     monkeypatch.setattr(threading, "Thread", Thread)
-    lost = leaderless.watch(_place(attempt, index), environ)
+    lost = head_failover.watch(_place(attempt, index), environ)
     assert bool(started) is watches
     assert not lost.is_set()
     for look in started:
@@ -185,7 +186,7 @@ def test_a_first_node_that_is_there_is_looked_for_again(
     attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([["n1", "n2"], [], ["n1"], ["n2"]])
-    monkeypatch.setattr(leaderless, "ASK_EVERY_S", 0.0)
-    monkeypatch.setattr(leaderless, "_nodes_left", lambda environ: next(answers))
-    assert leaderless.watch(_place(attempt), dict(os.environ, **ENVIRON)).wait(60)
+    monkeypatch.setattr(head_failover, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(head_failover, "_nodes_left", lambda environ: next(answers))
+    assert head_failover.watch(_place(attempt), dict(os.environ, **ENVIRON)).wait(60)
     assert next(answers, None) is None

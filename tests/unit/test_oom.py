@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.node.oom import kills
+from hpc_ddp.node.outcome.oom import kills
 
 V1 = "5:cpu,cpuacct:/\n4:memory:/slurm/job_7\n0::/\n"
 MOUNTS = "tmpfs /sys tmpfs rw 0 0\ncgroup {0}/cpu cgroup rw,cpu 0 0\n"

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from hpc_ddp import __version__
-from hpc_ddp.launch import config, operators, origin, plan, sites
-from hpc_ddp.launch.config import Settings
-from hpc_ddp.launch.operators import comment_pairs
-from hpc_ddp.launch.plan import Plan
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.submit import plan
+from hpc_ddp.submit.plan import Plan
+from hpc_ddp.submit.settings import config, operators, origin, sites
+from hpc_ddp.submit.settings.config import Settings
+from hpc_ddp.submit.settings.operators import comment_pairs
 from tests.skips import skip_or_fail
 
 LIMITS = """

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.launch import config, origin, plan
-from hpc_ddp.launch.config import Settings
-from hpc_ddp.launch.plan import Plan
+from hpc_ddp.submit import plan
+from hpc_ddp.submit.plan import Plan
+from hpc_ddp.submit.settings import config, origin
+from hpc_ddp.submit.settings.config import Settings
 
 
 @pytest.fixture

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.launch import backends, plan, sites, snapshot, trust
-from hpc_ddp.launch.config import Settings
-from hpc_ddp.launch.resources import PACKAGE
-from hpc_ddp.run import ownership
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.ownership import check_folder
+from hpc_ddp.core import ownership
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.ownership import check_folder
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.submit import backends, plan, snapshot
+from hpc_ddp.submit.resources import PACKAGE
+from hpc_ddp.submit.settings import sites, trust
+from hpc_ddp.submit.settings.config import Settings
 from tests.raw_events import raw
 from tests.skips import skip_or_fail
 

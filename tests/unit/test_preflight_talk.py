@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from fakes import Clock, Slurm
 
+from hpc_ddp.core.checkpoints import manifest_crc
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import preflight
 from hpc_ddp.node.checks import MARK
 from hpc_ddp.node.preflight import (
@@ -25,9 +28,6 @@ from hpc_ddp.node.preflight import (
     examine,
     outcome,
 )
-from hpc_ddp.run.checkpoints import manifest_crc
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec
 
 
 @pytest.fixture

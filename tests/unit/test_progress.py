@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from fakes import Clock
 
-from hpc_ddp.run import checkpoints, progress
+from hpc_ddp.core import checkpoints
+from hpc_ddp.core.console import progress
 
 
 class Terminal(io.StringIO):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from hpc_ddp.launch.config import OPTIONS, Placement
-from hpc_ddp.run.options import GROUPS, key_of
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.core.job.options import GROUPS, key_of
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.submit.settings.config import OPTIONS, Placement
 from tools import reference
 
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_ddp.launch.render import Rendering, sbatch_line
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import LAUNCHERS, JobSpec
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.spec import LAUNCHERS, JobSpec
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.submit.script.render import Rendering, sbatch_line
 from tests.accept import is_accepted
 
 GOLDEN = Path(__file__).parent / "golden"

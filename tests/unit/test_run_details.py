@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from fakes import stop_clock
 
-from hpc_ddp.run import checkpoints, patience, process, progress
-from hpc_ddp.run.checkpoints import (
+from hpc_ddp.core import checkpoints, process, retry
+from hpc_ddp.core.checkpoints import (
     FileFacts,
     Health,
     all_of,
@@ -27,9 +27,19 @@ from hpc_ddp.run.checkpoints import (
     manifest_crc,
     verify,
 )
-from hpc_ddp.run.errors import HpcDdpError, UsageError, closest
-from hpc_ddp.run.events import Queued
-from hpc_ddp.run.folder import (
+from hpc_ddp.core.console import progress
+from hpc_ddp.core.errors import HpcDdpError, UsageError, closest
+from hpc_ddp.core.journal.events import Queued
+from hpc_ddp.core.journal.goodput import account, line, pieces, share
+from hpc_ddp.core.journal.journal import (
+    Journal,
+    is_finished,
+    node_seconds,
+    read_briefly,
+    read_events,
+)
+from hpc_ddp.core.journal.stragglers import slow_rank
+from hpc_ddp.core.run_folder import (
     AttemptFolder,
     NodeFolder,
     RunFolder,
@@ -40,15 +50,6 @@ from hpc_ddp.run.folder import (
     read_word,
     write_json,
 )
-from hpc_ddp.run.goodput import account, line, pieces, share
-from hpc_ddp.run.journal import (
-    Journal,
-    is_finished,
-    node_seconds,
-    read_briefly,
-    read_events,
-)
-from hpc_ddp.run.ranks import slow_rank
 from tests.raw_events import raw
 
 
@@ -231,7 +232,7 @@ def test_a_line_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_an_event_that_matters_is_written_patiently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = stop_clock(monkeypatch, patience)
+    clock = stop_clock(monkeypatch, retry)
     (tmp_path / "file").touch()
     Journal(tmp_path / "file", "a").write_surely(raw("x"))
     assert sum(clock.slept) == 61  # a minute, and one more try
@@ -274,29 +275,29 @@ def test_node_seconds() -> None:
 
 
 def test_a_disk_that_comes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, errors = stop_clock(monkeypatch, patience), [OSError("away"), OSError("away")]
+    clock, errors = stop_clock(monkeypatch, retry), [OSError("away"), OSError("away")]
 
     def act() -> str:
         if errors:
             raise errors.pop()
         return "there"
 
-    assert patience.patiently(act) == "there"
+    assert retry.patiently(act) == "there"
     assert clock.slept == [1, 1]
 
 
 def test_what_takes_longer_than_the_patience_is_tried_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, calls = stop_clock(monkeypatch, patience), []
+    clock, calls = stop_clock(monkeypatch, retry), []
 
     def act() -> None:
         calls.append(clock.now)
-        clock.now += 2 * patience.PATIENCE_S
+        clock.now += 2 * retry.PATIENCE_S
         raise OSError("away")
 
     with pytest.raises(OSError, match="away"):
-        patience.patiently(act)
+        retry.patiently(act)
     assert len(calls) == 2
 
 

@@ -21,11 +21,11 @@ import pytest
 from click.testing import CliRunner
 
 from hpc_ddp.cli.main import main
-from hpc_ddp.launch import config, sites
-from hpc_ddp.launch.fabrics import read_toml
-from hpc_ddp.launch.resources import folder
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.slurm_values import parse_time
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.slurm_values import parse_time
+from hpc_ddp.submit.resources import folder
+from hpc_ddp.submit.settings import config, sites
+from hpc_ddp.submit.settings.fabrics import read_toml
 
 EXAMPLES = {path.stem: path for path in sorted(Path(__file__).parent.glob("sites/*.toml"))}
 SHIPPED = {path.stem: path for path in sorted((folder("templates") / "sites").glob("*.toml"))}

@@ -10,7 +10,7 @@ import pytest
 from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.slurm import NoAnswerError, QueuedJob, Record
 
 TIMED_OUT = "slurm_load_jobs error: Socket timed out on send/recv operation"

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.slurm_values import array_indexes, parse_time
-from hpc_ddp.run.spec import JobSpec, directives
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.slurm_values import array_indexes, parse_time
+from hpc_ddp.core.job.spec import JobSpec, directives
 
 
 def test_survives_json() -> None:

@@ -14,10 +14,14 @@ from typing import Any, cast
 import pytest
 from fakes import Clock, stop_clock
 
-from hpc_ddp.node import fabric, leaderless, supervisor
-from hpc_ddp.node import oom as oom_module
+from hpc_ddp.core import process
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, read_json
+from hpc_ddp.node import supervisor
 from hpc_ddp.node import task as task_module
-from hpc_ddp.node.fabric import Found
+from hpc_ddp.node.net import fabric
+from hpc_ddp.node.net.fabric import Found
+from hpc_ddp.node.outcome import head_failover
+from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.supervisor import (
     Place,
     Signals,
@@ -27,8 +31,6 @@ from hpc_ddp.node.supervisor import (
     split,
 )
 from hpc_ddp.node.task import TaskSupervisor
-from hpc_ddp.run import process
-from hpc_ddp.run.folder import AttemptFolder, RunFolder, read_json
 
 COMMAND = ["python", "node.py", "agent", "--nnodes=2", "--rdzv-conf=a=1", "train.py", "--lr=1"]
 
@@ -295,8 +297,8 @@ def test_an_elastic_node_without_its_leader_is_killed(
 ) -> None:
     lost = threading.Event()
     lost.set()
-    monkeypatch.setattr(leaderless, "watch", lambda place, environ: lost)
-    monkeypatch.setattr(leaderless, "decide", lambda *words: None)
+    monkeypatch.setattr(head_failover, "watch", lambda place, environ: lost)
+    monkeypatch.setattr(head_failover, "decide", lambda *words: None)
     agent = Agent(-9)
     watcher = _supervisor(attempt, *COMMAND[:3], "--nnodes=1:2", "train.py", index=1)
     watcher._kill_at = 0.0
@@ -581,7 +583,9 @@ def test_how_it_ends(
     failed: str,
 ) -> None:
     decided: list[bool] = []
-    monkeypatch.setattr(leaderless, "decide", lambda place, env, reports: decided.append(reports()))
+    monkeypatch.setattr(
+        head_failover, "decide", lambda place, env, reports: decided.append(reports())
+    )
     words = [*COMMAND[:3], "--nnodes=1:3" if elastic else "--nnodes=3", "train.py", "--a=:"]
     watcher = _supervisor(attempt, *words, index=index)
     watcher.notice, watcher.torn_down = notice, torn_down

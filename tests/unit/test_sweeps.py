@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.launch.sweep import settings
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.journal import Event, node_seconds
-from hpc_ddp.run.slurm_values import array_indexes
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.slurm_values import array_indexes
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.journal import Event, node_seconds
+from hpc_ddp.submit.sweep import settings
 
 
 def test_each_combination_is_a_task_with_its_arguments() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.launch import template
-from hpc_ddp.launch.render import Rendering
-from hpc_ddp.launch.resources import folder
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.submit.resources import folder
+from hpc_ddp.submit.script import template
+from hpc_ddp.submit.script.render import Rendering
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXTENDS = "{% extends 'job.sbatch.j2' %}\n"

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from hpc_ddp.run.terminal import say
+from hpc_ddp.core.console.terminal import say
 
-SCRIPT = "from hpc_ddp.run.terminal import say; say('word')"
+SCRIPT = "from hpc_ddp.core.console.terminal import say; say('word')"
 
 
 def test_a_message_is_a_line_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:

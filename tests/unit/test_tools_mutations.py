@@ -134,8 +134,10 @@ def test_rooms() -> None:
     assert files_of("slurm") == ["hpc_ddp/slurm.py"]
     assert "hpc_ddp/training/stops/consensus.py" in files_of("training")
     assert "hpc_ddp/training/telemetry/metrics.py" not in files_of("training")
-    assert {*files_of("node"), *files_of("run")} < {*files_of("core")}
-    with pytest.raises(ToolError, match=r"ROOM is 'kitchen'; accepted: core, node, .*, report"):
+    assert {*files_of("node"), *files_of("core")} < {*files_of("essential")}
+    with pytest.raises(
+        ToolError, match=r"ROOM is 'kitchen'; accepted: essential, node, .*, report"
+    ):
         files_of("kitchen")
 
 

@@ -18,9 +18,9 @@ import torch
 from fakes import Clock, stop_clock
 
 from hpc_ddp.cli import jobs
-from hpc_ddp.run import checkpoints, patience
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.folder import RunFolder
+from hpc_ddp.core import checkpoints, retry
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import files
 from hpc_ddp.training.checkpoint import manager as manager_module
 from hpc_ddp.training.checkpoint import saver as saver_module
@@ -432,7 +432,7 @@ def test_a_fresh_start_that_is_refused_leaves_the_run_as_it_was(
         assert (checkpoints.lost(run), _names(run)) == ([], ["aside-0"])
         raise HpcDdpError("sbatch: error: invalid partition")
 
-    monkeypatch.setattr("hpc_ddp.launch.backends.start", start)
+    monkeypatch.setattr("hpc_ddp.submit.backends.start", start)
     prepared: Any = SimpleNamespace(run=run, spec=SimpleNamespace(array=None))
     with pytest.raises(HpcDdpError, match="invalid partition"):
         jobs._begin(prepared, fresh=True)
@@ -901,7 +901,7 @@ def test_a_disk_that_is_away_is_waited_for(
     run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(make(), 1, 2)
-    clock = stop_clock(monkeypatch, patience)
+    clock = stop_clock(monkeypatch, retry)
     error = OSError(errno.EIO, "tensors-0.bin can't be read: Input/output error")
     names = _find(monkeypatch, error, error, None)
     restored = make().restore()
@@ -914,11 +914,11 @@ def test_a_disk_that_stays_away_fails_the_attempt_and_costs_nothing(
 ) -> None:
     """No checkpoint is taken for damaged: the older one might come next, and then step 0."""
     _save(make(), 1, 2)
-    clock = stop_clock(monkeypatch, patience)
+    clock = stop_clock(monkeypatch, retry)
     names = _find(monkeypatch, *[OSError(errno.EIO, "Input/output error")] * 99)
     with pytest.raises(HpcDdpError, match=r"step-2 can't be read on rank 0.*: Input/output error"):
         make().restore()
-    assert sum(clock.slept) >= patience.PATIENCE_S
+    assert sum(clock.slept) >= retry.PATIENCE_S
     assert set(names) == {"step-2"}
     assert _names(run) == ["step-1", "step-2"]
 
@@ -927,7 +927,7 @@ def test_what_may_not_be_read_is_a_matter_of_permissions(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(make(), 1)
-    stop_clock(monkeypatch, patience)
+    stop_clock(monkeypatch, retry)
     _find(monkeypatch, *[OSError(errno.EACCES, "Permission denied")] * 99)
     with pytest.raises(HpcDdpError, match="Permission denied") as caught:
         make().restore()
@@ -961,7 +961,7 @@ def test_a_folder_of_checkpoints_that_is_away_is_no_run_without_any(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(make(), 1)
-    stop_clock(monkeypatch, patience)
+    stop_clock(monkeypatch, retry)
 
     def fail(folder: Path) -> list[Path]:
         raise OSError(errno.ESTALE, "Stale file handle")

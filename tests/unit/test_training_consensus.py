@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_fakes import Alone, Saves
 
-from hpc_ddp.run.journal import Journal, read_events
+from hpc_ddp.core.journal.journal import Journal, read_events
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.run import Run
 from hpc_ddp.training.stops.consensus import (

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.journal import Journal, read_events
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.journal.journal import Journal, read_events
 from hpc_ddp.training import options as options_module
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.models.evaluation import averaged

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from fakes import Clock, stop_clock
 from training_fakes import Alone, Saves, give_gpus
 
-from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.journal import Journal
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.models import dtensor
 from hpc_ddp.training.process import process_group

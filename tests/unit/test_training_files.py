@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_ddp.run import checkpoints
-from hpc_ddp.run.checkpoints import FileFacts
+from hpc_ddp.core import checkpoints
+from hpc_ddp.core.checkpoints import FileFacts
 from hpc_ddp.training.checkpoint import files
 from hpc_ddp.training.checkpoint.files import Retention
 

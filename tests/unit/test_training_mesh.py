@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint import loading, state
 from hpc_ddp.training.checkpoint.shards import Reader, StagingBuffer, as_plain
 from hpc_ddp.training.models.mesh import ParallelDims

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices, drill
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import dtensor, precision, strategies

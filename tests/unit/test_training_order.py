@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.order import (
     BatchPlan,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from training_fakes import Holds, give_gpus
 
-from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint import loading, state
 from hpc_ddp.training.checkpoint.shards import OWN, Reader, StagingBuffer, as_plain
 from hpc_ddp.training.data.batches import to_device

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hpc_ddp.run.units import brief_duration, byte_count, duration, measured, plural, speed
+from hpc_ddp.core.console.units import brief_duration, byte_count, duration, measured, plural, speed
 
 
 @pytest.mark.parametrize(

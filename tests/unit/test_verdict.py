@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.node.verdict import AttemptFacts, Verdict, decide, too_many_silent
-from hpc_ddp.run.folder import AttemptFolder
-from hpc_ddp.run.spec import JobSpec
-from hpc_ddp.run.vocabulary import Action, Cause
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.run_folder import AttemptFolder
+from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict, decide, too_many_silent
 from hpc_ddp.slurm import Job
 
 RUNNING = Job("RUNNING", "None", 0, None, 1000.0)

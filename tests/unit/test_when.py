@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.launch.config import load
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.submit.settings.config import load
 
 SITE = """\
 partition = "low"

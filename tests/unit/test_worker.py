@@ -16,16 +16,17 @@ from typing import Any, ClassVar
 import pytest
 from fakes import Clock, stop_clock
 
-from hpc_ddp.node import growth, local, network, preflight, worker
+from hpc_ddp.core import process
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.run_folder import NodeFolder, RunFolder
+from hpc_ddp.node import local, log_offsets, preflight, worker
 from hpc_ddp.node.batch import task_of
-from hpc_ddp.node.growth import Growth
 from hpc_ddp.node.local import LocalRun
-from hpc_ddp.node.verdict import Verdict
-from hpc_ddp.run import process
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.folder import NodeFolder, RunFolder
-from hpc_ddp.run.spec import JobSpec
-from hpc_ddp.run.vocabulary import Action, Cause
+from hpc_ddp.node.log_offsets import Growth
+from hpc_ddp.node.net import network
+from hpc_ddp.node.outcome.verdict import Verdict
 from tests.raw_events import raw
 from tests.waiting import pid_in, wait_until
 
@@ -167,7 +168,7 @@ def test_a_disk_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_logs_that_grow_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = stop_clock(monkeypatch, growth, now=5.0)
+    clock = stop_clock(monkeypatch, log_offsets, now=5.0)
     node = NodeFolder(tmp_path)
     notes = Growth(node)
     notes.note()
@@ -181,7 +182,7 @@ def test_logs_that_grow_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     notes.note()
     assert node.printed.read_text() == "5.000 0 3\n5.000 1 3\n6.000 1 6\n"
     node.rank_log(2).write_text("late")
-    for _ in range(growth.LIST_EVERY):
+    for _ in range(log_offsets.LIST_EVERY):
         notes.note()
     assert node.printed.read_text().endswith("6.000 1 6\n6.000 2 4\n")
     node.rank_log(0).unlink()
@@ -197,7 +198,7 @@ def test_the_folder_is_listed_now_and_then(tmp_path: Path) -> None:
     node.rank_log(0).write_text("a")
     notes.note()
     node.rank_log(1).write_text("b")
-    for _ in range(growth.LIST_EVERY - 1):
+    for _ in range(log_offsets.LIST_EVERY - 1):
         notes.note()
     assert len(node.printed.read_text().splitlines()) == 1
     notes.note()

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder, link_job
 from hpc_ddp.report.explain.explain import explain
 from hpc_ddp.report.explain.explanation import Explanation
 from hpc_ddp.report.explain.facts import gather
-from hpc_ddp.run.folder import RunFolder, link_job
-from hpc_ddp.run.spec import JobSpec
 from hpc_ddp.slurm import QueuedJob, Record
 
 NOW = time.time()

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hpc_ddp.core.journal.journal import Event, last_event
+from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.report.explain.explanation import Explanation, at_step, fill_hint, log_hint, shorten
 from hpc_ddp.report.explain.facts import RecordedFailure, RunFacts, place_in, text_of
 from hpc_ddp.report.explain.patterns import SIGNALS, Diagnosis, recognise
-from hpc_ddp.run.journal import Event, last_event
-from hpc_ddp.run.vocabulary import Action, Cause
 
 _MODULE = "hpc_ddp.training in the script (docs/adopt)"
 # Errors that hpc-ddp or argparse explain, without a traceback.

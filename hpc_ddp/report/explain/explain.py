@@ -11,6 +11,12 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from hpc_ddp.core.console.units import duration, plural
+from hpc_ddp.core.journal import goodput
+from hpc_ddp.core.journal.journal import is_finished, last_event
+from hpc_ddp.core.journal.stragglers import slow_rank
+from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.endings import REPEATING_KINDS, explain_attempt, explain_end
 from hpc_ddp.report.explain.explanation import (
     PROGRESS,
@@ -23,12 +29,6 @@ from hpc_ddp.report.explain.explanation import (
 from hpc_ddp.report.explain.facts import RunFacts, gather, number, text_of
 from hpc_ddp.report.explain.patterns import explain_pending, recognise
 from hpc_ddp.report.status.state import RunState
-from hpc_ddp.run import goodput
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import is_finished, last_event
-from hpc_ddp.run.ranks import slow_rank
-from hpc_ddp.run.units import duration, plural
-from hpc_ddp.run.vocabulary import Action, Cause
 
 QUIET_S = 600.0  # a running job without an event for so long may hang
 _USUAL_REASONS = ("Priority", "Resources")  # the job only has to wait its turn

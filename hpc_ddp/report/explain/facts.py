@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_ddp import slurm
+from hpc_ddp.core import checkpoints, process
+from hpc_ddp.core.errors import COMMUNICATION_ERROR, HpcDdpError
+from hpc_ddp.core.journal.journal import Event, last_event
+from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, RunFolder, read_json, read_tail
 from hpc_ddp.report.status.state import RunState, state_of_job
-from hpc_ddp.run import checkpoints, process
-from hpc_ddp.run.errors import COMMUNICATION_ERROR, HpcDdpError
-from hpc_ddp.run.folder import AttemptFolder, NodeFolder, RunFolder, read_json, read_tail
-from hpc_ddp.run.journal import Event, last_event
 
 TAIL_BYTES = 32 * 1024
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hpc_ddp.core.console.units import measured
 from hpc_ddp.report.html.curves import Column, Curve, Start, columns
-from hpc_ddp.run.units import measured
 
 WIDTH, HEIGHT = 1000, 400  # of a plot, in units of its paths
 MOST_COLUMNS = 4000  # of all charts of a page: some 50 bytes each

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from hpc_ddp.run.journal import Event
+from hpc_ddp.core.journal.journal import Event
 
 HUGE = 1e300  # larger values are drawn like infinity
 _NO_METRICS = ("time", "event", "attempt", "step", "total_steps", "epoch")

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from hpc_ddp.core.console.units import duration
+from hpc_ddp.core.journal import goodput
+from hpc_ddp.core.journal.journal import FROM_LOGIN_NODE, Event, last_event
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.explain import explain
 from hpc_ddp.report.explain.explanation import Explanation
 from hpc_ddp.report.explain.facts import RunFacts, gather, number, text_of
 from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.report.status.state import RunState, jobs_in_queue
-from hpc_ddp.run import goodput
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import FROM_LOGIN_NODE, Event, last_event
-from hpc_ddp.run.units import duration
 
 _SIGNS = {"preempted": "▼", "time limit": "▼", "notice": "▼", "finished": "✓", "cancelled": "⏹"}
 

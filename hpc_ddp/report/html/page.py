@@ -13,17 +13,17 @@ from typing import Any
 import jinja2
 
 from hpc_ddp import __version__
+from hpc_ddp.core.console.units import duration, measured
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal import goodput
+from hpc_ddp.core.journal.journal import node_seconds
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import text_of
 from hpc_ddp.report.html.charts import charts
 from hpc_ddp.report.html.curves import Curve, curves_of, starts_of, to_number
 from hpc_ddp.report.html.history import RunHistory, attempt_rows, nodes_of, read_run, strip
 from hpc_ddp.report.status.state import RunState
-from hpc_ddp.run import goodput
-from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import node_seconds
-from hpc_ddp.run.spec import JobSpec
-from hpc_ddp.run.units import duration, measured
 
 MOST_CHARTS = 24
 MOST_ATTEMPTS = 200

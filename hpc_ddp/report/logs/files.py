@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
 
 CHUNK = 1 << 16  # bytes read of a log at once: there may be thousands of logs
 

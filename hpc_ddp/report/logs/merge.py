@@ -12,9 +12,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from hpc_ddp.core.journal.journal import Event, events_of
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.report.logs.files import LogFile
-from hpc_ddp.run.folder import AttemptFolder, RunFolder
-from hpc_ddp.run.journal import Event, events_of
 
 LIST_EVERY = 10  # polls between two looks for new ranks
 FOLD_S = 2.0  # equal lines of several ranks within this time are one: times are good to a second

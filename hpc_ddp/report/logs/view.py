@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.journal.journal import Event, last_event
+from hpc_ddp.core.journal.vocabulary import Action
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
 from hpc_ddp.report.logs.files import CHUNK, LogFile, LogQuery, log_files
 from hpc_ddp.report.logs.merge import FOLD_S, AttemptLogs, Line, LineFolder, spans
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import Event, last_event
-from hpc_ddp.run.vocabulary import Action
 
 POLL_S = 0.5
 ASK_EVERY = 20  # polls between two questions to Slurm whether the run has ended

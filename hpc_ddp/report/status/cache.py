@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp import __version__, slurm
+from hpc_ddp.core.journal.journal import Event, last_event, read_briefly
+from hpc_ddp.core.run_folder import RunFolder, read_json, write_json
 from hpc_ddp.report.status.run_status import Status, summarize
 from hpc_ddp.report.status.state import RunState
-from hpc_ddp.run.folder import RunFolder, read_json, write_json
-from hpc_ddp.run.journal import Event, last_event, read_briefly
 
 FORMAT = [__version__, *(field.name for field in fields(Status))]
 

@@ -10,16 +10,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpc_ddp import slurm
+from hpc_ddp.core import process
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.job.slurm_values import parse_time
+from hpc_ddp.core.journal import goodput
+from hpc_ddp.core.journal.events import Cancelled
+from hpc_ddp.core.journal.journal import Event, last_event, read_briefly
+from hpc_ddp.core.journal.stragglers import slow_rank
+from hpc_ddp.core.ownership import check_executable
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.patterns import explain_pending
 from hpc_ddp.report.status.state import RunState, find_state
-from hpc_ddp.run import goodput, process
-from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.events import Cancelled
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import Event, last_event, read_briefly
-from hpc_ddp.run.ownership import check_executable
-from hpc_ddp.run.ranks import slow_rank
-from hpc_ddp.run.slurm_values import parse_time
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,11 @@ class Status:
         of a run that is running: seconds to its attempt's time limit, and to its last step at the
         pace of this attempt
     goodput, seconds
-        from 0 to 1, and the parts of the wall time (see `hpc_ddp.run.goodput`)
+        from 0 to 1, and the parts of the wall time (see `hpc_ddp.core.journal.goodput`)
     reason
         Slurm's own word for why it waits
     slow
-        the rank that the others wait for, '' without one (see `hpc_ddp.run.ranks`)
+        the rank that the others wait for, '' without one (see `hpc_ddp.core.journal.stragglers`)
     results
         the results that the script passed to ``run.finish``
     rerun_of

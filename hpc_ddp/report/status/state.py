@@ -23,13 +23,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from hpc_ddp import slurm
-from hpc_ddp.run import process
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import Event, is_finished, last_event
-from hpc_ddp.run.spec import JobSpec
-from hpc_ddp.run.terminal import say
-from hpc_ddp.run.vocabulary import Action, Word
+from hpc_ddp.core import process
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.journal import Event, is_finished, last_event
+from hpc_ddp.core.journal.vocabulary import Action, Word
+from hpc_ddp.core.run_folder import RunFolder
 
 
 class RunState(Word):

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_ddp import slurm
+from hpc_ddp.core import checkpoints
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.report.status.state import RunState, state_of_job
 from hpc_ddp.report.tables import columns
-from hpc_ddp.run import checkpoints
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import last_event
-from hpc_ddp.run.spec import JobSpec
 
 
 @dataclass(frozen=True)

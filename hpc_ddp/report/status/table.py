@@ -12,13 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpc_ddp import slurm
+from hpc_ddp.core.console.progress import ProgressBar
+from hpc_ddp.core.console.units import duration
+from hpc_ddp.core.run_folder import RunFolder, all_runs, find_run
 from hpc_ddp.report.status import sweep
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status, unreadable
 from hpc_ddp.report.status.state import jobs_in_queue, state_of_job
-from hpc_ddp.run.folder import RunFolder, all_runs, find_run
-from hpc_ddp.run.progress import ProgressBar
-from hpc_ddp.run.units import duration
 
 MOST_RUNS = 20  # shown without --all, unless more of them are live
 MIN_WHY_WIDTH = 24  # other columns are dropped before "why" gets narrower than this

@@ -1,6 +1,6 @@
 """Checkpoints as files: write, publish, prune. Knows nothing of ranks or models.
 
-`hpc_ddp.run.checkpoints` has the names, and the reader's side.
+`hpc_ddp.core.checkpoints` has the names, and the reader's side.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.run.checkpoints import (
+from hpc_ddp.core.checkpoints import (
     CHUNK,
     MANIFEST,
     FileFacts,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, Shape
 

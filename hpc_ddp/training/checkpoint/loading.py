@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.checkpoint import state as states
 from hpc_ddp.training.checkpoint.shards import Reader, UnreadableError
 from hpc_ddp.training.checkpoint.state import TENSOR, plain_name, take_apart, unwrap

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint import loading, state
 from hpc_ddp.training.checkpoint.inventory import inventory_of, start_checksums

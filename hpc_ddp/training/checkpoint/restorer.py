@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from hpc_ddp.run import checkpoints
-from hpc_ddp.run.errors import DiskError, HpcDdpError
-from hpc_ddp.run.events import CheckpointRestored
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import Journal
-from hpc_ddp.run.patience import patiently
+from hpc_ddp.core import checkpoints
+from hpc_ddp.core.errors import DiskError, HpcDdpError
+from hpc_ddp.core.journal.events import CheckpointRestored
+from hpc_ddp.core.journal.journal import Journal
+from hpc_ddp.core.retry import patiently
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import files as disk
 from hpc_ddp.training.checkpoint.inventory import Inventory, find_fault, fit_together
 from hpc_ddp.training.checkpoint.shards import Reader

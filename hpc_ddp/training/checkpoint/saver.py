@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hpc_ddp.run import checkpoints
-from hpc_ddp.run.checkpoints import FileFacts
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.events import CheckpointSaved, SaveFailed
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.journal import Journal
+from hpc_ddp.core import checkpoints
+from hpc_ddp.core.checkpoints import FileFacts
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.journal.events import CheckpointSaved, SaveFailed
+from hpc_ddp.core.journal.journal import Journal
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import files as disk
 from hpc_ddp.training.checkpoint.files import Retention
 from hpc_ddp.training.checkpoint.inventory import Digest, Inventory, fit_together

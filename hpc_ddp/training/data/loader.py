@@ -16,7 +16,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import order
 from hpc_ddp.training.data.batches import pinned, rows_of, to_device
 from hpc_ddp.training.data.iterable import IterableBatches

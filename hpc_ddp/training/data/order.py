@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import torch
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
 
 
 @dataclass

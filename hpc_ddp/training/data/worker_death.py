@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.data.order import MicroBatch
 
 _SHOWN_HERE = "num_workers=0 shows where: the data set then runs in this process"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from hpc_ddp.run.errors import HpcDdpError
+from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.devices import sum_type
 from hpc_ddp.training.models.mesh import ParallelDims
 

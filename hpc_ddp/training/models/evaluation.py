@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded
 
 

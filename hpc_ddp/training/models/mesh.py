@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
 
 Init = Callable[[nn.Module], object]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import Transfer, has_float64, name
 from hpc_ddp.training.models.dtensor import clip_, total_norm
 from hpc_ddp.training.models.mesh import ParallelDims

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.data.loader import Shard
 from hpc_ddp.training.data.order import MicroBatch, make_plan

@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import _random
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.models.evaluation import in_eval_mode

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hpc_ddp.run.errors import UsageError
+from hpc_ddp.core.errors import UsageError
 
 T = TypeVar("T")
 

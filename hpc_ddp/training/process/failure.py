@@ -14,9 +14,9 @@ import textwrap
 import traceback
 from types import TracebackType
 
-from hpc_ddp.run.errors import HpcDdpError
-from hpc_ddp.run.events import RankFailed
-from hpc_ddp.run.journal import Journal
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.journal.events import RankFailed
+from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.training.checkpoint.saver import SupersededError
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.process.environment import DistEnv

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports it untyped
 
-from hpc_ddp.run.errors import HpcDdpError, UsageError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.process.environment import DistEnv
 

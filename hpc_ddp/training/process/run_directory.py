@@ -9,12 +9,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.run import process
-from hpc_ddp.run.checkpoints import published
-from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.events import Started
-from hpc_ddp.run.folder import RunFolder, write_json
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.core import process
+from hpc_ddp.core.checkpoints import published
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import Started
+from hpc_ddp.core.run_folder import RunFolder, write_json
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.process.process_group import Control
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as torch_distributed
 from torch._C import _distributed_c10d
 
-from hpc_ddp.run import process
-from hpc_ddp.run.folder import NodeFolder
+from hpc_ddp.core import process
+from hpc_ddp.core.run_folder import NodeFolder
 from hpc_ddp.training.data.order import Position
 
 dist: Any = torch_distributed  # some of what is used here has no types

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hpc_ddp.run.journal import Event
+from hpc_ddp.core.journal.journal import Event
 from hpc_ddp.training.checkpoint.saver import Checkpoints
 from hpc_ddp.training.process.process_group import Control
 from hpc_ddp.training.stops.signals import DEADLINE, NONE, Notices

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.events import FirstStep, MetricsLine
-from hpc_ddp.run.journal import Journal
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.journal.events import FirstStep, MetricsLine
+from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import Transfer, plain
 

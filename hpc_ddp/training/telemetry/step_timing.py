@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from hpc_ddp.run.events import StepTiming
-from hpc_ddp.run.journal import Journal
+from hpc_ddp.core.journal.events import StepTiming
+from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.training import devices
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.process.process_group import Control

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from hpc_ddp import slurm
+from hpc_ddp.core import checkpoints, process
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder, all_runs, link_job
 from hpc_ddp.report import clean
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.report.status.state import Queue
-from hpc_ddp.run import checkpoints, process
-from hpc_ddp.run.errors import HpcDdpError, UsageError
-from hpc_ddp.run.folder import RunFolder, all_runs, link_job
-from hpc_ddp.run.spec import JobSpec
 from tests.raw_events import raw
 
 REPO = Path(__file__).parents[3]

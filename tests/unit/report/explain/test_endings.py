@@ -11,13 +11,13 @@ from written_runs import (
     record,
 )
 
-from hpc_ddp.node.verdict import AttemptFacts as VerdictFacts
-from hpc_ddp.node.verdict import decide
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.node.outcome.verdict import AttemptFacts as VerdictFacts
+from hpc_ddp.node.outcome.verdict import decide
 from hpc_ddp.report.logs.files import LogQuery
 from hpc_ddp.report.logs.view import follow, show
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.spec import JobSpec
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from written_runs import Written, record
 
-from hpc_ddp.run.events import Queued
-from hpc_ddp.run.folder import RunFolder, find_run
-from hpc_ddp.run.process import identity
+from hpc_ddp.core.journal.events import Queued
+from hpc_ddp.core.process import identity
+from hpc_ddp.core.run_folder import RunFolder, find_run
 
 
 def test_finished(written: Written) -> None:

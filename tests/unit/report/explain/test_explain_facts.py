@@ -18,9 +18,9 @@ from written_runs import (
     Written,
 )
 
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.explain import explain_run
 from hpc_ddp.report.explain.explanation import paragraph
-from hpc_ddp.run.folder import RunFolder
 
 EXAMPLES = int(os.environ.get("HPC_DDP_SOAK", "30"))
 

@@ -118,7 +118,7 @@ def test_reasons_in_plain_words(written: Written, reason: str, words: str) -> No
         ("OSError: [Errno 28] No space left on device: 'x'", "disk full", "disk was full"),
         ("OSError: [Errno 122] Disk quota exceeded", "disk full", "quota"),
         (
-            "hpc_ddp.run.errors.HpcDdpError: 3 saves in a row failed in /r/checkpoints: rank 0:"
+            "hpc_ddp.core.errors.HpcDdpError: 3 saves in a row failed in /r/checkpoints: rank 0:"
             " [Errno 28] No space left for 4.0 MB: 3.1 MB are free",
             "disk full",
             "disk was full",
@@ -150,7 +150,7 @@ def test_reasons_in_plain_words(written: Written, reason: str, words: str) -> No
         ),
         ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "gpu failed", "GPU"),
         (
-            "hpc_ddp.run.errors.HpcDdpError: the weights have NaN or infinity in them; it came at",
+            "hpc_ddp.core.errors.HpcDdpError: the weights have NaN or infinity in them; it came at",
             "non-finite weights",
             "NaN",
         ),

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_ddp.core.journal.journal import Event
 from hpc_ddp.report.html.curves import Curve, Point, columns, curves_of, starts_of
-from hpc_ddp.run.journal import Event
 
 
 def _event(name: str, attempt: int = 0, **fields: Any) -> Event:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.launch.resources import folder
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.html import page
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.spec import JobSpec
+from hpc_ddp.submit.resources import folder
 
 TEMPLATES = folder("templates")
 NAN = float("nan")

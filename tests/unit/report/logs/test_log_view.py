@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.node.growth import Growth
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.log_offsets import Growth
 from hpc_ddp.report.logs.files import LogQuery
 from hpc_ddp.report.logs.merge import spans
 from hpc_ddp.report.logs.view import follow, show
-from hpc_ddp.run.errors import UsageError
-from hpc_ddp.run.folder import RunFolder
 
 NOW = time.time()
 GLOO = "[W1121 20:48:17.333 socket.cpp:207] [c10d] The hostname of the client socket cannot be"

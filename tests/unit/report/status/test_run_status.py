@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from written_runs import RUNNING_JOB, make_run, write_event
 
+from hpc_ddp.core.journal.goodput import account
+from hpc_ddp.core.journal.journal import last_event, read_briefly
+from hpc_ddp.core.journal.stragglers import slow_rank
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status import table as overview
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.run.folder import RunFolder
-from hpc_ddp.run.goodput import account
-from hpc_ddp.run.journal import last_event, read_briefly
-from hpc_ddp.run.ranks import slow_rank
 from hpc_ddp.slurm import QueuedJob
 
 

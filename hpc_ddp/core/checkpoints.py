@@ -1,0 +1,259 @@
+"""A run's checkpoints as a reader sees them: which there are, and whether they can be trusted.
+
+::
+
+    checkpoints/step-<n>/manifest.json       each file's size and CRC32; written last
+    checkpoints/step-<n>/state.pt            what is no tensor, and the tensors' places
+    checkpoints/step-<n>/rank-<r>.pt         rank r's generators, and what its data file holds
+    checkpoints/step-<n>/tensors-<r>.bin     rank r's part of the tensors, as raw bytes
+    checkpoints/step-<n>.tmp-<attempt>/      being written; worth nothing
+    checkpoints/step-<n>.old-<attempt>/      on its way out: the same step, saved once more
+    checkpoints/step-<n>.bad-<attempt>/      did not verify; kept for a person to look at
+    checkpoints/aside-<n>/                   all that ``--fresh`` has moved out of the way
+
+Standard library only, so that a login node without torch can verify them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shlex
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.core.console.progress import ProgressBar
+from hpc_ddp.core.journal.events import Fresh
+from hpc_ddp.core.run_folder import RunFolder, read_json
+
+MANIFEST = "manifest.json"
+FORMAT = 2  # of what is in the files; another one can't be read
+CHUNK = 4 << 20  # bytes; big enough that summing and writing run outside the interpreter lock
+
+_NO_FILE = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+
+_STEP = re.compile(r"step-(\d+)(\.old-\d+)?")
+_ANY = re.compile(r"step-\d+(\.(old|bad|tmp)-[\w-]+)?")
+_SHOWN = re.compile(r"step-(\d+)(\.(old|bad)-[\d-]+)?")
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """A file in a manifest: `size` in bytes, and its CRC32."""
+
+    size: int
+    crc32: int
+
+
+def manifest_crc(value: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest; raises OSError or ValueError where it can't be believed."""
+    value = json.loads((folder / MANIFEST).read_bytes())
+    if not isinstance(value, dict) or value.pop("crc32", None) != manifest_crc(value):
+        raise ValueError("its own CRC32 differs")
+    return value
+
+
+def _unheard(size: int) -> None: ...
+
+
+def verify(
+    folder: Path, rank: int = 0, world_size: int = 1, read: Callable[[int], None] = _unheard
+) -> str | None:
+    """Return why a checkpoint can't be trusted, or None when every byte is as it was written.
+
+    An I/O error counts as a reason; `find_damage` tells it from damage.
+    """
+    try:
+        return find_damage(folder, rank, world_size, read)
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def find_damage(
+    folder: Path, rank: int = 0, world_size: int = 1, read: Callable[[int], None] = _unheard
+) -> str | None:
+    """Return what is missing or damaged in a checkpoint, None when every byte is as written.
+
+    Ranks can share the work: each looks at the manifest, and at its part of the files. `read` is
+    called with the number of bytes after each chunk.
+
+    Raises
+    ------
+    OSError
+        the disk does not answer: nothing is known of a file
+    """
+    try:
+        files = read_manifest(folder)["files"]
+    except OSError as error:
+        return _missing(folder / MANIFEST, error)
+    except (ValueError, KeyError) as error:
+        return f"{MANIFEST} can't be read: {error}"
+    for name, expected in list(files.items())[rank::world_size]:
+        try:
+            facts = facts_of(folder / name, read)
+        except OSError as error:
+            return _missing(folder / name, error)
+        if facts.size != expected["size"]:
+            return f"{name} has {facts.size} bytes instead of {expected['size']}"
+        if facts.crc32 != expected["crc32"]:
+            return f"{name} has been damaged: its CRC32 differs"
+    return None
+
+
+def _missing(path: Path, error: OSError) -> str:
+    """Return what is wrong where its folder lacks a file, or has something else in its place, such
+    as a link to nowhere; or raise."""
+    is_link = path.is_symlink() or path.parent.is_symlink()
+    if error.errno in _NO_FILE or (error.errno == errno.ENOENT and is_link):
+        return f"{path.name} is no file: {error.strerror}"
+    if isinstance(error, FileNotFoundError) and path.name not in os.listdir(path.parent):
+        return f"{path.name} is missing"
+    reason = f"{path.name} can't be read: {error.strerror or error}"
+    raise OSError(error.errno, reason) from error
+
+
+def facts_of(path: Path, read: Callable[[int], None] = _unheard) -> FileFacts:
+    """Read a file through; raises OSError."""
+    size = crc32 = 0
+    chunk = memoryview(bytearray(CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            size += count
+            crc32 = zlib.crc32(chunk[:count], crc32)
+            read(count)
+    return FileFacts(size, crc32)
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return what may be a checkpoint, newest first; at the same step `.old-` comes second.
+
+    Raises OSError, but for a folder that does not exist.
+    """
+    names: list[str] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = os.listdir(folder)
+    matches = filter(None, map(_STEP.fullmatch, names))
+    ranked = [(int(match[1]), match[2] is None, folder / match[0]) for match in matches]
+    return [path for *_, path in sorted(ranked, reverse=True)]
+
+
+def published(folder: Path) -> list[Path]:
+    """Return the checkpoints that have their final name, newest first."""
+    return [path for path in candidates(folder) if "." not in path.name]
+
+
+def all_of(folder: Path) -> list[Path]:
+    """Return all checkpoints, also those that are half-written, damaged or on their way out."""
+    paths = folder.glob("step-*") if folder.is_dir() else ()
+    return sorted(path for path in paths if _ANY.fullmatch(path.name) and path.is_dir())
+
+
+def set_aside(run: RunFolder) -> Path | None:
+    """Move all checkpoints of an idle run aside, so that its next attempt begins at step 0.
+
+    Returns the folder where they are, None if there were none. The journal notes it, since
+    without a note an attempt refuses to begin a run that has had checkpoints (see `lost`).
+    """
+    folders, number = all_of(run.checkpoints), 0
+    while (aside := run.checkpoints / f"aside-{number}").exists():
+        number += 1
+    for folder in folders:
+        aside.mkdir(exist_ok=True)
+        folder.rename(aside / folder.name)
+    attempts = [attempt.number + 1 for attempt in run.attempts()]
+    run.journal("submit").write_surely(Fresh(max(attempts, default=0)))
+    return aside if folders else None
+
+
+def bring_back(run: RunFolder, aside: Path) -> None:
+    """Undo `set_aside` of a run whose next attempt could not be started."""
+    for folder in all_of(aside):
+        folder.rename(run.checkpoints / folder.name)
+    aside.rmdir()
+    run.journal("submit").write_surely(Fresh(0))
+
+
+def lost(run: RunFolder) -> list[str]:
+    """Return what is known of the checkpoints of a run that has no candidate: name and problem.
+
+    Empty for a run that has never had one, or none since `set_aside`.
+    """
+    bad = [path.name for path in all_of(run.checkpoints) if ".bad-" in path.name]
+    if bad:
+        return [f"{name}: it was found damaged by an earlier attempt" for name in bad]
+    events = run.events()
+    first = ([0] + [e["first_attempt"] for e in events if e["event"] == "fresh"])[-1]
+    saved = [e for e in events if e["event"] == "checkpoint" and e["attempt"] >= first]
+    return [f"step-{saved[-1]['step']}: it was saved, and is gone"] if saved else []
+
+
+def fresh_command(run: RunFolder) -> str:
+    """Return the command that lets a run begin at step 0 again and keeps its checkpoints."""
+    path = shlex.quote(str(run.path))
+    array = RunFolder(run.whole)
+    if not array.lib.exists():  # not started by hpc-ddp
+        return f"mv {path} {path}-old"
+    command = "dry-run" if read_json(array.job_json).get("backend") == "local" else "submit"
+    return f"hpc-ddp {command} --run {path} --fresh"
+
+
+def step_of(folder: Path) -> int:
+    """Return the step that a folder named ``step-<n>…`` is of."""
+    return int(folder.name.removeprefix("step-").partition(".")[0])
+
+
+@dataclass(frozen=True)
+class Health:
+    """One checkpoint of a list. `bytes` is None where the manifest can't be read, `age_s` is in
+    seconds, `problem` None for a good one, `best` marks the one with the best value so far."""
+
+    name: str
+    age_s: float
+    bytes: int | None
+    world_size: int | None
+    best: bool
+    problem: str | None
+
+
+def health(folder: Path) -> list[Health]:
+    """Verify all checkpoints in a run's folder of checkpoints, oldest first."""
+    paths = [path for path in folder.glob("step-*") if _SHOWN.fullmatch(path.name)]
+    paths.sort(key=lambda path: (step_of(path), path.name))
+    with ProgressBar("reading the checkpoints", sum(map(_size, paths))) as progress:
+        rows = [_health(path, progress.add) for path in paths]
+    marked = [row.name for row in rows if row.best]
+    return [replace(row, best=row.name == marked[-1]) if row.best else row for row in rows]
+
+
+def _size(folder: Path) -> int:
+    with suppress(OSError):  # deleted meanwhile
+        return sum(path.stat().st_size for path in folder.iterdir())
+    return 0
+
+
+def _health(path: Path, read: Callable[[int], None]) -> Health:
+    problem = verify(path, read=read)
+    try:
+        manifest = read_manifest(path)
+    except (OSError, ValueError):
+        manifest = {}
+    sizes = [facts["size"] for facts in manifest.get("files", {}).values()]
+    return Health(
+        name=path.name,
+        age_s=time.time() - path.lstat().st_mtime,
+        bytes=sum(sizes) if sizes else None,
+        world_size=manifest.get("world_size"),
+        best=(manifest.get("best") or {}).get("step") == step_of(path),
+        problem=problem,
+    )

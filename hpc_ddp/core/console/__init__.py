@@ -1,0 +1,1 @@
+"""Messages, progress and units for people."""

@@ -1,0 +1,1 @@
+"""A job as the user wants it: its settings, and their checks."""

@@ -1,0 +1,270 @@
+"""The checks of a `JobSpec`: each refuses a value with what is accepted, and a hint."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.options import key_of
+from hpc_ddp.core.job.slurm_values import array_indexes, parse_signal, parse_time
+
+if TYPE_CHECKING:
+    from hpc_ddp.core.job.spec import JobSpec
+
+# torchrun's own options that hpc-ddp sets, or the job looks up, and what to use instead.
+_SETTLED = {
+    **dict.fromkeys(
+        ("rdzv-", "node-rank", "master-addr", "master-port", "local-addr", "role"),
+        "nothing: the job finds its nodes and a free port itself",
+    ),
+    **dict.fromkeys(("nnodes", "standalone"), "--nodes"),
+    "nproc-per-node": "--nproc-per-node, or --gpus-per-node",
+    "max-restarts": "--max-restarts",
+    "start-method": "nothing: workers are processes of their own",
+    **dict.fromkeys(
+        ("log-dir", "redirects", "tee", "logs-specs", "local-ranks-filter"),
+        "nothing: each rank has a log, see `hpc-ddp logs --rank`",
+    ),
+    **dict.fromkeys(("module", "m", "no-python", "run-path"), "SCRIPT"),
+    **dict.fromkeys(("help", "print-completion"), "torchrun --help, in a shell"),
+    "signals-to-handle": "nothing: the supervisor handles signals",
+}
+_SRUN_SETTLED = (
+    *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "distribution", "output", "label"),
+    *("kill-on-bad-exit", "no-kill", "wait", "overlap"),
+)
+
+GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
+JOB_NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# A part of a name, in any case, that makes its value a secret.
+SECRET_NAME = (
+    r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|COOKIE"
+    r"|(?<![^\W_])(?:API|ACCESS|PRIVATE)?_?KEY(?![^\W_])"
+)
+_TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
+_PARAMETER = re.compile(r"[A-Za-z_][\w.-]*")
+
+
+def check(spec: JobSpec) -> None:
+    """Check each value of a job.
+
+    Raises
+    ------
+    UsageError
+        names the first bad value, what is accepted, and a hint
+    """
+    _check_texts(spec)
+    _check_nodes(spec.nodes)
+    for item in fields(spec):
+        if "option" in item.metadata:
+            item.metadata["option"].check(key_of(item), getattr(spec, item.name))
+    parse_signal(spec.signal)
+    if not JOB_NAME.fullmatch(spec.job_name):
+        raise UsageError(
+            f"job name {spec.job_name!r} can't be the name of a folder; accepted: up to 100"
+            " letters, digits, spaces and any of . _ + = , @ -, with a letter or digit first",
+            hint="--job-name my-training",
+        )
+    if spec.gpus_per_node is not None and not GPUS.fullmatch(spec.gpus_per_node):
+        raise UsageError(
+            f"gpus-per-node {spec.gpus_per_node!r} is neither a number nor type:number",
+            hint="--gpus-per-node 4, or --gpus-per-node a100:4",
+        )
+    if spec.time is not None and parse_time(spec.time) <= 0:
+        raise UsageError(
+            f"time {spec.time!r} is zero; accepted: a positive Slurm time", hint="--time 1:00:00"
+        )
+    for raw in spec.sbatch:
+        split_raw(raw, "sbatch", "--network=x")
+    _check_env(spec)
+    _check_container(spec)
+    _check_torchrun(spec)
+    _check_tasks(spec)
+    if spec.array:
+        array_indexes(spec.array)
+        if spec.continue_by == "resubmit":
+            raise UsageError(
+                "a chain of jobs can't be an array, nor a sweep", hint="--continue-by requeue"
+            )
+    _check_sweep(spec)
+
+
+def _check_sweep(spec: JobSpec) -> None:
+    for name, values in spec.sweep.items():
+        good = all(value and value.isprintable() for value in values)
+        if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):
+            raise UsageError(
+                f"{name}={','.join(values)!r} is no parameter with values that differ and are not"
+                " empty",
+                hint="hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py",
+            )
+    count = math.prod(map(len, spec.sweep.values())) if spec.sweep else None
+    if count and spec.array and max(array_indexes(spec.array)) >= count:
+        raise UsageError(
+            f"array {spec.array} goes beyond the sweep; accepted: indexes from 0 to {count - 1}",
+            hint="hpc-ddp status SWEEP lists them",
+        )
+    if spec.sweep and spec.backend == "salloc":
+        raise UsageError(
+            "a sweep is an array of jobs, and the salloc back-end runs inside one job",
+            hint="--backend slurm, or local to play it here",
+        )
+    hours = spec.budget_gpu_hours
+    if hours is not None and not (isinstance(hours, (int, float)) and hours > 0):
+        raise UsageError(
+            f"budget-gpu-hours is {hours!r}; accepted: a number above 0",
+            hint="--budget-gpu-hours 100",
+        )
+
+
+def _check_tasks(spec: JobSpec) -> None:
+    """Refuse a step that srun could not start."""
+    for raw in spec.srun:
+        name, _ = split_raw(raw, "srun", "--gpu-bind=closest")
+        if name in _SRUN_SETTLED:
+            raise UsageError(
+                f"srun option --{name} is set by hpc-ddp; accepted: others of srun's",
+                hint="nodes, workers and CPUs: --nodes, --nproc-per-node, --cpus-per-node",
+            )
+    if spec.launcher == "srun" and not isinstance(spec.nodes, int):
+        raise UsageError(
+            f"nodes is {spec.nodes}, and with --launcher srun Slurm has to know how many tasks"
+            " there are; accepted: a whole number",
+            hint="--nodes 2, or --launcher torchrun",
+        )
+    if spec.step_launcher != "srun" and (spec.launcher == "srun" or spec.elastic or spec.srun):
+        raise UsageError(
+            f"step-launcher {spec.step_launcher} excludes --launcher srun, --elastic and --srun",
+            hint="--step-launcher srun",
+        )
+    if spec.step_launcher != "srun" and (spec.preflight or spec.backend == "submitit"):
+        raise UsageError(
+            f"the preflight and submitit need srun, and step-launcher is {spec.step_launcher}",
+            hint="--step-launcher srun, or without --preflight and with --backend slurm",
+        )
+    if spec.cpus_per_node is not None and spec.cpus_per_task is not None:
+        raise UsageError(
+            f"cpus-per-node {spec.cpus_per_node} and cpus-per-task {spec.cpus_per_task} are two"
+            " ways to set the same; accepted: one of them",
+            hint="--cpus-per-node alone",
+        )
+    if spec.cpus_per_node is not None and spec.cpus_per_node < spec.tasks_per_node:
+        raise UsageError(
+            f"cpus-per-node is {spec.cpus_per_node}; accepted: one CPU or more for each of the"
+            f" {spec.tasks_per_node} tasks of a node",
+            hint=f"--cpus-per-node {spec.tasks_per_node}",
+        )
+
+
+def _check_container(spec: JobSpec) -> None:
+    if spec.container and spec.image:
+        raise UsageError(
+            f"container {spec.container!r} and image {spec.image!r} are two ways to say one thing",
+            hint="--image alone, or --container with the whole command",
+        )
+    try:
+        shlex.split(spec.container or "")
+    except ValueError as error:
+        raise UsageError(
+            f"container {spec.container!r} can't be split into words: {error}",
+            hint="--container 'apptainer exec --nv image.sif'",
+        ) from None
+
+
+def _check_torchrun(spec: JobSpec) -> None:
+    if spec.launcher == "srun" and (spec.torchrun or spec.restarts or spec.elastic):
+        raise UsageError(
+            "without torchrun there are no --max-restarts, --elastic and --torchrun",
+            hint="--launcher torchrun",
+        )
+    if spec.elastic and spec.restarts < 1:
+        raise UsageError(
+            "an elastic job restarts its workers when a node is lost, and max-restarts is 0",
+            hint="--elastic, without --max-restarts",
+        )
+    for word in spec.torchrun:
+        match = _TORCHRUN.fullmatch(word)
+        if not match:
+            raise UsageError(
+                f"torchrun option {word!r} is not of the form --name or --name=value",
+                hint="--torchrun=--numa-binding=node",
+            )
+        name = match["name"].replace("_", "-")
+        for settled, ours in _SETTLED.items():
+            if settled.startswith(name) or name.startswith("rdzv-"):  # torchrun takes beginnings
+                raise UsageError(
+                    f"torchrun option --{name} is set by hpc-ddp; accepted: others of torchrun's",
+                    hint=f"in its place: {ours}",
+                )
+
+
+def _check_texts(spec: JobSpec) -> None:
+    """Refuse in ``#SBATCH`` values what ends or splits such a line, and NUL everywhere."""
+    for item in fields(spec):
+        text = getattr(spec, item.name)
+        is_directive = "option" in item.metadata and item.metadata["option"].is_sbatch
+        if is_directive and isinstance(text, str) and not text.isprintable():
+            key = key_of(item)
+            raise UsageError(
+                f"{key} {text!r} has a character that an #SBATCH line can't hold",
+                hint=f"leave out line breaks and control characters in --{key}",
+            )
+    swept = [value for values in spec.sweep.values() for value in values]
+    lines = (*spec.setup, *spec.teardown)
+    texts = (spec.script, spec.chdir, *spec.args, *lines, *spec.env.values(), *swept)
+    for text in texts:
+        if "\0" in text or not _is_unicode(text):
+            raise UsageError(
+                f"{text!r} holds a NUL or bytes that are no UTF-8, which a script can't",
+                hint="rename it, or leave those characters out",
+            )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Python's stand-ins for bytes that it could not decode
+        return False
+    return True
+
+
+def _check_nodes(nodes: int | str) -> None:
+    match = re.fullmatch(r"(\d{1,6})-(\d{1,6})", nodes, re.A) if isinstance(nodes, str) else None
+    if match and 1 <= int(match[1]) <= int(match[2]):
+        return
+    if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes < 10**6:
+        raise UsageError(
+            f"nodes is {nodes}; accepted: a whole number from 1, or a range of them, as 1-4",
+            hint="--nodes 1, or --nodes 1-4",
+        )
+
+
+def _check_env(spec: JobSpec) -> None:
+    for name in (*spec.env, *spec.env_names):
+        if not _ENV_NAME.fullmatch(name):
+            raise UsageError(
+                f"{name!r} is not a name of an environment variable",
+                hint="--env NAME, or --env NAME=VALUE",
+            )
+    for name in spec.env:
+        if re.search(SECRET_NAME, name, re.I):
+            raise UsageError(
+                f"the value of {name} looks like a secret and would stand in the job's script",
+                hint=f"export {name} in your shell, then --env {name}",
+            )
+
+
+def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
+    """Return name and value of a raw option of srun or sbatch, ``--name=value``."""
+    if not re.match(r"--[a-z]", raw) or not raw.isprintable():
+        raise UsageError(
+            f"{command} option {raw!r} is not of the form --name or --name=value",
+            hint=f"--{command}={example}",
+        )
+    name, _, value = raw[2:].partition("=")
+    return name, value

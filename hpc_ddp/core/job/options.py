@@ -1,0 +1,149 @@
+"""How the user sets a field of a job: declared once, beside the field.
+
+From the declaration follow the option of the command line, its heading in ``--help``, the key of
+``hpc-ddp.toml`` and the type of its value, what is passed to sbatch, and the table in
+``docs/options.md``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+from hpc_ddp.core.errors import UsageError, closest
+
+COMMON = "Common options"
+RESOURCES = "Resources, as sbatch has them"
+ENVIRONMENT = "The cluster, and the environment of the job"
+WORKERS = "Starting the workers"
+CONTINUATION = "After an attempt"
+GROUPS = (COMMON, RESOURCES, ENVIRONMENT, WORKERS, CONTINUATION)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of values: its Python types in a TOML file, and its name in an error."""
+
+    types: tuple[type, ...]
+    text: str
+
+    @property
+    def is_list(self) -> bool:
+        return self.types == (list,)
+
+
+TEXT = Kind((str,), "a string")
+NUMBER = Kind((int,), "a whole number")
+AMOUNT = Kind((int, float), "a number")
+FLAG = Kind((bool,), "true or false")
+LIST = Kind((list,), "a list of strings")
+TABLE = Kind((dict,), "a table")
+NODES = Kind((int, str), 'a whole number, or a range like "1-4"')
+GPUS = Kind((int, str), 'a number or "type:number"')
+# By the annotation of the field.
+_KINDS = {
+    "str": TEXT,
+    "int": NUMBER,
+    "float": AMOUNT,
+    "bool": FLAG,
+    "tuple[str, ...]": LIST,
+    "Mapping[str, str]": TABLE,
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """The declaration of one setting.
+
+    Attributes
+    ----------
+    help
+        for ``--help`` and the reference
+    group
+        the heading in ``--help``
+    letter
+        of the short option, as ``N``
+    metavar
+        of the value in ``--help``; by default the accepted values
+    accepted
+        the values that a text may have; empty for any
+    least
+        the smallest whole number
+    kind
+        the type of the value
+    is_file_only
+        files can set it, the command line can't
+    is_sbatch
+        it is an option of sbatch with this name, and passed on unchanged
+    is_local
+        it also means something for processes on this machine, such as those of a drill
+    is_joined
+        a site's values come before the job's: neither replaces the other
+    """
+
+    help: str
+    group: str = RESOURCES
+    letter: str = ""
+    metavar: str | None = None
+    accepted: tuple[str, ...] = ()
+    least: int | None = None
+    kind: Kind = TEXT
+    is_file_only: bool = False
+    is_sbatch: bool = False
+    is_local: bool = False
+    is_joined: bool = False
+
+    def check(self, key: str, value: Any) -> None:
+        """Check one value against the accepted ones and the bound.
+
+        Raises
+        ------
+        UsageError
+            names the key, the value, and what is accepted
+        """
+        if self.accepted and value not in self.accepted:
+            raise UsageError(
+                f"{key} {value!r} is unknown; accepted: {', '.join(self.accepted)}"
+                + closest(str(value), self.accepted),
+                hint=f"--{key} {self.accepted[0]}",
+            )
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if self.least is not None and value is not None and not (is_number and value >= self.least):
+            raise UsageError(
+                f"{key} is {value!r}; accepted: a whole number from {self.least}",
+                hint=f"--{key} {max(self.least, 1)}",
+            )
+
+
+def option(default: Any, help: str, **declared: Any) -> Any:
+    """Return a dataclass's field with its declaration; parameters as for `Option`."""
+    metadata = {"option": Option(help, **declared)}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def options_of(*settings: type[Any]) -> dict[str, Option]:
+    """Return the declarations of some dataclasses by key, in their order."""
+    return {
+        key_of(item): _with_kind(item)
+        for each_class in settings
+        for item in fields(each_class)
+        if "option" in item.metadata
+    }
+
+
+def key_of(item: Field[Any] | str) -> str:
+    """Return the key of a field, or of a field's name: ``cpus-per-task``."""
+    return (item if isinstance(item, str) else item.name).replace("_", "-")
+
+
+def default_of(item: Field[Any]) -> Any:
+    """Return the default value of a field."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def _with_kind(item: Field[Any]) -> Option:
+    declared: Option = item.metadata["option"]
+    kind = _KINDS.get(str(item.type).removesuffix(" | None"))
+    return declared if kind in (None, TEXT) else Option(**{**vars(declared), "kind": kind})

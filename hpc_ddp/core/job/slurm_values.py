@@ -1,0 +1,77 @@
+"""Values in Slurm's notation: time limits, signals, arrays."""
+
+from __future__ import annotations
+
+import re
+
+from hpc_ddp.core.errors import UsageError
+
+# The signals by which the workers may get a notice. hpc_ddp.training understands each.
+SIGNALS = ("TERM", "INT", "USR1", "USR2")
+# Of an array: a site's MaxArraySize is mostly 1,001, and never above 4,000,001.
+MOST_TASKS = 100_000
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
+_INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?", re.A)
+_SIGNAL = re.compile(r"(?:[BR]{1,2}:)?(?:SIG)?(?P<name>[A-Z0-9]+)(?:@(?P<seconds>\d{1,5}))?")
+_SIGNAL_NUMBERS = {"10": "USR1", "12": "USR2", "15": "TERM", "2": "INT"}
+
+
+def parse_time(text: str) -> int:
+    """Return the seconds of a Slurm time: ``m``, ``m:s``, ``h:m:s``, ``d-h``, ``d-h:m``, …"""
+    match = _TIME.fullmatch(text)
+    if not match:
+        raise UsageError(
+            f"time {text!r} is not a Slurm time; accepted: minutes, h:mm:ss, d-hh, d-hh:mm:ss",
+            hint="for twelve hours: --time 12:00:00",
+        )
+    a, b, c = (int(match[group] or 0) for group in "abc")
+    if match["days"] is not None:
+        return int(match["days"]) * 86400 + a * 3600 + b * 60 + c
+    if match["c"] is not None:
+        return a * 3600 + b * 60 + c
+    return a * 60 + b
+
+
+def parse_signal(text: str) -> tuple[str, int]:
+    """Return the name and the seconds of a signal in sbatch's form: ``USR1@90``, ``SIGUSR1``, …
+
+    Its ``B:`` and ``R:`` have no effect: a notice always goes to the workers.
+    """
+    match = _SIGNAL.fullmatch(text.upper())
+    name = match["name"] if match else ""
+    name = _SIGNAL_NUMBERS.get(name, name)
+    if not match or name not in SIGNALS:
+        raise UsageError(
+            f"signal {text!r} is not of the form NAME@SECONDS;"
+            f" accepted names: {', '.join(SIGNALS)}",
+            hint="--signal USR1@90",
+        )
+    return name, int(match["seconds"] or 60)
+
+
+def array_indexes(array: str) -> list[int]:
+    """Return the indexes of a Slurm array such as ``0-5%2`` or ``1,3,10-20:5``.
+
+    Raises
+    ------
+    UsageError
+        it is something else
+    """
+    indexes: list[int] = []
+    for part in array.partition("%")[0].split(","):
+        match = _INDEXES.fullmatch(part)
+        if not match:
+            raise UsageError(
+                f"array {array!r} is no list of indexes; accepted: numbers and ranges, with commas",
+                hint="--array 0-5, or --array 1,3,10-20:5%2",
+            )
+        first = int(match["first"])
+        span = range(first, int(match["last"] or first) + 1, int(match["step"] or 1))
+        if len(indexes) + len(span) > MOST_TASKS:
+            raise UsageError(
+                f"array {array!r} has more than {MOST_TASKS:,} tasks",
+                hint="what the site takes: scontrol show config | grep MaxArraySize",
+            )
+        indexes += span
+    return indexes

@@ -1,0 +1,393 @@
+"""`JobSpec`: a job as the user wants it, as one frozen value that every layer takes unchanged."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job import checks
+from hpc_ddp.core.job.options import (
+    COMMON,
+    CONTINUATION,
+    ENVIRONMENT,
+    GPUS,
+    NODES,
+    WORKERS,
+    option,
+    options_of,
+)
+from hpc_ddp.core.job.slurm_values import array_indexes, parse_signal, parse_time
+
+BACKENDS = ("slurm", "submitit", "local", "salloc")
+LAUNCHERS = ("torchrun", "srun")
+STEP_LAUNCHERS = ("srun", "ibrun", "mpirun")
+GPU_REQUESTS = ("gpus-per-node", "gres", "gpus-per-task", "none")
+CONTINUE_BY = ("requeue", "resubmit")
+
+# When an elastic job loses a node, the workers of the others fail too: that takes a restart.
+ELASTIC_RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job. Field names are Slurm's option names; each instance has been checked.
+
+    Units: `time` is in Slurm's format (``minutes``, ``h:m:s``, ``d-h`` …), and so is `signal`,
+    ``NAME@SECONDS`` before the time limit. None leaves a value to the site's Slurm.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    job_name: str = option(
+        "job", "Default: the script's name.", group=COMMON, letter="J", metavar="NAME"
+    )
+    backend: str = option(
+        "slurm", "How the job is started (default slurm).", group=WORKERS, accepted=BACKENDS
+    )
+    nodes: int | str = option(
+        1,
+        "Number of nodes (default 1), or a range that is accepted, as 2-4.",
+        group=COMMON,
+        letter="N",
+        metavar="N|MIN-MAX",
+        kind=NODES,
+        is_sbatch=True,
+        is_local=True,
+    )
+    gpus_per_node: str | None = option(
+        None,
+        "GPUs per node, with one worker for each.",
+        group=COMMON,
+        metavar="[TYPE:]N",
+        kind=GPUS,
+        is_local=True,
+    )
+    gpu_request: str = option(
+        "gpus-per-node", "The option of sbatch that --gpus-per-node becomes.", accepted=GPU_REQUESTS
+    )
+    nproc_per_node: int | None = option(
+        None, "Workers per node (default: one per GPU, or 1).", group=COMMON, least=1, is_local=True
+    )
+    cpus_per_node: int | None = option(
+        None, "CPUs per node, for all its workers.", group=COMMON, least=1
+    )
+    cpus_per_task: int | None = option(
+        None,
+        "CPUs per Slurm task: one torchrun per node, or each worker with --launcher srun.",
+        letter="c",
+        least=1,
+    )
+    time: str | None = option(
+        None,
+        "Time limit of one attempt, as 12:00:00.",
+        group=COMMON,
+        letter="t",
+        metavar="TIME",
+        is_sbatch=True,
+    )
+    partition: str | None = option(None, "Partition.", group=COMMON, letter="p", is_sbatch=True)
+    account: str | None = option(None, "Account.", group=COMMON, letter="A", is_sbatch=True)
+    qos: str | None = option(None, "Quality of service.", letter="q", is_sbatch=True)
+    constraint: str | None = option(None, "Features of the nodes.", letter="C", is_sbatch=True)
+    mem: str | None = option(None, "Memory per node.", metavar="SIZE", is_sbatch=True)
+    exclusive: bool = option(False, "Share the nodes with no other job.")
+    nodelist: str | None = option(None, "Nodes to take.", letter="w", is_sbatch=True)
+    exclude: str | None = option(None, "Nodes to avoid.", letter="x", is_sbatch=True)
+    reservation: str | None = option(None, "Reservation.", is_sbatch=True)
+    array: str | None = option(
+        None, "One run for each index.", letter="a", metavar="INDEXES", is_sbatch=True
+    )
+    dependency: str | None = option(None, "As for sbatch.", letter="d", is_sbatch=True)
+    mail_type: str | None = option(None, "As for sbatch.", is_sbatch=True)
+    mail_user: str | None = option(None, "As for sbatch.", is_sbatch=True)
+    sbatch: tuple[str, ...] = option(
+        (),
+        "Any other option of sbatch, as --sbatch=--network=…; repeatable.",
+        metavar="OPTION",
+        is_joined=True,
+    )
+    launcher: str = option(
+        "torchrun",
+        "The launcher of the workers (default torchrun); srun: each is a Slurm task.",
+        group=WORKERS,
+        accepted=LAUNCHERS,
+        is_local=True,
+    )
+    step_launcher: str = option(
+        "srun",
+        "The command that starts torchrun on each node (default srun).",
+        group=WORKERS,
+        accepted=STEP_LAUNCHERS,
+    )
+    srun: tuple[str, ...] = option(
+        (),
+        "Any option of srun for the training's step, as --srun=--cpu-bind=none; repeatable.",
+        group=WORKERS,
+        metavar="OPTION",
+        is_joined=True,
+    )
+    fabric: str = option(
+        "auto",
+        "The interconnect (default: looked up on the nodes).",
+        group=ENVIRONMENT,
+        metavar="NAME",
+    )
+    interface: str | None = option(
+        None, "Network interface (default: looked up).", group=ENVIRONMENT, metavar="NAME"
+    )
+    host_suffix: str = option(
+        "",
+        "Suffix of a node's name on the fast network, as -ib.",
+        group=ENVIRONMENT,
+        is_file_only=True,
+    )
+    setup: tuple[str, ...] = option(
+        (),
+        "A shell line to run before the job, as 'module load cuda'; repeatable.",
+        group=COMMON,
+        metavar="LINE",
+        is_joined=True,
+    )
+    container: str | None = option(
+        None,
+        "The command that enters a container, as 'apptainer exec --nv image.sif'.",
+        group=ENVIRONMENT,
+        metavar="COMMAND",
+    )
+    image: str | None = option(
+        None, "A container image, for the site's tool.", group=ENVIRONMENT, metavar="IMAGE"
+    )
+    container_tool: str | None = option(
+        None,
+        "The site's tool for --image: a file of templates/containers.",
+        group=ENVIRONMENT,
+        is_file_only=True,
+    )
+    container_options: tuple[str, ...] = option(
+        (), "Further options of the container's tool.", group=ENVIRONMENT, is_file_only=True
+    )
+    teardown: tuple[str, ...] = option(
+        (), "Shell lines to run after the training.", group=ENVIRONMENT, is_file_only=True
+    )
+    template: str | None = option(
+        None, "A template that extends job.sbatch.j2.", group=ENVIRONMENT, metavar="FILE"
+    )
+    python: str = option(
+        "python3", "The Python that has torch.", group=COMMON, metavar="PATH", is_local=True
+    )
+    env: Mapping[str, str] = option(
+        {},
+        "NAME: passed on from this shell (secrets too). NAME=VALUE: written into the script.",
+        group=COMMON,
+        metavar="NAME[=VALUE]",
+        is_local=True,
+    )
+    env_names: tuple[str, ...] = option(
+        (),
+        "Variables to pass on from the shell that submits, as --env NAME.",
+        group=ENVIRONMENT,
+        is_file_only=True,
+    )
+    chdir: str = option(
+        ".", "Working directory (default: this one).", group=ENVIRONMENT, letter="D", metavar="DIR"
+    )
+    signal: str = option(
+        "TERM@60",
+        "Signal the script S seconds before the time limit (default TERM@60).",
+        group=CONTINUATION,
+        metavar="SIGNAL[@S]",
+    )
+    continue_by: str = option(
+        "requeue",
+        "How a job continues: requeue, or a chain of jobs where that is refused.",
+        group=CONTINUATION,
+        accepted=CONTINUE_BY,
+    )
+    max_requeues: int | None = option(
+        None, "Bound on requeues (default: none).", group=CONTINUATION, least=0
+    )
+    max_failures: int = option(
+        3, "Retries after failures (default 3).", group=CONTINUATION, least=0
+    )
+    max_restarts: int | None = option(
+        None, "Restarts of all workers within an attempt (default 0).", group=CONTINUATION, least=0
+    )
+    elastic: bool = option(
+        False, "Continue with the other nodes if one is lost.", group=CONTINUATION
+    )
+    torchrun: tuple[str, ...] = option(
+        (),
+        "Any other option of torchrun, as --torchrun=--numa-binding=node; repeatable.",
+        group=WORKERS,
+        metavar="OPTION",
+    )
+    preflight: bool = option(False, "Check the nodes first, and avoid bad ones.", group=WORKERS)
+    sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    budget_gpu_hours: float | None = option(
+        None, "Start and requeue no more once these are used.", group=CONTINUATION, metavar="HOURS"
+    )
+
+    def __post_init__(self) -> None:
+        for key, declared in OPTIONS.items():
+            if declared.kind.is_list:  # a tuple, and JSON and TOML have lists
+                name = key.replace("-", "_")
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "args", tuple(self.args))
+        if isinstance(self.nodes, str) and re.fullmatch(r"\d{1,6}", self.nodes, re.A):
+            object.__setattr__(self, "nodes", int(self.nodes))
+        sweep = {name: tuple(values) for name, values in self.sweep.items()}
+        object.__setattr__(self, "sweep", sweep)
+        checks.check(self)
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The smallest and the largest number of nodes with which an attempt may start."""
+        if isinstance(self.nodes, int):
+            return self.nodes, self.nodes
+        least, _, most = self.nodes.partition("-")
+        return int(least), int(most)
+
+    @property
+    def least_nodes(self) -> int:
+        """The smallest number of nodes with which an attempt continues."""
+        least, most = self.node_range
+        return 1 if self.elastic and least == most else least
+
+    @property
+    def restarts(self) -> int:
+        """torchrun's ``--max-restarts``; its default is 0, or above 0 for an elastic job."""
+        if self.max_restarts is not None:
+            return self.max_restarts
+        return ELASTIC_RESTARTS if self.elastic else 0
+
+    @property
+    def workers_per_node(self) -> int:
+        """torchrun's ``--nproc-per-node``; its default is one per GPU, or one."""
+        return self.nproc_per_node or self.gpu_count or 1
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Slurm tasks of the training step per node: torchrun, or each worker by itself."""
+        return self.workers_per_node if self.launcher == "srun" else 1
+
+    @property
+    def task_cpus(self) -> int | None:
+        """CPUs of each Slurm task; None leaves them to the site."""
+        if self.cpus_per_node is None:
+            return self.cpus_per_task
+        return self.cpus_per_node // self.tasks_per_node
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs per node; ``gpus_per_node`` may hold a type as well (``a100:4``)."""
+        match = checks.GPUS.fullmatch(self.gpus_per_node or "")
+        return int(match["count"]) if match else 0
+
+    @property
+    def gpu_type(self) -> str | None:
+        """The GPUs' type in ``gpus_per_node``, None without one."""
+        match = checks.GPUS.fullmatch(self.gpus_per_node or "")
+        return match["type"] if match else None
+
+    @property
+    def notice_signal(self) -> str:
+        """The name of the signal by which the workers get a notice, as ``TERM``."""
+        return parse_signal(self.signal)[0]
+
+    @property
+    def warn_s(self) -> int:
+        """How many seconds before the time limit the workers get a notice."""
+        return parse_signal(self.signal)[1]
+
+    @property
+    def gpus_in_use(self) -> int:
+        """GPUs of a node that count against a budget: its workers, in a job without GPUs."""
+        return self.gpu_count or self.workers_per_node
+
+    @property
+    def trials(self) -> list[dict[str, str]]:
+        """The sweep's combinations of values by name, in the order of the array's indexes.
+
+        Empty for a job that is no sweep.
+        """
+        if not self.sweep:
+            return []
+        combinations = itertools.product(*self.sweep.values())
+        return [dict(zip(self.sweep, values, strict=True)) for values in combinations]
+
+    def indexes(self, begun: Iterable[int]) -> list[int]:
+        """Return the indexes of all tasks of the array; those in `begun` have started already.
+
+        The last submit may have been of a part of them.
+        """
+        if self.sweep:
+            return list(range(len(self.trials)))
+        return sorted({*begun, *array_indexes(self.array or "")})
+
+    def task(self, index: int) -> JobSpec:
+        """Return one task of the array as a job of its own; a sweep's has its trial in `args`."""
+        args = (*self.args, *trial_args(self.trials[index])) if self.sweep else self.args
+        return replace(self, args=args, sweep={}, array=str(index))
+
+    @property
+    def time_s(self) -> int | None:
+        """The time limit in seconds, None when it is left to the site."""
+        return None if self.time is None else parse_time(self.time)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> JobSpec:
+        """Read the text of `to_json`; unknown fields of a newer version are ignored.
+
+        Raises
+        ------
+        UsageError
+            it is something else
+        """
+        names = {item.name for item in fields(cls)}
+        try:
+            return cls(**{key: value for key, value in json.loads(text).items() if key in names})
+        except (ValueError, AttributeError, TypeError) as error:
+            raise UsageError(f"the run's job.json is broken: {error}") from None
+
+
+OPTIONS = options_of(JobSpec)
+
+
+def trial_args(trial: Mapping[str, str]) -> list[str]:
+    """Return a sweep's trial as arguments of the script, ``--name=value``."""
+    return [f"--{name}={value}" for name, value in trial.items()]
+
+
+def directives(spec: JobSpec) -> list[tuple[str, str]]:
+    """Return the (option, value) pairs for sbatch that the user sets; a flag's value is ''."""
+    pairs = [("job-name", spec.job_name)]
+    for name, declared in OPTIONS.items():
+        value = getattr(spec, name.replace("-", "_"))
+        if declared.is_sbatch and value is not None:
+            pairs.append((name, str(value)))
+        elif name == "gpus-per-node":
+            pairs += _gpu_request(spec)
+        elif name == "cpus-per-task" and spec.task_cpus is not None:
+            pairs.append((name, str(spec.task_cpus)))
+    if spec.exclusive:
+        pairs.append(("exclusive", ""))
+    return pairs + [checks.split_raw(raw, "sbatch", "--network=x") for raw in spec.sbatch]
+
+
+def _gpu_request(spec: JobSpec) -> list[tuple[str, str]]:
+    """Return the request for a node's GPUs in the form that the site accepts."""
+    if spec.gpus_per_node is None or spec.gpu_request == "none":
+        return []
+    if spec.gpu_request == "gres":
+        return [("gres", f"gpu:{spec.gpus_per_node}")]
+    if spec.gpu_request == "gpus-per-task":
+        of_task = str(max(1, spec.gpu_count // spec.tasks_per_node))
+        return [("gpus-per-task", f"{spec.gpu_type}:{of_task}" if spec.gpu_type else of_task)]
+    return [("gpus-per-node", spec.gpus_per_node)]

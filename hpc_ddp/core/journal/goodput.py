@@ -1,0 +1,215 @@
+"""Where the time of a run went, from its journal.
+
+The wall time, from the first submit to the end or to now, is cut at what the journal tells, in
+order, and each piece is given to one part. So the parts add up to it, whatever is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from hpc_ddp.core.console.units import duration
+from hpc_ddp.core.journal.journal import FROM_LOGIN_NODE, Event
+
+PARTS = {
+    "training": "steps, and what the script does between them, less the following two",
+    "saving": "the training held up by saves",
+    "redone": "steps that an earlier attempt had done already",
+    "starting": "srun, torchrun, process group, building model and data",
+    "importing": "from the start of the worker's process to its call of `start`",
+    "restoring": "reading and verifying a checkpoint",
+    "running": "all of an attempt of a script that uses nothing of hpc-ddp",
+    "lost": "after an attempt's last sign of progress, until its end was known",
+    "queued": "before an attempt, also one that waited for somebody to continue the run",
+}
+
+
+class Interval(NamedTuple):
+    """A stretch of the wall time, in unix seconds, and the part that it is given to."""
+
+    begin: float
+    end: float
+    part: str
+
+
+_OURS = ("worker", "restored", "training", "first_step")
+_MARKS = ("first_step", "metrics", "stopped", "finished")  # written as their step ends
+
+
+def account(
+    events: Sequence[Event], now: float | None = None, waits: bool = False
+) -> dict[str, float]:
+    """Return the seconds that a run has spent in each of `PARTS`, over all its attempts.
+
+    The parameters are those of `pieces`.
+    """
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for piece in pieces(events, now, waits):
+        seconds[piece.part] += piece.end - piece.begin
+    return seconds
+
+
+def pieces(
+    events: Sequence[Event], now: float | None = None, waits: bool = False
+) -> list[Interval]:
+    """Cut a run's wall time into pieces of one part each, in order and without gaps.
+
+    Parameters
+    ----------
+    events
+        the run's journal, by attempt and time
+    now
+        unix time of the end, for a run that still goes on; None: its last event
+    waits
+        it goes on, but is not at work now: a node was lost, say, and nobody told the journal
+
+    Notes
+    -----
+    The wall time begins with the first `submitted`; without one with the first event, or the
+    start of the first worker's process, where that is earlier. An attempt that begins below the
+    highest step of the earlier ones does steps again until it has passed that one; between two
+    `metrics` in proportion. They count as redone there, and as training where they came first.
+    """
+    if not events:
+        return []
+    attempts: dict[int, list[Event]] = {}
+    for event in events:
+        if event["event"] not in FROM_LOGIN_NODE:
+            attempts.setdefault(event["attempt"], []).append(event)
+    # A task of an array has none of its own, unless it was submitted again alone.
+    begun = [e for e in events if e["event"] == "submitted" and not e.get("first_attempt")]
+    submitted = [event["time"] for event in begun]
+    times = [e["time"] for e in events]
+    begin = min(submitted or [*times, *(_began(attempt) for attempt in attempts.values())])
+    clock = _Clock(begin, max(times) if now is None else now)
+    ours = any(e["event"] in _OURS for e in events)
+    highest = 0.0
+    for number, attempt in attempts.items():
+        live = now is not None and not waits and number == max(attempts)
+        if ours:
+            starts = _starts(attempt)
+            for start in starts:
+                clock.until(_began(start), "queued" if start is starts[0] else "lost")
+                _follow(clock, start, highest, live and start is starts[-1])
+                highest = max([highest, *(step for _, step in _steps(start))])
+        else:
+            clock.until(_began(attempt), "queued")
+            clock.until(_end(attempt, live), "running")
+    clock.until(math.inf, "queued")
+    return clock.pieces
+
+
+def share(seconds: dict[str, float]) -> float | None:
+    """Return the goodput: training for the first time, of all time not spent queued, 0 to 1.
+
+    None where nothing has started, or the script does not tell when it trains.
+    """
+    wall = sum(seconds.values()) - seconds["queued"]
+    return seconds["training"] / wall if wall > 0 and not seconds["running"] else None
+
+
+def line(seconds: dict[str, float]) -> str:
+    """Return the goodput and all parts that are not zero, for people, on one line."""
+    goodput = share(seconds)
+    parts = [f"{text} {part}" for part in PARTS if (text := duration(seconds[part])) != "0.0 s"]
+    percent = "-" if goodput is None else f"{100 * goodput:.0f} %"
+    return f"goodput {percent}: {', '.join(parts) or 'nothing yet'}"
+
+
+class _Clock:
+    """Goes through the wall time once, and gives each piece to a part."""
+
+    def __init__(self, start: float, end: float) -> None:
+        self.at, self._end = start, max(start, end)
+        self.pieces: list[Interval] = []
+
+    def until(self, when: float | None, part: str) -> None:
+        """Give the time up to `when` to a part. Never goes back: clocks of hosts differ."""
+        if when is not None and (when := min(when, self._end)) > self.at:
+            begin = self.at
+            if self.pieces and self.pieces[-1].part == part:
+                begin = self.pieces.pop().begin
+            self.pieces.append(Interval(begin, when, part))
+            self.at = when
+
+
+def _starts(attempt: list[Event]) -> list[list[Event]]:
+    """Cut an attempt at each restart of its workers (``--max-restarts``)."""
+    begins = [i for i, event in enumerate(attempt) if event["event"] == "worker"][1:]
+    return [attempt[a:b] for a, b in zip([0, *begins], [*begins, len(attempt)], strict=True)]
+
+
+def _follow(clock: _Clock, events: list[Event], highest: float, live: bool) -> None:
+    """Give the time up to the end of one start of the workers to its parts."""
+    last = {event["event"]: event for event in events}
+    worker, restored = last.get("worker", {}), last.get("restored")
+    clock.until(worker.get("began"), "starting")
+    clock.until(worker.get("called"), "importing")
+    if restored:
+        clock.until(restored["time"] - (restored.get("restore_s") or 0.0), "starting")
+        clock.until(restored["time"], "restoring")
+    end = _end(events, live)
+    entered = last.get("training") or last.get("first_step")
+    if entered:
+        clock.until(entered["time"], "starting")
+        _train(clock, events, highest, end == math.inf)
+    else:
+        clock.until(
+            _end([e for e in events if e["event"] != "verdict"], end == math.inf), "starting"
+        )
+    clock.until(end, "lost")
+
+
+def _train(clock: _Clock, events: list[Event], highest: float, live: bool) -> None:
+    """Give the time up to an attempt's last sign of progress to its parts."""
+    begin = clock.at
+    saves = [event for event in events if event["event"] == "checkpoint"]
+    marks = [event for event in events if event["event"] in _MARKS]
+    entered = [event for event in events if event["event"] == "training"]
+    passed = _passed(begin, list(_steps([*entered, *marks])), highest)
+    has_ended = not live or (marks and marks[-1]["event"] in ("stopped", "finished"))
+    end = max((e["time"] for e in (*marks, *saves)), default=begin) if has_ended else math.inf
+
+    def work(until: float) -> None:
+        clock.until(min(until, passed), "redone")
+        clock.until(until, "training")
+
+    for save in saves:
+        stall_s = save.get("stall_s") or 0.0
+        # The event comes when all is durable; the stall was at the beginning of that.
+        work(save["time"] - max(stall_s, save.get("write_s") or 0.0))
+        clock.until(min(clock.at + stall_s, end), "saving")
+    work(end)
+
+
+def _passed(begin: float, steps: list[tuple[float, float]], highest: float) -> float:
+    """Return when an attempt whose training begins at `begin` had passed the step `highest`."""
+    if not highest or (steps and steps[0][1] >= highest):
+        return begin
+    before = (begin, 0.0)
+    for when, step in steps:
+        if step >= highest:
+            part = (highest - before[1]) / (step - before[1])
+            return before[0] + part * (when - before[0])
+        before = (when, step)
+    return math.inf
+
+
+def _steps(events: Iterable[Event]) -> Iterator[tuple[float, float]]:
+    """Yield the time and step of the events that have one."""
+    return ((e["time"], e["step"]) for e in events if isinstance(e.get("step"), (int, float)))
+
+
+def _began(events: list[Event]) -> float:
+    """Return when an attempt began. Without a launcher the worker is there before its events."""
+    workers = (event.get("began") for event in events if event["event"] == "worker")
+    times: list[float] = [events[0]["time"], *(began for began in workers if began is not None)]
+    return min(times)
+
+
+def _end(events: list[Event], live: bool) -> float:
+    """Return when an attempt ended: with its last event; infinity while it goes on."""
+    on = live and all(event["event"] != "verdict" for event in events)
+    return math.inf if on else max((event["time"] for event in events), default=-math.inf)

@@ -1,0 +1,175 @@
+"""Which files and runs of a shared disk may act for the user, by owner and mode.
+
+As git's ``safe.directory`` and sshd's ``StrictModes`` judge. Mode bits are all that is read: an ACL
+shows in the group's bits on most file systems, and not on all.
+"""
+
+from __future__ import annotations
+
+import functools
+import grp
+import os
+import pwd
+import shlex
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.run_folder import RunFolder
+
+ROOT = 0
+
+
+def file_fault(file: os.stat_result, folder: os.stat_result, uid: int) -> str:
+    """Return why a settings file or template may not act for the user `uid`; '' if it may.
+
+    `folder` holds the file. A folder that a group can write is accepted: a file put in place of
+    this one would belong to another user, and be refused for that.
+    """
+    if not stat.S_ISREG(file.st_mode):
+        return "it is no regular file"
+    if file.st_uid not in (uid, ROOT):  # root can change what the user runs anyway
+        return f"it belongs to {user_name(file.st_uid)}"
+    if is_writable_by_others(file):
+        return f"other users can write it (mode {stat.S_IMODE(file.st_mode):04o})"
+    # In /tmp a file of root's may be a hard link that another user has put there.
+    is_kept = folder.st_mode & stat.S_ISVTX and file.st_uid == uid
+    if folder.st_mode & stat.S_IWOTH and not is_kept:
+        return "other users can replace it: all can write its folder"
+    return ""
+
+
+def is_writable_by_others(status: os.stat_result) -> bool:
+    """Return whether a user besides the owner can write.
+
+    A group that holds its user alone counts as the user, as Debian's sshd has it: with such groups
+    comes the umask 002, by which all of a user's files can be written by the group.
+    """
+    by_group = status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid, status.st_uid)
+    return bool(status.st_mode & stat.S_IWOTH or by_group)
+
+
+def _is_private(gid: int, uid: int) -> bool:
+    try:
+        user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    is_namesake = user.pw_gid == gid and user.pw_name == group.gr_name
+    return is_namesake and not {*group.gr_mem} - {user.pw_name} and not _is_shared(gid, uid)
+
+
+@functools.cache
+def _is_shared(gid: int, uid: int) -> bool:
+    """Return whether it is the primary group of another user: a group does not list those.
+
+    Only all accounts tell. A directory such as LDAP may take seconds for them, so they are asked
+    for once, and for a namesake's group alone; many show local accounts only. That is accepted: who
+    gives a user another one's group as the primary one has root, and `gr_mem` is read in any case.
+    """
+    return any(user.pw_gid == gid and user.pw_uid != uid for user in pwd.getpwall())
+
+
+def user_name(uid: int) -> str:
+    """Return how a message names a user."""
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def run_fault(status: os.stat_result, uid: int) -> str:
+    """Return why nothing may be started from a file or folder of a run by `uid`; '' if it may.
+
+    Unlike a settings file, root's is refused too: root writes settings for all users, and no user
+    has to go on with a run of root's, which the user could not even write a checkpoint to.
+    """
+    if status.st_uid != uid:
+        return f"belongs to {user_name(status.st_uid)}"
+    if not stat.S_ISLNK(status.st_mode) and is_writable_by_others(status):
+        return f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
+    return ""
+
+
+def check_folder(run: RunFolder) -> None:
+    """Refuse to make or continue a run where another user could put a folder in its place.
+
+    The folder of the runs, and the one of the run's name in it, are looked at; not those above.
+
+    Raises
+    ------
+    UsageError
+        one of them belongs to another user, or others can rename what is in it
+    """
+    uid = os.geteuid()
+    for folder, owners in ((run.whole.parent, (uid,)), (run.root, (uid, ROOT))):
+        status = folder.stat()
+        is_sticky = status.st_mode & stat.S_ISVTX
+        if status.st_uid not in owners:
+            fault = f"belongs to {user_name(status.st_uid)}"
+            hint = "--runs-dir, or export HPC_DDP_RUNS=/a/folder/of/yours"
+        elif is_writable_by_others(status) and not is_sticky:
+            fault = f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
+            hint = f"chmod +t {shlex.quote(str(folder))}, or chmod go-w"
+        else:
+            continue
+        raise UsageError(
+            f"runs are not made in {folder}: it {fault}, so a run in it could be replaced;"
+            " accepted: a folder of yours, in which others can rename nothing of yours",
+            hint=hint,
+        )
+
+
+def check_executable(run: RunFolder) -> None:
+    """Refuse a run of which nothing may be started, nor any process or job be signalled by what it
+    says; everything may be read.
+
+    Raises
+    ------
+    UsageError
+        it, or a file in it that would be executed, belongs to another user, or can be written by
+        one
+    """
+    uid = os.geteuid()
+    for path in _executed(run):
+        if fault := run_fault(path.lstat(), uid):
+            raise UsageError(
+                f"run {run.path} can only be read: {path} {fault}; accepted: a run that is yours,"
+                " and that no other user can write",
+                hint=_hint(run, path, uid),
+            )
+
+
+def is_executable(run: RunFolder) -> bool:
+    """Return whether `check_executable` lets the user start from a run."""
+    try:
+        check_executable(run)
+    except UsageError:
+        return False
+    return True
+
+
+def _hint(run: RunFolder, path: Path, uid: int) -> str:
+    if path.lstat().st_uid == uid:  # one part that others can write is seldom the only one
+        return f"chmod -R go-w {shlex.quote(str(run.whole))}, if its content is still yours"
+    return "submit the script yourself, as a run of your own: hpc-ddp submit SCRIPT"
+
+
+def _executed(run: RunFolder) -> Iterator[Path]:
+    """Yield what has to be the user's own: the run's folder and, if others can enter it, what is
+    executed of it, or names jobs and processes to signal. Its snapshot may have 20,000 files, so a
+    private folder is not walked; and of the checkpoints, which are data, only their folder is."""
+    yield run.whole
+    if not stat.S_IMODE(run.whole.stat().st_mode) & 0o077:
+        return
+    for folder in dict.fromkeys((run.whole, run.path)):
+        part = RunFolder(folder)
+        trees = (part.lib, part.code)
+        tops = (part.job_json, part.script, part.journal_folder, part.logs, part.checkpoints)
+        yield from (path for path in (folder, *tops, *trees) if os.path.lexists(path))
+        for tree in trees:
+            yield from tree.rglob("*")
+        yield from part.journal_folder.glob("*.jsonl")
+        for attempt in part.attempts():
+            yield attempt.path
+            yield from attempt.path.glob("*.json")

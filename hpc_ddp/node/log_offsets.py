@@ -1,0 +1,50 @@
+"""When the logs of a node's workers have grown: by this, lines of many ranks are put in order.
+
+The workers write to their logs themselves, so nothing of what they print can be lost or held up by
+somebody in between; but a line has no time of its own. So about once a second their supervisor
+notes which logs have grown, and to what size.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from hpc_ddp.core.run_folder import NodeFolder
+
+LIST_EVERY = 10  # looks; listing a folder costs an NFS server more than asking for a size
+
+
+class Growth:
+    """Appends to a node's ``printed``: unix seconds, rank, and bytes of its log by then."""
+
+    def __init__(self, node: NodeFolder) -> None:
+        self._node = node
+        self._logs: dict[Path, int] = {}
+        self._looks = 0
+
+    def note(self) -> None:
+        """Note what has grown. Never raises: without it, lines are only less well ordered."""
+        try:
+            self._list()
+            sizes = {path: path.stat().st_size for path in self._logs}
+            grown = [path for path, size in sizes.items() if size > self._logs[path]]
+            if not grown:
+                return
+            now = time.time()
+            ranks = (path.stem.removeprefix("rank-") for path in grown)
+            lines = [
+                f"{now:.3f} {rank} {sizes[path]}\n" for rank, path in zip(ranks, grown, strict=True)
+            ]
+            with open(self._node.printed, "a") as file:
+                file.write("".join(lines))
+            self._logs = sizes
+        except OSError:
+            return
+
+    def _list(self) -> None:
+        if not self._logs or self._looks % LIST_EVERY == 0:
+            pattern = "rank-*.log" if self._node.rank is None else f"rank-{self._node.rank}.log"
+            for path in sorted(self._node.path.glob(pattern)):
+                self._logs.setdefault(path, 0)
+        self._looks += 1

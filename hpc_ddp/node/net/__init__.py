@@ -1,0 +1,1 @@
+"""Names, addresses, interfaces and the interconnect of a node."""

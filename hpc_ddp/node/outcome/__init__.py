@@ -1,0 +1,1 @@
+"""How an attempt has ended, and what follows."""

@@ -1,0 +1,126 @@
+"""Which of several failures was the first cause, and what it said."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.core.errors import CAN_GO_ON, COMMUNICATION_ERROR
+from hpc_ddp.core.journal.journal import parse_event
+from hpc_ddp.core.run_folder import read_tail
+from hpc_ddp.node.worker import AGAIN
+
+TAIL_BYTES = 64 * 1024
+
+_UNREADABLE = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .{1,400}", re.M)
+_ABORTED = re.compile(
+    r"^.*(?:ProcessGroupNCCL|Watchdog caught|watchdog thread terminated|c10::Dist).*$", re.M
+)
+_TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker that did not end well. `code` as Popen gives it: negative for a signal."""
+
+    rank: int | None
+    node: str
+    code: int
+    time: float
+    error: str
+
+    @property
+    def kind(self) -> str:
+        """``torn down``, ``communication``, ``signal``, ``hang``, ``disk``, ``exception`` or
+        ``exit``."""
+        if self.code in _TORN_DOWN:
+            return "torn down"
+        if self.code < 0 and not COMMUNICATION_ERROR.search(self.error):
+            return "signal"
+        if self.error.startswith("HangError: "):
+            return "hang"
+        if self.code == CAN_GO_ON:
+            return "disk"
+        if COMMUNICATION_ERROR.search(self.error):
+            return "communication"
+        return "exception" if self.error else "exit"
+
+    @property
+    def exit_code(self) -> int:
+        """The code for the whole job, as a shell would give it (128 + signal)."""
+        return 128 - self.code if self.code < 0 else self.code or 1
+
+    def __str__(self) -> str:
+        rank = "torchrun" if self.rank is None else f"rank {self.rank}"
+        name = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
+        return f"{rank} on {self.node}: {self.error or name}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def from_record(record: dict[str, Any]) -> list[Failure]:
+    """Read the failures in what a node recorded of its end."""
+    failures = [Failure(node=record["node"], **failure) for failure in record.get("failures", [])]
+    if record.get("torn_down"):  # what we killed ourselves says nothing about the cause
+        return [
+            replace(f, code=_TORN_DOWN[0]) if f.code == -signal.SIGKILL else f for f in failures
+        ]
+    return failures
+
+
+def first_cause(failures: Iterable[Failure]) -> Failure | None:
+    """Return the failure that the others follow from.
+
+    A worker whose peer has died says that a connection closed, and one that was ended by the
+    agent died of SIGTERM: neither is a cause where there is another one. A rank that hangs with
+    Python's lock exits without a word, and its peers say why. Among equals the earliest counts;
+    clocks of nodes differ, so time comes last.
+    """
+    first = dict.fromkeys(("exception", "signal", "disk"), 0)
+    order = {**first, "hang": 1, "exit": 2, "communication": 3, "torn down": 4}
+    return min(failures, key=lambda f: (order[f.kind], f.time), default=None)
+
+
+def last_exception(log: Path) -> str:
+    """Return the last line of the last traceback of a log's last start, '' when it has none.
+
+    A script that can't be parsed has no traceback, only that line.
+    """
+    text = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
+    _, marker, after = text.rpartition("Traceback (most recent call last):\n")
+    if not marker:
+        return next(iter(_UNREADABLE.findall(text)), "")
+    lines = (line for line in after.splitlines() if line and not line[0].isspace())
+    return next(lines, "")[:500]
+
+
+def abort_reason(log: Path) -> str:
+    """Return what NCCL's watchdog has logged before it aborted a worker, '' if nothing.
+
+    It does so where a peer is gone, so such a worker is not the cause.
+    """
+    lines = _ABORTED.findall(read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2])
+    return str(lines[-1])[:500] if lines else ""
+
+
+def journaled_error(journal: Path, since: float) -> str:
+    """Return the error that a worker journaled last, '' when there is none since a time.
+
+    `hpc_ddp.training` explains an error of its own to people, without a traceback in the log.
+    """
+    for line in reversed(read_tail(journal, TAIL_BYTES).splitlines()):
+        event = parse_event(line)
+        if event and event["event"] == "failed" and event["time"] >= since:
+            error = str(event.get("error", ""))
+            kind, _, message = error.partition(": ")
+            return (message if kind.startswith("hpc_ddp.") else error)[:500]
+    return ""

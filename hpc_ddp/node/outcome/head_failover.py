@@ -1,0 +1,87 @@
+"""The verdict of an elastic job that has lost its first node, and the batch shell with it.
+
+Slurm takes a lost node out of a job with ``--no-kill`` and lets the rest be, also where that node
+had the batch shell: nobody would decide how it goes on, and the job would stay until its limit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hpc_ddp import slurm
+from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.node import batch
+from hpc_ddp.node.outcome import requeue
+
+if TYPE_CHECKING:
+    from hpc_ddp.node.supervisor import Place
+
+PATIENCE_S = 900.0  # SlurmdTimeout is 300 s by default, and noticed a third later
+PAUSE_S = 5.0
+ASK_EVERY_S = 30.0
+DEPUTIES = (1, 2)  # by index: few, since all would ask the controller
+
+
+def watch(place: Place, environ: dict[str, str]) -> threading.Event:
+    """Return what is set once Slurm has taken the first node from the job.
+
+    The node's own torchrun does not tell: it waits for an answer of the rendezvous for as long as
+    TCP does, a quarter of an hour where the link is cut.
+    """
+    is_gone = threading.Event()
+
+    def look() -> None:
+        while not is_gone.wait(ASK_EVERY_S):
+            nodes = _nodes_left(environ)
+            if nodes and place.nodes[0] not in nodes:
+                is_gone.set()
+
+    if place.index in DEPUTIES and "SLURM_JOB_ID" in environ:
+        threading.Thread(target=look, daemon=True).start()
+    return is_gone
+
+
+def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]) -> None:
+    """Give the verdict in place of the batch shell, if Slurm has lost that and this node is next.
+
+    For a node whose torchrun has ended.
+
+    Waits until Slurm knows; unless the first node has said how it ended, and Slurm has it still,
+    or somebody has `has_notice` this node to end.
+    """
+    first = place.attempt.node(place.nodes[0])
+    give_up = time.monotonic() + PATIENCE_S
+    while "SLURM_JOB_ID" in environ and not has_notice() and time.monotonic() < give_up:
+        if not place.run.is_newest(place.attempt.number):
+            return
+        nodes = _nodes_left(environ)
+        if nodes and place.nodes[0] not in nodes:
+            if nodes[0] == place.node:
+                _end_job(environ)
+            return
+        if first.record.exists():
+            return
+        time.sleep(PAUSE_S)
+
+
+def _end_job(environ: dict[str, str]) -> None:
+    """Requeue the job; or cancel it, since without a batch shell it does not end by itself."""
+    batch.verdict(environ)
+    if _nodes_left(environ):
+        slurm.cancel([requeue.own_id(environ)])
+
+
+def _nodes_left(environ: dict[str, str]) -> list[str]:
+    """Return the nodes that this start of the job has, [] where it is over or nobody says so."""
+    job_id = environ["SLURM_JOB_ID"]
+    try:
+        job = slurm.show_job(job_id)
+        if job.state != "RUNNING" or job.restarts != AttemptEnv.from_env(environ).restarts:
+            return []
+        return slurm.expand_hosts(slurm.record(job_id).nodes)
+    except HpcDdpError:
+        return []

@@ -1,0 +1,306 @@
+"""How a run goes on after an attempt: a requeue, or the next job of a chain; off bad nodes.
+
+A requeue goes by job id. The shell of an attempt that a node failure has cut off would hit its
+own successor with it, or bring a cancelled job back to life: so it is asked before each try
+whether the job still is in this very attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import time
+
+from hpc_ddp import slurm
+from hpc_ddp.core.attempt_env import INTERACTIVE
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, link_job, read_json, write_json
+from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
+
+REQUEUE_PATIENCE_S = 600.0
+PAUSE_S = 5.0
+EARLY_MOST = 5  # jobs of a chain in a row that ended in their set-up lines, of unknown cause
+TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
+
+
+def ask(job_id: str, is_quiet: bool = False) -> slurm.Job | None:
+    """Return what Slurm says of a job; None where it says nothing, and unless quiet print why."""
+    try:
+        return slurm.show_job(job_id)
+    except HpcDdpError as error:
+        if not is_quiet:
+            say(error.message)
+        return None
+
+
+def own_id(environ: dict[str, str]) -> str:
+    """Return what names this job and no other one, to a command that changes it.
+
+    The number of an array's last task is that of the whole array, too: a requeue by it restarts
+    all of its tasks, those that run and those that have finished.
+    """
+    task = environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else environ["SLURM_JOB_ID"]
+
+
+# --- at the start of an attempt ------------------------------------------------------------
+
+
+def is_link(run: RunFolder, job_id: str) -> bool:
+    """Tell whether a job was queued by the job before it, and not by a person."""
+    links = (read_json(attempt.path / "next.json").get("job_id") for attempt in run.attempts())
+    return job_id in {*links, *read_json(run.early_links).values()}
+
+
+def check_wanted(run: RunFolder, restarts: int, is_link: bool, job_id: str) -> None:
+    """Refuse to start the job `job_id` of a run that was cancelled or given up; a first start is a
+    wish to go on.
+
+    Raises
+    ------
+    HpcDdpError
+        nobody wants this attempt
+    """
+    if not restarts and not is_link:
+        for folder in (run, RunFolder(run.whole)):
+            folder.cancelled.unlink(missing_ok=True)
+    elif run.cancelled.exists() or (is_link and _chain_has_ended(run, job_id)):
+        raise HpcDdpError(f"run {run.path} was cancelled, or given up")
+
+
+def _chain_has_ended(run: RunFolder, job_id: str) -> bool:
+    """Tell whether the job before the link `job_id` was the last one, and could not cancel it.
+
+    A scancel may end that job before its verdict comes to it. One that ended in its set-up lines
+    was taken away there, by a preemption or with its node, or has failed.
+    """
+    early = read_json(run.early_links)
+    before = next((queuer for queuer, link in early.items() if link == job_id), None)
+    if before:
+        job = ask(before)
+        return len(early) > EARLY_MOST if job is None else job.state not in TAKEN_AWAY
+    verdicts = [event for event in run.events() if event["event"] == "verdict"]
+    attempts = run.attempts()
+    if not attempts:
+        return False
+    if verdicts and verdicts[-1]["attempt"] == attempts[-1].number:
+        last = verdicts[-1]
+        return bool(last["cause"] == Cause.CANCELLED or last["action"] == Action.GIVE_UP)
+    last_id = attempts[-1].info.get("job_id")
+    job = ask(last_id) if last_id else None
+    return job is not None and job.state == "CANCELLED"
+
+
+def queue_early(run: RunFolder, environ: dict[str, str]) -> None:
+    """Queue the chain's next job before this one's set-up lines, in which a preemption ends it."""
+    link = _queue_link(run, environ)
+    if link:
+        early = {**read_json(run.early_links), environ["SLURM_JOB_ID"]: link}
+        write_json(run.early_links, early)
+
+
+def take_back_early(run: RunFolder, environ: dict[str, str]) -> None:
+    """Cancel the job that this one queued before its set-up lines: this one is not to start."""
+    early = read_json(run.early_links)
+    link = early.pop(environ["SLURM_JOB_ID"], None)
+    if link:
+        write_json(run.early_links, early)
+        with contextlib.suppress(HpcDdpError):
+            slurm.cancel([link])
+
+
+def queue_next_link(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> str | None:
+    """Return the id of the chain's next job, which is queued unless it was before the set-up lines;
+    None where Slurm refuses it.
+
+    Each link does it at its start: at its end it may be killed.
+    """
+    queued: str | None = read_json(run.early_links).get(environ["SLURM_JOB_ID"])
+    link = queued or _queue_link(run, environ)
+    if link:
+        write_json(attempt.path / "next.json", {"job_id": link})
+    run.early_links.unlink(missing_ok=True)
+    return link
+
+
+def _queue_link(run: RunFolder, environ: dict[str, str]) -> str | None:
+    options = [f"--dependency=afterany:{own_id(environ)}"]
+    kept_off = _kept_off(run, run.events())
+    if kept_off:
+        options.append(f"--exclude={','.join(kept_off)}")
+    task = environ.get("SLURM_ARRAY_TASK_ID")
+    array = RunFolder(run.whole)  # an array's script is that of all its tasks
+    if task:
+        options.append(f"--array={task}")
+    try:
+        link = slurm.sbatch(
+            array.script, environ, *options, earlier=[*_jobs_of(array), *_jobs_of(run)]
+        )
+    except HpcDdpError as error:
+        say(f"the next job of the chain could not be queued: {error.message}")
+        return None
+    link_job(link, array)
+    return link
+
+
+# --- at its end ----------------------------------------------------------------------------
+
+
+def go_on(
+    run: RunFolder,
+    attempt: AttemptFolder,
+    environ: dict[str, str],
+    facts: AttemptFacts,
+    decided: Verdict,
+) -> int:
+    """Do what was decided, and return the exit code for the batch script."""
+    if facts.spec.continue_by == "resubmit":
+        return _end_link(run, attempt, environ, facts, decided)
+    if decided.action == Action.REQUEUE:
+        if INTERACTIVE in environ:  # an allocation is no batch job: nothing to requeue
+            say(f"go on with: hpc-ddp submit --backend salloc --run {_quoted(run)}")
+            return CAN_GO_ON
+        return _requeue(run, attempt, environ, facts)
+    if decided.cause == Cause.SUPERSEDED and facts.bad_nodes and run.is_newest(facts.attempt):
+        # Slurm itself has requeued it, for the node that it has lost.
+        _keep_off(run, own_id(environ))
+    return decided.exit_code
+
+
+def _requeue(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: AttemptFacts
+) -> int:
+    """Requeue the job, if it still is ours to requeue; Slurm then ends the batch shell, too."""
+    job_id = own_id(environ)
+    give_up = time.monotonic() + REQUEUE_PATIENCE_S
+    job = facts.job  # of a moment ago: where Slurm is slow, another answer may come too late
+    while time.monotonic() < give_up:
+        job = job or ask(job_id)
+        if job is None:
+            time.sleep(PAUSE_S)
+            continue
+        if job.restarts != facts.restarts or not run.is_newest(facts.attempt):
+            say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
+            return 0
+        ends = job.preempted or job.reason == "TimeLimit"
+        if run.cancelled.exists() or not (job.state == "RUNNING" or ends):
+            say(f"the job is {job.state} by now: not requeued")
+            return CAN_GO_ON
+        try:
+            slurm.requeue(job_id)
+        except slurm.NoAnswerError as error:
+            say(f"{error.message}; trying again")
+            job = None
+            time.sleep(PAUSE_S)
+        except HpcDdpError as error:
+            say(error.message)
+            return _resubmit(run, attempt, environ)
+        else:
+            _keep_off(run, job_id)
+            return 0  # at once: Slurm would wait KillWait for a shell that lives on
+    return _left_to_the_user(run)
+
+
+def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> int:
+    """Go on as a new job, where the site does not permit the requeue of this one."""
+    link = queue_next_link(run, attempt, environ)
+    if link is None:
+        return _left_to_the_user(run)
+    say(f"it goes on as job {link}")
+    return 0
+
+
+def end_as_failed(environ: dict[str, str]) -> None:
+    """See that the job ends as failed: Slurm would hold an expedited one in the queue instead."""
+    if INTERACTIVE in environ:
+        return
+    job_id = own_id(environ)
+    job = ask(job_id)
+    if job and job.expedited:
+        try:
+            slurm.forbid_requeue(job_id)
+        except HpcDdpError as error:
+            say(f"{error.message}; Slurm may hold the job now: hpc-ddp cancel ends it")
+
+
+def _left_to_the_user(run: RunFolder) -> int:
+    say(f"could not be requeued; go on with: hpc-ddp submit --run {_quoted(run)}")
+    return CAN_GO_ON
+
+
+def _end_link(
+    run: RunFolder,
+    attempt: AttemptFolder,
+    environ: dict[str, str],
+    facts: AttemptFacts,
+    decided: Verdict,
+) -> int:
+    """End one job of a chain: the next one waits already, unless there is nothing left to do."""
+    link = read_json(attempt.path / "next.json").get("job_id")
+    if decided.action == Action.REQUEUE:
+        if link and facts.bad_nodes:
+            _keep_off(run, link)
+        link = link or queue_next_link(run, attempt, environ)
+        return 0 if link else _left_to_the_user(run)
+    if link and decided.cause != Cause.SUPERSEDED:
+        try:
+            slurm.cancel([link])
+        except HpcDdpError as error:  # it will find the verdict, and not start
+            say(error.message)
+    return decided.exit_code
+
+
+def _keep_off(run: RunFolder, job_id: str) -> None:
+    """Keep a job that waits off the nodes that lately were to blame, where others are left.
+
+    It is kept off no more where the day is over: Slurm's list would stay.
+    """
+    events = run.events()
+    if not any(event.get("bad_nodes") for event in events):
+        return
+    nodes = _kept_off(run, events)
+    try:
+        slurm.exclude(job_id, nodes or _spec_exclude(run))
+    except HpcDdpError as error:
+        say(error.message)
+    else:
+        if nodes:
+            say(f"kept off for a day: {', '.join(nodes)}")
+
+
+def _kept_off(run: RunFolder, events: list[Event]) -> list[str]:
+    """Return the nodes to exclude: the user's, and bad ones; [] where that is nothing new."""
+    excluded = _spec_exclude(run)
+    bad = _bad_nodes(events, time.time())
+    nodes = [*excluded, *bad]
+    if not bad:
+        return []
+    # Perhaps too few other nodes are left; perhaps compute nodes may not call sbatch here.
+    reason = slurm.why_refused(RunFolder(run.whole).script, f"--exclude={','.join(nodes)}")
+    if reason:
+        say(f"not kept off {', '.join(bad)}: {reason}")
+        return []
+    return nodes
+
+
+def _jobs_of(run: RunFolder) -> list[str]:
+    return run.job_ids(run.events())
+
+
+def _bad_nodes(events: list[Event], now: float) -> list[str]:
+    """Return the nodes that a verdict has blamed within the last day."""
+    lately = (e for e in events if e["event"] == "verdict" and now - e["time"] < KEPT_OFF_S)
+    return sorted({node for event in lately for node in event.get("bad_nodes", [])})
+
+
+def _spec_exclude(run: RunFolder) -> list[str]:
+    excluded = read_json(run.job_json).get("exclude")
+    return [excluded] if excluded else []
+
+
+def _quoted(run: RunFolder) -> str:
+    return shlex.quote(str(run.path))

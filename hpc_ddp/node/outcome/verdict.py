@@ -1,0 +1,350 @@
+"""The decision after the step of an attempt has ended, and its reason. Pure: no Slurm, no disk.
+
+=============  ==========================================================================
+cause          action
+=============  ==========================================================================
+finished       none
+superseded     none: Slurm has requeued the job itself, or a newer attempt runs
+cancelled      none, for good
+preempted      requeue, without bound unless ``max_requeues`` is given
+time limit     the same, while attempts make progress
+notice         the same (somebody asked the job to stop, and it can go on)
+bad node       the same, at most ``max_failures`` times in a row (a preflight has failed)
+node lost      the same (a node ended without a word), while workers come to life and,
+               where Slurm knows of no lost node, save something new
+unfinished     give up, as failed: the script left its loop and did not call run.finish()
+failed         requeue up to ``max_failures`` times where it may help, else give up
+=============  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import Finished, Stopped, TrainingBegun
+from hpc_ddp.core.journal.journal import Event, last_event
+from hpc_ddp.core.journal.vocabulary import END_OF_TIME, Action, Cause, StopReason
+from hpc_ddp.core.run_folder import AttemptFolder
+from hpc_ddp.node.outcome.first_failure import Failure, first_cause, from_record
+from hpc_ddp.slurm import Job
+
+UNFINISHED = "the script ended without run.finish(); what came after its last checkpoint is lost"
+CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
+
+
+@dataclass(frozen=True)
+class AttemptFacts:
+    """The facts on which a verdict is based.
+
+    Attributes
+    ----------
+    cancelled
+        the user cancelled through hpc-ddp
+    superseded
+        a newer attempt of the run has started
+    job
+        what Slurm says of the job now, None without a Slurm or without an answer
+    restarts
+        the job's restart count when this attempt started
+    nodes, records
+        the attempt's node names, and what the nodes recorded of their ends; a node that was lost
+        and went on in vain, while an elastic job did without it, has `left`
+    lost_nodes
+        silent nodes that Slurm says are down or do not answer
+    gpu_hours
+        what the run has used so far, with all tasks of its array; measured for a budget only
+    most_requeues
+        how often the cluster's operators let the run be requeued
+    events
+        the run's journal since the last submit, by attempt and time
+    """
+
+    spec: JobSpec
+    attempt: int
+    cancelled: bool
+    superseded: bool
+    job: Job | None
+    restarts: int
+    nodes: Sequence[str]
+    records: Sequence[dict[str, Any]]
+    events: Sequence[Event]
+    lost_nodes: Sequence[str] = ()
+    gpu_hours: float = 0.0
+    most_requeues: float = math.inf
+
+    @property
+    def bad_nodes(self) -> Sequence[str]:
+        """Nodes to keep off for a while, since they are to blame for the end of this attempt."""
+        unfit_nodes = self.unfit["bad_nodes"] if self.unfit else []
+        return [*self.lost_nodes, *(node for node in unfit_nodes if node not in self.lost_nodes)]
+
+    def here(self, *names: str) -> Event | None:
+        """Return this attempt's last event with one of the names."""
+        return last_event([e for e in self.events if e["attempt"] == self.attempt], *names)
+
+    @property
+    def verdicts(self) -> list[Event]:
+        """The verdicts of the earlier attempts, oldest first."""
+        return [e for e in self.events if e["event"] == "verdict" and e["attempt"] < self.attempt]
+
+    @property
+    def is_ours(self) -> bool:
+        """The script uses hpc_ddp.training, so that its progress is known."""
+        return any(e["event"] in ("first_step", "restored") for e in self.events)
+
+    @property
+    def ends(self) -> Sequence[dict[str, Any]]:
+        """The records of nodes that were with the others to the end."""
+        return [record for record in self.records if not record.get("left")]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all nodes have reported their end; an elastic job needs only its first node."""
+        if self.spec.elastic:
+            return any(record["node"] == self.nodes[0] for record in self.ends)
+        return not silent_nodes(self.spec, self.nodes, self.records)
+
+    @property
+    def progress(self) -> bool:
+        """A newer durable checkpoint exists than at this attempt's start."""
+        return self.here("checkpoint") is not None
+
+    @property
+    def step(self) -> int | None:
+        """The last completed step that the journal knows of in this attempt."""
+        of_attempt = (e for e in reversed(self.events) if e["attempt"] == self.attempt)
+        return next((e["step"] for e in of_attempt if e.get("step") is not None), None)
+
+    @property
+    def failure(self) -> Failure | None:
+        return first_cause(failure for record in self.ends for failure in from_record(record))
+
+    @property
+    def unfit(self) -> Event | None:
+        """The preflight of this attempt, where it let no training begin."""
+        event = self.here("preflight")
+        return event if event and not event["ok"] else None
+
+    @property
+    def notices(self) -> list[str]:
+        """The reasons to end that the nodes, or the ranks at their agreed stop, have recorded."""
+        stopped = self.here("stopped")
+        sources = [record["notice"] for record in self.ends if record.get("notice")]
+        early = [self.unfit["notice"]] if self.unfit and "notice" in self.unfit else []
+        return ([stopped["reason"]] if stopped else []) + sources + early
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an attempt has ended, what follows, and the exit code of the batch script."""
+
+    cause: Cause
+    action: Action
+    why: str
+    exit_code: int = 0
+
+
+def silent_nodes(
+    spec: JobSpec, nodes: Sequence[str], records: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Return the nodes of which not every task has recorded its end."""
+    heard = Counter(record["node"] for record in records if not record.get("left"))
+    return sorted(node for node in nodes if heard[node] < spec.tasks_per_node)
+
+
+def decide(facts: AttemptFacts) -> Verdict:
+    """Return what follows from the facts. The order of the questions matters:
+    who else has already decided, then what the user wanted, then what went wrong."""
+    cause = _cause(facts)
+    if cause in (Cause.FINISHED, Cause.SUPERSEDED):
+        return Verdict(cause, Action.NONE, _lost(facts))
+    if cause == Cause.UNFINISHED:
+        return Verdict(Cause.FAILED, Action.GIVE_UP, UNFINISHED, 1)
+    if cause == Cause.BAD_NODE and facts.unfit and facts.unfit["hopeless"]:
+        return Verdict(Cause.FAILED, Action.GIVE_UP, _describe(facts, cause), 1)
+    if cause == Cause.CANCELLED:
+        return Verdict(cause, Action.NONE, "by the user", CANCELLED_CODE)
+    why_not = _why_not_again(facts, cause)
+    if why_not is None:
+        return Verdict(cause, Action.REQUEUE, _describe(facts, cause))
+    failure = facts.failure
+    code = failure.exit_code if failure and cause == Cause.FAILED else 1
+    return Verdict(cause, Action.GIVE_UP, f"{_describe(facts, cause)}; {why_not}", code)
+
+
+def _cause(facts: AttemptFacts) -> Cause:
+    job = facts.job
+    if facts.superseded or (job and job.restarts > facts.restarts):
+        return Cause.SUPERSEDED
+    if facts.cancelled or StopReason.CANCELLED in facts.notices:
+        return Cause.CANCELLED
+    codes = [record["code"] for record in facts.ends]
+    complete = facts.complete
+    if facts.here(Finished.event) and (facts.notices or (complete and not any(codes))):
+        return Cause.FINISHED
+    if job and job.preempted:
+        return Cause.PREEMPTED
+    if job and (job.reason == "TimeLimit" or job.state == "TIMEOUT"):
+        return Cause.TIME_LIMIT
+    if job and (job.reason == "NodeDown" or job.state in ("NODE_FAIL", "BOOT_FAIL")):
+        return Cause.NODE_LOST
+    if job and job.state != "RUNNING":  # the batch shell still runs, so somebody ends the job
+        return Cause.CANCELLED
+    if set(facts.notices) & {*END_OF_TIME}:
+        return Cause.TIME_LIMIT
+    if facts.notices:
+        # With a node silent and no stop: srun ends the rest of a step of which a task has died.
+        is_asked = complete or facts.here(Stopped.event) or facts.unfit
+        return Cause.NOTICE if is_asked else Cause.NODE_LOST
+    if facts.unfit:
+        return Cause.BAD_NODE
+    if facts.failure:
+        return Cause.FAILED
+    if not complete or any(codes):
+        return Cause.NODE_LOST
+    return (
+        Cause.UNFINISHED
+        if facts.here(TrainingBegun.event) and not facts.here(Finished.event)
+        else Cause.FINISHED
+    )
+
+
+def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
+    """Return why another attempt is not to be made, None when it is."""
+    spec = facts.spec
+    if over_text := over_budget(spec, facts.gpu_hours):
+        return over_text
+    if cause == Cause.FAILED:
+        return _why_no_retry(facts)
+    again = [v for v in facts.verdicts if v["cause"] != Cause.FAILED]
+    if spec.max_requeues is not None and len(again) >= spec.max_requeues:
+        return f"it was requeued {len(again)} times already (--max-requeues)"
+    if len(again) >= facts.most_requeues:
+        return f"it was requeued {len(again)} times, which this cluster limits (max-requeues)"
+    if cause == Cause.BAD_NODE:
+        row = list(takewhile(lambda v: v["cause"] == cause, reversed(facts.verdicts)))
+        if len(row) >= spec.max_failures:
+            return f"the preflights of {len(row) + 1} attempts in a row have failed"
+    if cause == Cause.NODE_LOST and facts.step is None:
+        # Maybe no node was lost, and nothing can start here: a wrong --python, a full disk.
+        row = list(takewhile(_never_began, reversed(facts.verdicts)))
+        if len(row) >= spec.max_failures and not facts.lost_nodes:
+            return f"nothing was heard of the workers in {len(row) + 1} attempts"
+    if cause == Cause.NODE_LOST and not facts.progress:
+        # Nodes that are lost one after the other may be lost by the job: it crashes them, say.
+        row = list(takewhile(_lost_without_progress, reversed(facts.verdicts)))
+        if len(row) >= 3 * max(1, spec.max_failures):
+            return f"{len(row) + 1} attempts in a row have lost a node, without a newer checkpoint"
+    if cause == Cause.NODE_LOST and not (facts.progress or facts.lost_nodes):
+        # Or it was killed for want of memory, at the same place each time.
+        row = list(takewhile(_ended_silently, reversed(facts.verdicts)))
+        if facts.is_ours and len(row) >= spec.max_failures:
+            return f"{len(row) + 1} attempts in a row ended so, without a newer checkpoint"
+    if cause != Cause.TIME_LIMIT:
+        return None
+    if facts.is_ours:
+        return _no_progress(facts)
+    limit = spec.max_failures if spec.max_requeues is None else spec.max_requeues
+    if sum(v["cause"] == cause for v in again) >= limit:
+        return f"the script starts from its beginning each time, and did so {limit + 1} times"
+    return None
+
+
+def too_many_silent(
+    spec: JobSpec, most_requeues: float, events: Sequence[Event], attempts: Sequence[AttemptFolder]
+) -> str | None:
+    """Return why no attempt may follow those that ended without a verdict, None when one may.
+
+    `events` and `attempts` are of the run; events since its last submit.
+    """
+    first = max((e["first_attempt"] for e in events if e["event"] == "submitted"), default=0)
+    numbers = [attempt.number for attempt in attempts if attempt.number >= first]
+    verdicts = [e for e in events if e["event"] == "verdict"]
+    judged = {e["attempt"] for e in verdicts}
+    saved = {e["attempt"] for e in events if e["event"] == "checkpoint"}
+    silent = [number for number in numbers if number not in judged]
+    most = most_requeues if spec.max_requeues is None else min(spec.max_requeues, most_requeues)
+    starts = len(numbers) - sum(e["cause"] == Cause.FAILED for e in verdicts)
+    if silent and numbers[-1] in silent and starts > most:
+        return f"it was started {starts} times (max-requeues is {most}), the last without a verdict"
+    row = list(takewhile(lambda n: n in silent and n not in saved, reversed(numbers)))
+    if len(row) > 3 * max(1, spec.max_failures):
+        return f"{len(row)} attempts in a row ended without a verdict, and without a checkpoint"
+    return None
+
+
+def _never_began(verdict: Event) -> bool:
+    """Tell whether an attempt ended without a step, and not for a node that Slurm has lost."""
+    blamed = verdict.get("bad_nodes") or verdict.get("step") is not None
+    return verdict["cause"] == Cause.NODE_LOST and not blamed
+
+
+def _lost_without_progress(verdict: Event) -> bool:
+    return verdict["cause"] == Cause.NODE_LOST and not verdict.get("progress")
+
+
+def _ended_silently(verdict: Event) -> bool:
+    """Tell whether an attempt took steps, saved nothing, and lost a node that Slurm has not."""
+    excused = verdict.get("progress") or verdict.get("bad_nodes") or verdict.get("step") is None
+    return verdict["cause"] == Cause.NODE_LOST and not excused
+
+
+def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
+    """Return what to say where a run has used up its GPU hours, None where it has not."""
+    if spec.budget_gpu_hours is None or gpu_hours < spec.budget_gpu_hours:
+        return None
+    budget = f"{spec.budget_gpu_hours:g}"
+    return f"{gpu_hours:.3g} of {budget} GPU hours are spent (--budget-gpu-hours)"
+
+
+def _why_no_retry(facts: AttemptFacts) -> str | None:
+    failure = facts.failure
+    if failure and failure.kind in ("exception", "exit") and not facts.here("first_step"):
+        return "it came before the first step, and would come again"
+    last = facts.verdicts[-1] if facts.verdicts else None
+    # A hang is no error of the step: a disk or the network may have stood still.
+    error = failure.error if failure and failure.kind not in ("hang", "disk") else ""
+    if last and error and (last.get("error"), last.get("step")) == (error, facts.step):
+        return "the same error came at the same step in the attempt before"
+    failed = sum(v["cause"] == Cause.FAILED for v in facts.verdicts)
+    if failed >= facts.spec.max_failures:
+        return f"{failed} retries were made already (--max-failures)"
+    if failure and failure.kind == "disk":  # it could not even be read where the run stood
+        return None
+    return _no_progress(facts) if facts.is_ours else None
+
+
+def _no_progress(facts: AttemptFacts) -> str | None:
+    last = facts.verdicts[-1] if facts.verdicts else None
+    if (
+        last is None
+        or last["cause"] not in (Cause.FAILED, Cause.TIME_LIMIT)
+        or last.get("progress")
+    ):
+        return None
+    # Attempts since then that ended without a verdict, on a lost node say, may have come far.
+    since = (e for e in facts.events if e["attempt"] > last["attempt"])
+    if any(e["event"] == "checkpoint" for e in since):
+        return None
+    return "two attempts in a row have ended without a newer checkpoint"
+
+
+def _lost(facts: AttemptFacts) -> str:
+    return f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
+
+
+def _describe(facts: AttemptFacts, cause: Cause) -> str:
+    if cause == Cause.FAILED:
+        return str(facts.failure)
+    if facts.unfit and cause == Cause.BAD_NODE:
+        return f"preflight: {facts.unfit['why']}"
+    if cause == Cause.NODE_LOST:
+        silent = silent_nodes(facts.spec, facts.nodes, facts.records)
+        return f"no word from {', '.join(silent) or 'a node'}"
+    return cause if facts.step is None else f"{cause}, at step {facts.step}"

@@ -1,0 +1,92 @@
+"""Commands on the login node that open a shell beside a worker of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_ddp import slurm
+from hpc_ddp.core import process
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.ownership import check_executable
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.submit.script import container
+
+# The first Python that runs there: this one, or the worker's; as the batch script has it.
+_PYTHON = """\
+for python in "$1" "$2" python3; do
+    "$python" -E -s -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && break
+done
+shift 2
+exec "$python" -E -s "$@\""""
+
+
+def command(
+    run: RunFolder, node: str | None, rank: int | None, words: Sequence[str], terminal: bool
+) -> list[str]:
+    """Return the command that does something beside a worker, in its surroundings.
+
+    Parameters
+    ----------
+    node, rank
+        which worker: of that rank, else the first one of that node, else rank 0
+    words
+        ``stacks``, or ``run`` and a command
+    terminal
+        whether it shall have a terminal
+
+    Raises
+    ------
+    UsageError
+        there is no such node or rank, or the run is another user's
+    HpcDdpError
+        the run is not running
+    """
+    check_executable(run)
+    attempts = run.attempts()
+    if not attempts:
+        some = next((f"hpc-ddp attach {task.id}" for task in run.tasks()), None)
+        hint = some or f"hpc-ddp explain {run.id}"
+        raise HpcDdpError(f"run {run.id} has no worker to attach to", hint=hint)
+    attempt = attempts[-1]
+    job_id = attempt.info.get("job_id")
+    if not (_runs(job_id) if job_id else process.is_live(attempt.info)):
+        raise HpcDdpError(f"run {run.id} does not run here now", hint=f"hpc-ddp explain {run.id}")
+    pid_file = _pid_file(attempt, node, rank)
+    inside = [str(run.lib / "node.py"), "attach", str(pid_file), *words]
+    if not job_id:
+        return [sys.executable, *inside]
+    spec = JobSpec.from_json(run.job_json.read_text())
+    # Another container of the same kind: what the worker's environment names is in there.
+    entry = container.entry(spec, run.whole, run.whole / "code")
+    inner = spec.container or spec.image
+    start = [spec.python] if inner else ["sh", "-c", _PYTHON, "sh", sys.executable, spec.python]
+    step = ["srun", f"--jobid={job_id}", "--overlap", f"--nodelist={pid_file.parent.name}"]
+    step += ["--nodes=1", "--ntasks=1", *(["--pty"] if terminal else [])]
+    return [*step, *entry.srun, *entry.command, *start, *inside]
+
+
+def _runs(job_id: str) -> bool:
+    return slurm.show_job(job_id).state == "RUNNING"
+
+
+def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Path:
+    pid_files = {_rank(path): path for path in attempt.path.glob("*/rank-*.pid")}
+    on_node = {n: path for n, path in pid_files.items() if node in (None, path.parent.name)}
+    wanted = rank if rank is not None else min(on_node, default=0)
+    if wanted not in on_node:
+        nodes = sorted({path.parent.name for path in pid_files.values()})
+        raise UsageError(
+            (f"rank {wanted}" if rank is not None else f"node {node!r}" if node else "rank 0")
+            + f" has no worker{f' on {node}' if node and rank is not None else ''};"
+            + f" ranks: {', '.join(map(str, sorted(pid_files))) or 'none yet'};"
+            + f" nodes: {', '.join(nodes) or 'none yet'}",
+            hint="hpc-ddp logs -f shows when they start",
+        )
+    return on_node[wanted]
+
+
+def _rank(pid_file: Path) -> int:
+    return int(pid_file.stem.removeprefix("rank-"))

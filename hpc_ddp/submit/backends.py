@@ -1,0 +1,254 @@
+"""Back-ends: each takes a prepared run and starts it. One seam for all: `start`.
+
+``slurm`` and ``submitit`` return as soon as the job is queued; ``allocation`` and ``local`` run
+in the foreground until the attempt, or the run, has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import IO, Any, Protocol
+
+from hpc_ddp import slurm
+from hpc_ddp.core.accelerators import hiding_env
+from hpc_ddp.core.attempt_env import INTERACTIVE
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.job.slurm_values import array_indexes
+from hpc_ddp.core.journal.events import Queued, Submitted
+from hpc_ddp.core.run_folder import link_job, written_by_owner
+from hpc_ddp.submit.plan import Plan, PreparedRun
+from hpc_ddp.submit.script import template
+from hpc_ddp.submit.script.render import job_env, node_command, step_options
+
+Output = int | IO[bytes] | None  # as Popen takes it; None: to where this process prints
+
+SHOW_DEVICES = "HPC_DDP_DRY_RUN_DEVICES"  # not empty: a dry run may use accelerators
+PICKLE = "supervisor.pkl"
+SET_UP, TEAR_DOWN = ("settings", "setup", "attempt", "preflight"), ("teardown", "verdict")
+# For submitit's own line: bash runs a trap while it waits, not with srun in the foreground.
+SRUN = """srun() {{
+    command srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * {tasks_per_node}))" "$@" &
+    step=$!
+    while kill -0 $step 2>/dev/null; do wait $step || :; done
+}}"""
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """The result of a start: a queued job, or a process in the foreground."""
+
+    job_id: str | None = None
+    process: subprocess.Popen[bytes] | None = None
+
+
+class Backend(Protocol):
+    """A way to start a run."""
+
+    def script(self, plan: Plan) -> str:
+        """Return the batch script as it will run."""
+        ...
+
+    def write_rest(self, prepared: PreparedRun) -> None:
+        """Write what the script needs beside itself."""
+        ...
+
+    def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
+        """Start the run. What a process in the foreground prints goes to `output`.
+
+        Raises
+        ------
+        HpcDdpError
+            it could not be started
+        """
+        ...
+
+
+class SlurmBackend:
+    """Our own batch script, through sbatch."""
+
+    def script(self, plan: Plan) -> str:
+        return plan.rendering.whole()
+
+    def write_rest(self, prepared: PreparedRun) -> None:
+        pass
+
+    def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
+        run = prepared.run
+        earlier = run.job_ids(run.events())
+        return StartedRun(job_id=slurm.sbatch(run.script, os.environ, earlier=earlier))
+
+
+class AllocationBackend(SlurmBackend):
+    """The same script, run by a shell inside an allocation that is there already."""
+
+    def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
+        if "SLURM_JOB_ID" not in os.environ:
+            raise UsageError(
+                "the allocation back-end runs inside an allocation, and this shell is in none",
+                hint=f"salloc --nodes {prepared.spec.nodes}, then the same command again",
+            )
+        env = {**os.environ, INTERACTIVE: "1"}
+        argv = ["bash", str(prepared.run.script)]
+        # A session of its own: Ctrl-C is for this process, which passes on a notice.
+        return StartedRun(
+            process=subprocess.Popen(
+                argv,
+                env=env,
+                start_new_session=True,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+            )
+        )
+
+
+class LocalBackend(SlurmBackend):
+    """The same attempt, supervisors and verdict on this machine, with gloo on CPU.
+
+    It has no accelerators unless `SHOW_DEVICES` is set, a developer's switch: docs/testing.md.
+    """
+
+    def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
+        return StartedRun(process=self.launch(prepared, output))
+
+    def launch(self, prepared: PreparedRun, output: Output) -> subprocess.Popen[bytes]:
+        """Start the run with all that it prints going to `output`, as Popen takes it."""
+        spec, run = prepared.spec, prepared.run
+        env = {**slurm.clean_env(os.environ), **job_env(spec)}
+        env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
+        if not os.environ.get(SHOW_DEVICES):
+            env |= hiding_env()
+        env.setdefault("OMP_NUM_THREADS", "1")
+        node = str(run.lib / "node.py")
+        _, prefix = node_command(spec, node, str(prepared.script))
+        command = [sys.executable, node, "local", *prefix, *spec.args]
+        return subprocess.Popen(
+            command,
+            env=env,
+            cwd=spec.chdir,
+            start_new_session=True,  # Ctrl-C is for this process, which passes on a notice
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+        )
+
+
+class SubmititBackend(SlurmBackend):
+    """submitit's submission file and its task: one per node, our supervisor as its function.
+
+    What our batch script does before and after srun goes into submitit's set-up and tear-down
+    lines. Its own time-out and requeue path never fires: the supervisor takes the signals. Its
+    task looks for a pickle that is named for the job. A link of that name is made by the job
+    itself, so that the same file serves each job of a chain, each task of an array, and a
+    person's `sbatch`.
+    """
+
+    def script(self, plan: Plan) -> str:
+        executor = self._executor(plan)
+        text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
+        return text + "\n"
+
+    def write_rest(self, prepared: PreparedRun) -> None:
+        from submitit.core.utils import DelayedSubmission
+
+        from hpc_ddp.node.task import submitit_main
+
+        node = str(prepared.run.lib / "node.py")
+        part, command = node_command(prepared.spec, node, str(prepared.script))
+        folder = prepared.run.path / "submitit"
+        folder.mkdir(exist_ok=True)
+        DelayedSubmission(submitit_main, part, command).dump(folder / PICKLE)
+
+    def _executor(self, plan: Plan) -> Any:
+        import submitit
+
+        spec, run = plan.spec, plan.run
+        if spec.container or spec.image:
+            raise UsageError("the submitit back-end has no containers", hint="--backend slurm")
+        template.check_used(spec.template, (*SET_UP, "unfit", *TEAR_DOWN))
+        lib = shlex.quote(str(run.lib))
+        try:
+            executor = submitit.SlurmExecutor(
+                run.path / "submitit",
+                python=f"env PYTHONPATH={lib} {shlex.quote(sys.executable)}",
+            )
+        except RuntimeError:
+            raise HpcDdpError("srun was not found: this machine has no Slurm client") from None
+        pairs = {name: value or True for name, value in plan.rendering.header}
+        folder = shlex.quote(str(run.path / "submitit"))
+        executor.update_parameters(
+            job_name=str(pairs.pop("job-name")),
+            wckey=None,
+            stderr_to_stdout=True,
+            setup=[
+                *(plan.rendering.block(name) for name in SET_UP),
+                'job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"',
+                f'ln -sfn {PICKLE} {folder}/"${{job}}_submitted.pkl"',
+                'export SRUN_CPUS_PER_TASK="$cpus" SLURM_CPUS_PER_TASK="$cpus"',
+                SRUN.format(tasks_per_node=spec.tasks_per_node),
+            ],
+            teardown=[plan.rendering.block(name) for name in TEAR_DOWN],
+            srun_args=[
+                f"--output={pairs['output']}",
+                "--open-mode=append",
+                f"--ntasks-per-node={spec.tasks_per_node}",
+                *(["--distribution=block"] if spec.launcher == "srun" else []),
+                *step_options(spec),
+                *spec.srun,
+            ],
+            additional_parameters=pairs,
+        )
+        return executor
+
+
+BACKENDS: dict[str, Backend] = {
+    "slurm": SlurmBackend(),
+    "submitit": SubmititBackend(),
+    "salloc": AllocationBackend(),
+    "local": LocalBackend(),
+}
+
+
+def render(prepared: PreparedRun) -> str:
+    """Write the run's script, and return its text."""
+    backend = BACKENDS[prepared.spec.backend]
+    text = backend.script(prepared)
+    with written_by_owner():
+        prepared.run.script.write_text(text)
+        backend.write_rest(prepared)
+    return text
+
+
+def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
+    """Start a prepared run with its back-end, and journal it; `output` as `Backend.start` has it.
+
+    Raises
+    ------
+    HpcDdpError
+        it could not be started; a new run's folder is taken away again
+    """
+    spec, run = prepared.spec, prepared.run
+    journal = run.journal("submit")
+    try:
+        render(prepared)
+        run.cancelled.unlink(missing_ok=True)  # whoever starts it wants it to run
+        submitted = Submitted(len(run.attempts()), spec.backend, spec.script)
+        started = BACKENDS[spec.backend].start(prepared, output)
+    except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
+        journal.write(submitted)
+        raise
+    except HpcDdpError:
+        prepared.discard()
+        raise
+    # Only now: a refused one changes nothing about how the run has ended.
+    journal.write(submitted)
+    indexes = set(array_indexes(spec.array)) if spec.array else set()
+    for task in run.tasks():
+        if task.index in indexes and not task.finished():
+            task.journal("submit").write(Submitted(len(task.attempts())))
+    if started.job_id:
+        journal.write(Queued(started.job_id))
+        link_job(started.job_id, run)
+    return started

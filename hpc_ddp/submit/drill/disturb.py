@@ -1,0 +1,107 @@
+"""When and how a drill disturbs a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_ddp.core import checkpoints
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.process import signal_recorded
+from hpc_ddp.core.run_folder import RunFolder
+
+LEAST_STEPS = 8
+
+
+Disturbance = Callable[[subprocess.Popen[bytes], RunFolder], None]
+
+
+@dataclass(frozen=True)
+class Points:
+    """The steps at which a run is disturbed: it is stopped, saves, is killed (in a save, too)."""
+
+    stop: int
+    save: int
+    kill: int
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One attempt of the disturbed run: the recorder's plan, and how the attempt is ended.
+
+    The run has to resume from step `least_step` at the earliest.
+    """
+
+    name: str
+    plan: dict[str, Any]
+    disturbance: Disturbance | None = None
+    least_step: int = 0
+
+
+def choose(total: int, epoch_ends: Sequence[int]) -> Points:
+    """Return when to disturb a run of `total` steps.
+
+    The stop comes in mid-epoch, after an epoch's end where there is one. The save is at the next
+    epoch's end, which is a place of its own to go on from; the kill comes well after it.
+
+    Raises
+    ------
+    UsageError
+        the run is too short to be disturbed
+    """
+    if total < LEAST_STEPS:
+        raise UsageError(
+            f"the script takes {total} steps, and a drill needs {LEAST_STEPS}",
+            hint="more epochs or a smaller batch, in the script's own arguments"
+            if total
+            else "call run.step() behind each optimizer.step()",
+        )
+    ends = [step for step in epoch_ends if step <= total - 6]
+    stop = max(2, total * 3 // 10, ends[0] + 1 if ends else 0)
+    while stop in epoch_ends and stop < total - 5:
+        stop += 1
+    later = [step for step in epoch_ends if stop < step <= total - 3]
+    save = later[0] if later else stop + max(1, (total - stop) // 4)
+    return Points(stop, save, min(total - 2, save + max(1, (total - save) // 3)))
+
+
+def legs(points: Points, end: int | None) -> list[Leg]:
+    """Return the attempts of the disturbed run, which end at step `end`, or with the script."""
+    plan = {} if end is None else {"end": end}
+    to_stop = {**plan, "hold": "stop", "at": points.stop}
+    to_kill = {**plan, "hold": "kill", "at": points.kill, "save": points.save}
+    in_save = {**plan, "hold": "save", "at": points.kill}
+    return [
+        Leg(f"stopped politely (SIGTERM) at step {points.stop}", to_stop, terminate),
+        Leg(f"killed (SIGKILL) at step {points.kill}", to_kill, kill, points.stop),
+        Leg(f"killed while saving step {points.kill}", in_save, kill, points.save),
+        Leg("", plan),
+    ]
+
+
+def terminate(process: subprocess.Popen[bytes], run: RunFolder) -> None:
+    process.terminate()
+
+
+def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
+    """Kill all of a run at once, the launcher first, so that no process is left to react."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its session: launcher and supervisors
+    for attempt in run.attempts()[-1:]:
+        signal_recorded(attempt.path.glob("*/rank-*.pid"), signal.SIGKILL)
+    process.wait()
+
+
+def flip(run: RunFolder) -> str:
+    """Flip a bit in the middle of the newest checkpoint's largest file; return its name."""
+    newest = checkpoints.published(run.checkpoints)[0]
+    path = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return newest.name

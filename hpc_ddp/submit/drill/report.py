@@ -1,0 +1,88 @@
+"""The result of a drill, as a table and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.submit.drill.compare import Curve, Difference
+
+
+@dataclass(frozen=True)
+class Row:
+    """A disturbance and its outcome; `resumed_from` is the step of the checkpoint taken up."""
+
+    done: str
+    survived: bool
+    resumed_from: int | None = None
+    passed_over: tuple[str, ...] = ()
+    curve: Curve = field(default_factory=Curve)
+    difference: Difference | None = None
+
+
+@dataclass
+class Report:
+    """`verdict` is ``right``, ``sums`` (right but for the order of sums), ``wrong``,
+    ``unsteady`` (two undisturbed runs differ already), ``broken`` (it did not go on), or
+    ``plain`` (a script that uses nothing of hpc-ddp has survived)."""
+
+    script: str
+    folder: Path
+    steps: int = 0
+    verdict: str = "right"
+    why: str = ""
+    hint: str = ""
+    notes: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict in ("right", "sums", "plain")
+
+    def text(self) -> str:
+        """Return the result as a person reads it: what was done, what came of it, the verdict."""
+        lines = [" ".join(cells).rstrip() for cells in _aligned([HEAD, *map(_cells, self.rows)])]
+        lines += [f"note: {note}" for note in self.notes]
+        name = Path(self.script).name
+        verdict = {
+            "right": f"{name} resumes right: every step is equal, bit for bit, and so are the final"
+            " weights",
+            "sums": f"{name} resumes right, up to rounding: {self.why}",
+            "wrong": f"{name} does NOT resume right. {self.why}",
+            "unsteady": f"{name} is not reproducible: {self.why}",
+            "broken": f"{name} does NOT go on. {self.why}",
+            "plain": f"{name} survives. {self.why}",
+        }[self.verdict]
+        lines += ["", verdict]
+        lines += [f"hint: {self.hint}"] if self.hint else []
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok, "folder": str(self.folder) if not self.ok else None}
+
+
+HEAD = ["done", "survived", "went on from", "loss curve", "state"]
+
+
+def _cells(row: Row) -> list[str]:
+    if row.resumed_from is None:
+        return [row.done, "yes" if row.survived else "NO", "", "", ""]
+    damaged = ", ".join(text.partition(":")[0] for text in row.passed_over)
+    difference, curve, state = row.difference, row.curve, "equal"
+    if difference is not None:
+        judgement = "rounding" if difference.is_rounding else "DIFFERS"
+        state = f"{judgement}: {difference.label} from step {difference.step}"
+    return [
+        row.done,
+        "yes" if row.survived else "NO",
+        f"step {row.resumed_from}" + (f", past {damaged}" if damaged else ""),
+        f"{curve.equal} of {curve.steps} steps equal" if curve.steps else "-",
+        state,
+    ]
+
+
+def _aligned(rows: Sequence[list[str]]) -> list[list[str]]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [[cell.ljust(n + 1) for cell, n in zip(row, widths, strict=True)] for row in rows]

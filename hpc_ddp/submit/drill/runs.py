@@ -1,0 +1,345 @@
+"""Try on this machine whether a script resumes right: disturb it, and compare.
+
+One undisturbed run, and one that is disturbed three times and resumed after each:
+
+1. stopped politely, as by a preemption with a grace time
+2. killed hard, some steps after a checkpoint
+3. killed while it saves; then a byte of the newest checkpoint is flipped
+
+`hpc_ddp.training.drill` records each step of both as digests. As soon as an attempt differs from
+the undisturbed run the drill is over, since the disturbance before is the cause.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
+from hpc_ddp.core.journal.journal import Event, last_event, read_events
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.submit.backends import LocalBackend
+from hpc_ddp.submit.drill import compare
+from hpc_ddp.submit.drill.compare import Difference, Record
+from hpc_ddp.submit.drill.disturb import (
+    LEAST_STEPS,
+    Disturbance,
+    Leg,
+    Points,
+    choose,
+    flip,
+    kill,
+    legs,
+    terminate,
+)
+from hpc_ddp.submit.drill.report import Report, Row
+from hpc_ddp.submit.plan import PreparedRun, plan_new
+from hpc_ddp.submit.settings.config import Settings
+
+PLAN = "HPC_DDP_DRILL"
+TRAINING_S = 30.0  # of an undisturbed run, without --steps
+PLAIN_S = 600.0  # in this time a script has to call `start`, or to end by itself
+PRINT_EVERY_S = 15.0
+LOG_LINES = 30
+TOO_LONG = 124  # as the code of timeout(1)
+
+NOT_RESTORED: Event = {"step": None, "passed_over": []}
+Say = Callable[[str], None]
+
+
+def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say) -> Report:
+    """Play the job here, undisturbed and disturbed, and compare. All run folders are below
+    ``<root>/.drills``, and stay only where something was wrong.
+
+    Parameters
+    ----------
+    steps
+        at which to end all runs; None: after `TRAINING_S` of training, or where the script ends
+    say
+        gets one line for each thing done
+
+    Raises
+    ------
+    UsageError
+        a setting is refused, or the script takes too few steps, or too long
+    HpcDdpError
+        the script fails undisturbed
+    """
+    if steps is not None and steps < LEAST_STEPS:
+        raise UsageError(
+            f"steps is {steps}; accepted: a whole number from {LEAST_STEPS}",
+            hint=f"--steps {4 * LEAST_STEPS}",
+        )
+    folder = root / ".drills" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    try:
+        report = _Drill(settings, cwd, folder, steps, say).play()
+    except UsageError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if report.ok:
+        shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+class _Drill:
+    """The runs of one drill, below `folder`."""
+
+    def __init__(
+        self, settings: Settings, cwd: Path, folder: Path, steps: int | None, say: Say
+    ) -> None:
+        self._settings, self._cwd, self._folder = settings, cwd, folder
+        self._steps, self._say = steps, say
+        self._limit_s: float | None = None  # how long an attempt may take
+        self._base = self._make("undisturbed")
+        self._report = Report(str(self._base.spec.script), folder)
+
+    def _make(self, name: str) -> PreparedRun:
+        """Make another run of the same code."""
+        first = getattr(self, "_base", None)
+        values = {**self._settings.values, "job-name": name, "max-failures": 0}
+        if first is not None:
+            values["snapshot"] = False
+        prepared = plan_new(Settings(values), self._cwd, self._folder).write()
+        return (
+            prepared if first is None else replace(prepared, code=first.code, script=first.script)
+        )
+
+    def play(self) -> Report:
+        report = self._report
+        self._say(f"undisturbed: {Path(report.script).name}")
+        began = time.monotonic()
+        limits = {"seconds": TRAINING_S} if self._steps is None else {"end": self._steps}
+        code = self._launch(self._base, limits)
+        self._limit_s = 120 + 5 * (time.monotonic() - began)
+        events = self._base.run.events()
+        if last_event(events, "worker") is None:
+            return self._play_plain(code, time.monotonic() - began)
+        base = self._records(self._base.run)
+        stopped = last_event(events, "stopped")
+        if code != 0 and not (stopped and stopped["reason"] == "cancelled"):
+            raise self._failed(self._base.run, "undisturbed")
+        report.steps = max((record["step"] for record in base), default=0)
+        ends = [r["step"] for r in base if r["at"] == "epoch" and r["rank"] == 0]
+        points = choose(report.steps, ends)
+        report.rows.append(Row(f"undisturbed, {report.steps} steps", survived=True))
+        self._notes(base, ends)
+        self._disturb(base, points, report.steps if stopped else None)
+        return report
+
+    def _notes(self, base: list[Record], epoch_ends: list[int]) -> None:
+        if not epoch_ends:
+            self._report.notes.append(
+                f"all {self._report.steps} steps lie in the first epoch: what the script does at"
+                " an epoch's end was not tried (more with --steps)"
+            )
+        if not any(record["values"] for record in base):
+            self._report.notes.append(
+                "run.step was given no values, so there is no loss curve to compare; with"
+                " run.step(loss=loss) there is"
+            )
+
+    # -- with hpc_ddp.training -------------------------------------------------------------
+
+    def _disturb(self, base: list[Record], points: Points, end: int | None) -> None:
+        prepared = self._make("disturbed")
+        run, before = prepared.run, ""
+        for number, leg in enumerate(legs(points, end)):
+            self._say(f"disturbed: to be {leg.name}" if leg.name else f"{before}; now to the end")
+            code = self._launch(prepared, leg.plan, leg.disturbance)
+            events = [event for event in run.events() if event["attempt"] == number]
+            written = self._records(run)
+            records = [record for record in written if record["attempt"] == number]
+            earlier = [record for record in written if record["attempt"] < number]
+            difference = compare.first_difference(base, records, earlier)
+            fault = self._find_fault(run, number, leg, events, code)
+            if number > 0:
+                restored = last_event(events, "restored") or NOT_RESTORED
+                self._report.rows.append(
+                    Row(
+                        before,
+                        survived=not fault,
+                        resumed_from=restored["step"],
+                        passed_over=tuple(restored["passed_over"]),
+                        curve=compare.curve(base, records),
+                        difference=difference,
+                    )
+                )
+            if fault:
+                self._print_log(run)
+                self._report.verdict = "broken"
+                self._report.why = f"When it was {before or leg.name}, {fault}"
+                return
+            if difference and not self._is_harmless(difference, base, before):
+                return
+            before = leg.name
+            if number == 2:
+                before += f", and a byte flipped in {flip(run)}"
+
+    def _is_harmless(self, difference: Difference, base: list[Record], before: str) -> bool:
+        """Take a difference into the report; True when the drill can go on."""
+        report = self._report
+        if difference.is_rounding:
+            report.verdict = "sums"
+            report.why = report.why or compare.rounding(difference)
+            return True
+        report.verdict = "wrong"
+        if difference.attempt == 0:
+            report.verdict = "unsteady"
+        elif not difference.at_start:  # else the state alone shows it
+            self._say("something differs: once more undisturbed, to see if it is the script itself")
+            again = self._make("again")
+            self._launch(again, {"end": difference.step})
+            undisturbed = compare.first_difference(base, self._records(again.run))
+            if undisturbed is not None and not undisturbed.is_rounding:
+                difference, report.verdict = undisturbed, "unsteady"
+        is_steady = report.verdict != "unsteady"
+        report.why, report.hint = compare.explain(difference, is_steady, before)
+        return False
+
+    def _find_fault(
+        self, run: RunFolder, number: int, leg: Leg, events: list[Event], code: int
+    ) -> str | None:
+        """Return in what an attempt was not what it has to be, None when it was."""
+        restored = last_event(events, "restored") or NOT_RESTORED
+        why = (last_event(events, "verdict") or {}).get("why")
+        if code == TOO_LONG:
+            return f"it did not get through within {self._limit_s:.0f} s"
+        if number and restored["step"] is None:
+            return "it starts from its beginning, since no checkpoint was found"
+        if number == 3 and not restored["passed_over"]:
+            return "the damaged checkpoint was not passed over"
+        if leg.disturbance is kill:
+            ready = run.path / "drill" / f"ready-{number}"
+            fault = None if ready.exists() else why or "it ended too early"
+        elif leg.disturbance is terminate:
+            stopped = last_event(events, "stopped")
+            is_polite = code == CAN_GO_ON and stopped and stopped["step"] == leg.plan["at"]
+            fault = None if is_polite else f"a polite stop ended it with code {code}"
+        else:
+            last = last_event(events, "stopped" if "end" in leg.plan else "finished")
+            fault = None if last else why or f"it ended with code {code}"
+        if not fault and restored["step"] is not None and restored["step"] < leg.least_step:
+            fault = f"it went on from step {restored['step']} and not from step {leg.least_step}"
+        return fault
+
+    # -- without ---------------------------------------------------------------------------
+
+    def _play_plain(self, code: int, took_s: float) -> Report:
+        """Disturb a script that says nothing of itself half-way, by the clock."""
+        report = self._report
+        report.verdict = "plain"
+        if code == TOO_LONG:
+            self._print_log(self._base.run)
+            raise UsageError(
+                f"in {PLAIN_S:.0f} s the script has neither called start() nor ended",
+                hint="give it arguments with which it ends sooner",
+            )
+        if code != 0:
+            raise self._failed(self._base.run, "undisturbed")
+        report.rows.append(Row(f"undisturbed, {took_s:.0f} s", survived=True))
+        prepared = self._make("disturbed")
+        run, before = prepared.run, ""
+        endings = (
+            Leg("stopped politely (SIGTERM)", {}, terminate),
+            Leg("killed (SIGKILL)", {}, kill),
+            Leg("", {}),
+        )
+        for leg in endings:
+            self._say(f"disturbed: to be {leg.name} half-way" if leg.name else "now to the end")
+            code = self._launch(prepared, {}, leg.disturbance, after_s=took_s / 2)
+            if leg.disturbance and run.finished():
+                raise UsageError(
+                    f"the script was through before it could be {leg.name}: this run took less than"
+                    f" half of the first one's {took_s:.0f} s",
+                    hint="the same again: torch and data are in the machine's memory now; or"
+                    " arguments with which it takes longer",
+                )
+            if before:
+                report.rows.append(Row(before, survived=bool(leg.disturbance) or code == 0))
+            before = leg.name
+        if run.finished() and code == 0:
+            report.why = (
+                "it uses nothing of hpc_ddp.training, so only survival and the end could be"
+                " compared: it starts from its beginning each time, and ends with code 0 as the"
+                " undisturbed run does"
+            )
+        else:
+            self._print_log(run)
+            report.verdict, report.why = "broken", f"started again it ended with code {code}"
+        return report
+
+    # -- launches --------------------------------------------------------------------------
+
+    def _launch(
+        self,
+        prepared: PreparedRun,
+        plan: dict[str, Any],
+        disturbance: Disturbance | None = None,
+        after_s: float | None = None,
+    ) -> int:
+        """Run until it ends, and disturb it when it is ready, or after a time."""
+        run, spec = prepared.run, prepared.spec
+        ready = run.path / "drill" / f"ready-{len(run.attempts())}"
+        env = {**spec.env, PLAN: json.dumps(plan)}
+        with open(_log(run), "ab") as log:
+            drilled = replace(prepared, spec=replace(spec, env=env))
+            process = LocalBackend().launch(drilled, log)
+        began = printed_at = time.monotonic()
+        limit_s = math.inf
+        try:
+            while process.poll() is None:
+                now = time.monotonic()
+                if disturbance and (now - began > after_s if after_s else ready.exists()):
+                    disturbance(process, run)
+                    disturbance = None
+                if now - printed_at > PRINT_EVERY_S:
+                    printed_at = now
+                    self._print_step(run)
+                    if self._limit_s is None and not last_event(run.events(), "worker"):
+                        limit_s = PLAIN_S
+                    else:
+                        limit_s = self._limit_s or math.inf
+                if now - began > limit_s:
+                    return TOO_LONG
+                time.sleep(0.05)
+        finally:
+            if process.poll() is None:
+                kill(process, run)
+        return process.returncode
+
+    def _print_step(self, run: RunFolder) -> None:
+        number = len(run.attempts()) - 1
+        events = [event for event in run.events() if event["attempt"] == number]
+        step = last_event(events, "metrics", "first_step", "restored")
+        self._say(f"  step {step['step']}" if step else "  starting")
+
+    def _records(self, run: RunFolder) -> list[Record]:
+        return compare.records(read_events(run.path / "drill"))
+
+    def _failed(self, run: RunFolder, when: str) -> HpcDdpError:
+        self._print_log(run)
+        verdict = last_event(run.events(), "verdict") or {}
+        why = verdict.get("why") or "no reason is known"
+        return HpcDdpError(
+            f"the script fails {when}: {why}",
+            hint=f"get it through `hpc-ddp dry-run` first; its log: {_log(run)}",
+        )
+
+    def _print_log(self, run: RunFolder) -> None:
+        lines = _log(run).read_text(errors="replace").splitlines()
+        for line in lines[-LOG_LINES:]:
+            self._say(f"| {line}")
+
+
+def _log(run: RunFolder) -> Path:
+    return run.logs / "drill.out"
+
+
+# -- disturbances ----------------------------------------------------------------------------

@@ -1,0 +1,110 @@
+"""The preflight without a job: in an allocation nothing but its checks, or a first training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.core.accelerators import VENDORS, device_files, visible
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.journal.journal import Event, last_event
+from hpc_ddp.submit.plan import PreparedRun, plan_new
+from hpc_ddp.submit.resources import PACKAGE, folder
+from hpc_ddp.submit.settings.config import Settings
+
+TEMPLATE = "preflight.sh.j2"
+NAME = "preflight"
+
+
+def look(settings: Settings, cwd: Path, root: Path) -> Event:
+    """Look at all nodes of this allocation; return the event `preflight`.
+
+    The run's folder, in which the nodes look whether they share a disk, is taken away again.
+
+    Raises
+    ------
+    UsageError
+        this is not inside an allocation
+    HpcDdpError
+        the preflight came to no end
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        raise UsageError(
+            "preflight looks at the nodes of an allocation, and this shell is in none",
+            hint="salloc --nodes 2 hpc-ddp preflight, or hpc-ddp submit --preflight …",
+        )
+    values = _values(settings) | {"job-name": NAME, "snapshot": False, "preflight": True}
+    # A run has a script; this one's is the part of the preflight that needs torch.
+    values["script"] = str(PACKAGE / "node" / "bandwidth.py")
+    prepared = plan_new(Settings(values), cwd, root).write()
+    run = prepared.run
+    try:
+        spec = replace(prepared.spec, template=str(folder("templates") / TEMPLATE))
+        run.script.write_text(replace(prepared, spec=spec).rendering.whole())
+        code = subprocess.run(["bash", str(run.script)], stdout=sys.stderr).returncode
+        event = last_event(run.events(), "preflight")
+    finally:
+        prepared.discard()
+        with contextlib.suppress(OSError):
+            run.path.parent.rmdir()
+    if event is None:
+        raise HpcDdpError(f"the preflight ended with exit code {code}", hint="see what it printed")
+    return event
+
+
+def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
+    """Prepare a training that tries each feature once, on all of this allocation or machine.
+
+    Without GPUs two workers per node train on the CPU.
+
+    Raises
+    ------
+    UsageError
+        a setting is refused
+    """
+    values = _values(settings) | {"job-name": "first-contact", "max-restarts": 8}
+    if "SLURM_JOB_ID" in os.environ:
+        values |= {"backend": "salloc", "nodes": os.environ.get("SLURM_NNODES", "1")}
+    else:
+        values["backend"] = "local"
+        values["gpus-per-node"] = values["gpus-per-node"] or str(devices_here())
+    values |= {"launcher": "torchrun", "elastic": False}
+    if values["gpus-per-node"] in (None, "0", 0):
+        values |= {"gpus-per-node": None, "nproc-per-node": 2}
+    else:
+        values["nproc-per-node"] = None
+    values["script"] = str(folder("jobs") / "first_contact.py")
+    return plan_new(Settings(values), cwd, root).write()
+
+
+def devices_here() -> int:
+    """Return the number of accelerators of this machine that its variables do not hide."""
+    counts = [
+        min([count, *visible(VENDORS[name], os.environ).values()])
+        for name, count in device_files().items()
+    ]
+    return max(counts, default=0)
+
+
+def table_of(prepared: PreparedRun) -> str:
+    """Return the table of a `first_contact` that has ended; raises HpcDdpError without one."""
+    path = prepared.run.path / "first-contact.md"
+    if not path.exists():
+        raise HpcDdpError(
+            "no feature was tried: the workers ended before",
+            hint=f"hpc-ddp explain {prepared.run.path}",
+        )
+    return path.read_text()
+
+
+def _values(settings: Settings) -> dict[str, Any]:
+    """Return the settings without those of one job, with the GPUs of this allocation."""
+    of_jobs = ("array", "args", "continue-by", "nodes", "template")
+    values = {key: value for key, value in settings.values.items() if key not in of_jobs}
+    gpus = os.environ.get("SLURM_GPUS_PER_NODE") or values.get("gpus-per-node")
+    return {**values, "gpus-per-node": gpus}

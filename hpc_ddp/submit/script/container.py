@@ -1,0 +1,77 @@
+"""Containers: what each tool wants to hear, as data in ``templates/containers``."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_ddp.core.errors import UsageError, closest
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.submit.resources import folder
+from hpc_ddp.submit.settings.fabrics import read_toml
+
+DEFAULT_TOOL = "apptainer"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a job's processes get into their container: words before the command on each node, and
+    options of srun and sbatch. All empty without one."""
+
+    command: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    sbatch: tuple[str, ...] = ()
+
+
+def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
+    """Return how `spec`'s processes get into the container that it names, if it names one.
+
+    The run folder, the code and the working directory are mounted under their own paths.
+
+    Raises
+    ------
+    UsageError
+        there is no such tool; a path has a character that would cut a list of mounts
+    """
+    if not spec.image:
+        return Entry(command=tuple(shlex.split(spec.container or "")))
+    data = read_toml(_file(spec.container_tool or DEFAULT_TOOL))
+    paths = list(dict.fromkeys(str(path) for path in (run, code, Path(spec.chdir))))
+    outer = [p for p in paths if not any(Path(parent) in Path(p).parents for parent in paths)]
+    if bad := next((path for path in outer if set(path) & set(",:")), None):
+        raise UsageError(
+            f"the folder {bad!r} can't be mounted: its name has a comma or a colon",
+            hint="rename it, or say the whole command: --container 'apptainer exec …'",
+        )
+    values, options = {"image": spec.image, "workdir": spec.chdir}, list(spec.container_options)
+    has_gpu_option = not spec.gpu_count or {*options} & {*data.get("gpu_or", [])}
+    lists = {
+        "{gpu}": [] if has_gpu_option else data.get("gpu", []),
+        "{options}": options,
+    }
+    mount = data.get("mount", "")
+    if isinstance(mount, list):  # an option for each
+        lists["{mounts}"] = [word.format(path=path) for path in outer for word in mount]
+    else:
+        values["mounts"] = ",".join(mount.format(path=path) for path in outer)
+
+    def filled(words: list[str]) -> tuple[str, ...]:
+        return tuple(
+            argument
+            for word in words
+            for argument in (lists[word] if word in lists else [word.format(**values)])
+        )
+
+    return Entry(*(filled(data.get(part, [])) for part in ("command", "srun", "sbatch")))
+
+
+def _file(tool: str) -> Path:
+    files = {path.stem: path for path in (folder("templates") / "containers").glob("*.toml")}
+    if tool not in files:
+        raise UsageError(
+            f"container-tool {tool!r} is unknown; accepted: {', '.join(sorted(files))}"
+            + closest(tool, sorted(files)),
+            hint="in its place, the whole command: --container 'TOOL run image'",
+        )
+    return files[tool]

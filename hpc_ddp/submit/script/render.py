@@ -1,0 +1,183 @@
+"""The batch script: a template with named blocks, filled from a `JobSpec`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp import __version__
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.spec import JobSpec, directives, trial_args
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.submit.script import container, template
+from hpc_ddp.submit.settings.fabrics import fabric_env
+from hpc_ddp.submit.settings.operators import comment_pairs
+
+# No limit on how long srun waits for the other nodes once the first has ended well: rank 0 may
+# evaluate and export for long. A site's own WaitTime would end it. Failed nodes end the others.
+WAIT_S = 0
+
+# What torchrun is told; the variables are exported by `batch begin`, or by the local back-end.
+TORCHRUN_OPTIONS = (
+    "--nnodes={nnodes}",
+    "--nproc-per-node={workers}",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=$HPC_DDP_HEAD:$HPC_DDP_PORT",
+    "--rdzv-id=$HPC_DDP_RDZV_ID",
+    "--rdzv-conf={conf}",
+    "--max-restarts={restarts}",
+)
+# A first node that imports torch from a cold disk is waited for as long as any other one.
+RENDEZVOUS = "join_timeout=600,read_timeout=600"
+# How long an elastic start waits for late nodes, in s; after a loss it is `agent.LAST_CALL_S`.
+LATE_S = 120
+
+
+def torchrun_options(spec: JobSpec) -> list[str]:
+    """Return torchrun's options, with ``$`` variables that are known only in the job.
+
+    Unless the job is elastic, min = max nodes: a late node must not be shut out, nor a world of
+    fewer nodes start.
+    """
+    least, late = "", ""
+    if spec.elastic:
+        least, late = "$HPC_DDP_LEAST_NODES:", f",last_call_timeout={LATE_S}"
+    values = {
+        "nnodes": f"{least}$HPC_DDP_NNODES",
+        "workers": spec.workers_per_node,
+        "conf": RENDEZVOUS + late,
+        "restarts": spec.restarts,
+    }
+    return [*(word.format(**values) for word in TORCHRUN_OPTIONS), *spec.torchrun]
+
+
+def step_options(spec: JobSpec) -> list[str]:
+    """Return the options of srun for the step, beside its size.
+
+    It shares the job's CPUs with steps that run already (a `srun --pty bash`, a preflight whose
+    end Slurm is still cleaning up): else srun would wait for them without end. What srun tells an
+    MPI is for one task of a node, and must not reach all the workers that torchrun starts there.
+    """
+    # An elastic step is ended by the supervisors, where it has to be.
+    end = ["--kill-on-bad-exit=0", "--no-kill"] if spec.elastic else ["--kill-on-bad-exit=1"]
+    mpi = ["--mpi=none"] if spec.launcher == "torchrun" else []
+    return [*end, f"--wait={WAIT_S}", "--overlap", *mpi]
+
+
+def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]:
+    """Return the part of the node's code that is each task of the step, and what it is told before
+    the script's arguments."""
+    if spec.launcher == "srun":
+        return "task", [spec.python, script]
+    return "supervisor", [spec.python, node, "agent", *torchrun_options(spec), script]
+
+
+def sbatch_line(name: str, value: str) -> str:
+    """Return one ``#SBATCH`` line. sbatch splits it at blanks and knows both quotes and backslash.
+
+    The value is free of line breaks: `JobSpec` has refused those.
+    """
+    if not value:
+        return f"#SBATCH --{name}"
+    plain = re.fullmatch(r"[\w./:,@%+=\[\]&|*()<>-]+", value)
+    return f"#SBATCH --{name}={value}" if plain else f'#SBATCH --{name}="{_escaped(value)}"'
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Return all (option, value) pairs of the job: the user's, `more` of the same, and ours."""
+    warn_s = min(spec.warn_s, (spec.time_s or 3600) // 10)
+    output = str(run.slurm_out).replace("%", "%%")
+    if spec.array:
+        output = f"{output.removesuffix('.out')}-%a.out"
+    pairs = directives(replace(spec, sbatch=(*spec.sbatch, *more)))
+    continues = "requeue" if spec.continue_by == "requeue" else "no-requeue"
+    return [
+        *pairs,
+        # Of a range Slurm would then give the least, since it counts tasks.
+        *([("ntasks-per-node", str(spec.tasks_per_node))] if isinstance(spec.nodes, int) else []),
+        ("output", output),
+        ("open-mode", "append"),
+        *comment_pairs((*spec.sbatch, *more)),
+        *([("no-kill", "")] if spec.elastic else []),
+        # With --sbatch=--requeue=expedite it is there already.
+        *([] if continues in dict(pairs) else [(continues, "")]),
+        ("signal", f"B:USR2@{warn_s}"),
+    ]
+
+
+def job_env(spec: JobSpec) -> dict[str, str]:
+    """Return the variables written into the script: the fabric's, then the user's over them.
+
+    A job of one node needs no fabric, and some are not set up for one (Slingshot on Frontier).
+    """
+    fabric = fabric_env(spec.fabric)
+    return {**(fabric if spec.node_range[1] > 1 else {}), **spec.env}
+
+
+class Rendering:
+    """A job's script, whole or by block.
+
+    Raises
+    ------
+    UsageError
+        the user's template is missing or broken; names file and line
+    """
+
+    def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:
+        if {":", "\\"} & set(str(run.path)) or not str(run.path).isprintable():
+            raise UsageError(
+                f"the run folder {str(run.path)!r} has a colon, which PYTHONPATH can't hold,"
+                " or a backslash or control character, which the name of Slurm's output can't",
+                hint="--runs-dir, without them",
+            )
+        self._spec = spec
+        self.environment = job_env(spec)
+        self.entry = container.entry(spec, run.path, code)
+        self.header = header_pairs(spec, run, self.entry.sbatch)
+        self._context: dict[str, Any] = {
+            "version": __version__,
+            "directives": [sbatch_line(name, value) for name, value in self.header],
+            "run": str(run.path),
+            "code": str(code),
+            "host_suffix": spec.host_suffix,
+            "interface": spec.interface or "",
+            "env": self.environment,
+            "workdir": spec.chdir,
+            "setup": spec.setup,
+            "teardown": spec.teardown,
+            "host_python": sys.executable,
+            "python": spec.python,
+            "workers": spec.workers_per_node,
+            "launcher": spec.launcher,
+            "continue_by": spec.continue_by,
+            "step_launcher": spec.step_launcher,
+            "srun": (*spec.srun, *self.entry.srun),
+            "step_options": step_options(spec),
+            "torchrun_options": torchrun_options(spec),
+            "script": str(script),
+            "args": spec.args,
+            "points": [trial_args(point) for point in spec.trials],
+            "preflight": spec.preflight,
+            "container": self.entry.command,
+            "container_srun": self.entry.srun,
+        }
+
+    def whole(self) -> str:
+        """Return the whole script."""
+        return template.whole(self._spec.template, self._context)
+
+    def left_out(self) -> list[str]:
+        """Return what a user's template leaves out, and what follows from it."""
+        return template.missing(self.whole()) if self._spec.template else []
+
+    def block(self, name: str) -> str:
+        """Return one named block."""
+        return template.block(name, self._spec.template, self._context)

@@ -1,0 +1,287 @@
+"""The batch script's template, the user's blocks over it, and what is wrong with those."""
+
+from __future__ import annotations
+
+import os.path
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hpc_ddp.core.errors import UsageError, closest
+from hpc_ddp.submit.resources import folder
+from hpc_ddp.submit.settings import trust
+
+T = TypeVar("T")
+
+BASE = "job.sbatch.j2"
+# What a job can't do without: a word of the script, and what happens when it is left out.
+NEEDED = {
+    "HPC_DDP_RUN=": "the job does not know its run folder",
+    "batch begin": "no attempt begins, so `status` and `logs` know nothing of the job",
+    "supervisor|task|submitit": "the workers hear of no notice, and have no logs",
+    "batch verdict": "nothing requeues the job, nor tells how it ended",
+}
+
+
+def whole(user_template: str | None, values: Mapping[str, Any]) -> str:
+    """Return the script.
+
+    Parameters
+    ----------
+    user_template
+        the user's template, which extends ours
+    values
+        the template's variables
+
+    Raises
+    ------
+    UsageError
+        the template is missing or broken; names file and line
+    """
+    loaded = _load(user_template)
+    context = loaded.new_context({**values})
+    return _guarded(lambda: "".join(loaded.root_render_func(context)), user_template)
+
+
+def block(name: str, user_template: str | None, values: Mapping[str, Any]) -> str:
+    """Return one block of the script, as `whole` has it; parameters and errors as there."""
+    loaded = _load(user_template)
+    context = loaded.new_context({**values})
+
+    def text() -> str:
+        "".join(loaded.root_render_func(context))  # only then are the parents' blocks known
+        if name not in context.blocks:
+            raise _broken(
+                user_template, None, f"it has no block {name!r}, and does not extend {BASE}"
+            )
+        return "".join(context.blocks[name][0](context))
+
+    return _guarded(text, user_template)
+
+
+def _load(user_template: str | None) -> jinja2.Template:
+    """Return the template of a job, checked."""
+    path = _normal(user_template) if user_template else None
+    if path and not path.is_file():
+        raise UsageError(f"template {str(path)!r} does not exist", hint="--template FILE")
+    environment = _environment(path.parent if path else None)
+
+    def checked() -> jinja2.Template:
+        if path:
+            _check(environment, str(path))
+        return environment.get_template(str(path) if path else BASE)
+
+    return _guarded(checked, user_template)
+
+
+def _guarded(work: Callable[[], T], user_template: str | None) -> T:
+    """Do something with a template; what goes wrong in a user's is an error with file and line."""
+    try:
+        return work()
+    except UsageError:
+        raise
+    except Exception as error:  # a template can do anything
+        if user_template is None:
+            raise  # a mistake of ours
+        origin = _place(error.__traceback__)
+        if isinstance(error, jinja2.TemplateSyntaxError):
+            origin = error.filename, error.lineno
+        file, line = origin
+        raise _broken(file or user_template, line, _told(error)) from None
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, jinja2.TemplateNotFound):
+        return f"there is no template {error.name!r}; accepted: {BASE!r}, or a file beside this one"
+    if isinstance(error, RecursionError):
+        return "it extends or includes itself without end"
+    if isinstance(error, SecurityError):
+        return (
+            f"{str(error.message).rstrip('.')}: a template only reads the values that it is given"
+        )
+    if isinstance(error, jinja2.TemplateError):
+        return str(error.message)
+    return f"{type(error).__name__}: {error}"
+
+
+def _broken(file: str | None, line: int | None, why: str) -> UsageError:
+    where = f"{file}, line {line}" if line else str(file)
+    return UsageError(
+        f"the template is broken: {where}: {why}",
+        hint=f"blocks and variables: docs/templates.md, {folder('templates') / BASE}",
+    )
+
+
+def _normal(user_template: str) -> Path:
+    return Path(os.path.normpath(Path(user_template).absolute()))
+
+
+def _place(trace: TracebackType | None) -> tuple[str | None, int | None]:
+    """Return file and line of the innermost template that an exception came through."""
+    file, line = None, None
+    while trace:
+        template = trace.tb_frame.f_globals.get("__jinja_template__")
+        if template is not None:
+            file, line = template.filename, template.get_corresponding_lineno(trace.tb_lineno)
+        trace = trace.tb_next
+    return file, line
+
+
+def check_used(user_template: str | None, used: Collection[str]) -> None:
+    """Refuse a template that overrides blocks which a back-end has no use for.
+
+    Raises
+    ------
+    UsageError
+        names the block, its line, and the used ones
+    """
+    if user_template is None:
+        return
+    path = _normal(user_template)
+    environment = _environment(path.parent)
+    base = _blocks(environment, BASE)
+    for name, file, tree in _chain(environment, str(path)):
+        for block in tree.find_all(nodes.Block):
+            if name != BASE and block.name in base and block.name not in used:
+                raise UsageError(
+                    f"{file}, line {block.lineno}: the submitit back-end does not use the block"
+                    f" {block.name!r}; accepted: {', '.join(used)}",
+                    hint="--backend slurm",
+                )
+
+
+def missing(script: str) -> list[str]:
+    """Return what a rendered script leaves out, and what follows from it."""
+    return [
+        f"the template leaves out {word.strip('=').split('|')[0]!r}: {consequence}"
+        for word, consequence in NEEDED.items()
+        if not re.search(rf"(?m)^(?!\s*#).*\b({word})", script)
+    ]
+
+
+def _check(environment: jinja2.Environment, name: str) -> None:
+    """Refuse what jinja would pass over in silence: an unknown block, and text outside of one."""
+    text, file, _ = _source(environment, name)
+    tree = environment.parse(text, name, file)
+    parent = _constant(tree.find(nodes.Extends))
+    if parent is None:
+        return
+    try:
+        if parent != BASE:
+            _check(environment, parent)
+        accepted = _blocks(environment, parent)
+    except jinja2.TemplateNotFound:
+        return  # told with its line when it is rendered
+    for node in _outermost(tree.body):
+        if isinstance(node, nodes.Block) and node.name not in accepted:
+            names = ", ".join(accepted)
+            raise _broken(
+                file,
+                node.lineno,
+                f"{parent} has no block {node.name!r}; accepted: {names}"
+                + closest(node.name, accepted),
+            )
+        if isinstance(node, nodes.Output) and (line := _first_line(node)):
+            raise _broken(
+                file, line, "this stands outside of a block, and would be left out of the script"
+            )
+
+
+def _outermost(body: Iterable[nodes.Node]) -> Iterator[nodes.Node]:
+    """Return the statements of a template that are in no block, through ``if`` and the like."""
+    for node in body:
+        yield node
+        if not isinstance(node, (nodes.Block, nodes.Output, nodes.Macro, nodes.CallBlock)):
+            yield from _outermost(node.iter_child_nodes())
+
+
+def _first_line(output: nodes.Output) -> int | None:
+    """Return the line of the first word or expression of a text, None if it is blank."""
+    for part in output.nodes:
+        if not isinstance(part, nodes.TemplateData):
+            return part.lineno
+        if part.data.strip():
+            blank = part.data[: len(part.data) - len(part.data.lstrip())]
+            return part.lineno + blank.count("\n")
+    return None
+
+
+def _blocks(environment: jinja2.Environment, name: str) -> list[str]:
+    """Return the blocks of a template and of those that it extends, ours first."""
+    trees = [tree for _, _, tree in _chain(environment, name)]
+    names = (block.name for tree in reversed(trees) for block in tree.find_all(nodes.Block))
+    return list(dict.fromkeys(names))
+
+
+def _chain(
+    environment: jinja2.Environment, name: str
+) -> Iterator[tuple[str, str | None, nodes.Template]]:
+    """Return name, file and content of a template and of those that it extends."""
+    text, file, _ = _source(environment, name)
+    tree = environment.parse(text, name, file)
+    yield name, file, tree
+    if parent := _constant(tree.find(nodes.Extends)):
+        yield from _chain(environment, parent)
+
+
+def _constant(extends: nodes.Extends | None) -> str | None:
+    if extends is None or not isinstance(extends.template, nodes.Const):
+        return None
+    return str(extends.template.value)
+
+
+def _source(environment: jinja2.Environment, name: str) -> tuple[str, str | None, Any]:
+    assert environment.loader
+    return environment.loader.get_source(environment, name)
+
+
+class _TrustedLoader(jinja2.FileSystemLoader):
+    """Loads the user's templates: the one that is named, and all that it extends and includes."""
+
+    def get_source(
+        self, environment: jinja2.Environment, template: str
+    ) -> tuple[str, str, Callable[[], bool]]:
+        _, file, is_current = super().get_source(environment, template)
+        return trust.read(Path(file)).decode(), file, is_current
+
+
+@cache  # keeps compiled templates: a job is rendered once to check it, and once to run it
+def _environment(beside: Path | None) -> jinja2.Environment:
+    """Return the environment of a user's template in a folder, or of ours alone.
+
+    Ours comes first under its name: a user's may be called the same, and extends it.
+    """
+    loaders: list[jinja2.BaseLoader] = [jinja2.FileSystemLoader(folder("templates"))]
+    if beside:  # what it includes, and itself by its whole path
+        loaders.append(_TrustedLoader([beside, "/"]))
+    # A second wall behind `trust`: at its rendering a template can run nothing.
+    environment = ImmutableSandboxedEnvironment(
+        loader=jinja2.ChoiceLoader(loaders),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )  # no autoescape: this is no HTML; every value goes through `q` or `in_double_quotes`
+    environment.filters["q"] = quoted
+    environment.filters["in_double_quotes"] = in_double_quotes
+    return environment
+
+
+def quoted(value: object) -> str:
+    """Quote a value for the shell."""
+    return shlex.quote(str(value))
+
+
+def in_double_quotes(word: str) -> str:
+    """Quote a word of ours in which variables are to be expanded: ``--x="$Y"``."""
+    name, _, value = word.partition("=")
+    return f'{name}="{value}"' if "$" in value else word

@@ -1,0 +1,1 @@
+"""From options and files to the settings of a job."""

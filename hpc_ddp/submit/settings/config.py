@@ -1,0 +1,409 @@
+"""From options, ``hpc-ddp.toml``, site files and defaults to one `JobSpec`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+from typing import Any, Literal, TypeVar
+
+from hpc_ddp.core.errors import UsageError, closest
+from hpc_ddp.core.job.options import ENVIRONMENT, FLAG, LIST, TEXT, Kind, option, options_of
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder, find_run
+from hpc_ddp.submit.settings import operators, sites
+from hpc_ddp.submit.settings.fabrics import read_toml
+
+T = TypeVar("T")
+
+PROJECT_FILE = "hpc-ddp.toml"
+# Settings of which a job can have one only.
+EXCLUSIVE = (("cpus-per-node", "cpus-per-task"), ("container", "image"))
+# A file's table [when.partition.NAME] counts only for jobs in this partition.
+CHOICES = ("partition", "qos")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The settings that are no part of a job: its site, and where its files are."""
+
+    site: str | None = option(
+        None, "A site file of templates/sites or yours.", group=ENVIRONMENT, metavar="NAME"
+    )
+    runs_dir: str | None = option(
+        None, "The folder of all run folders.", group=ENVIRONMENT, metavar="DIR", is_local=True
+    )
+    scratch: str | None = option(
+        None,
+        "The folder on the parallel file system, for runs without --runs-dir.",
+        group=ENVIRONMENT,
+        is_file_only=True,
+    )
+    snapshot: bool = option(
+        True, "Run the live code, not a copy of it.", group=ENVIRONMENT, is_local=True
+    )
+    snapshot_exclude: tuple[str, ...] = option(
+        (),
+        "Patterns of files that the copy of the code leaves out.",
+        group=ENVIRONMENT,
+        is_file_only=True,
+    )
+
+
+OPTIONS = options_of(JobSpec, Placement)
+# A site's value of these comes first and the job's after it: neither works without the other. Of a
+# repeated option Slurm takes the last.
+JOINED = tuple(key for key, declared in OPTIONS.items() if declared.is_joined)
+_KINDS = {"script": TEXT, "args": LIST} | {key: opt.kind for key, opt in OPTIONS.items()}
+
+
+def known_keys() -> list[str]:
+    """Return the keys that a project or site file may have: the options' own names."""
+    return sorted(_KINDS)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values by key, and where they were said: the command line, or the file at `path`, which is a
+    project's, a user's own about a site, the operators', or a shipped profile."""
+
+    kind: Literal["option", "project", "site", "operators", "profile"]
+    values: dict[str, Any]
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Merged values, by key, and the layers that they come from, the first to count first.
+
+    `recognised` names a site that nobody has named, and by what; `limits` are the operators'.
+    """
+
+    values: Mapping[str, Any]
+    layers: Sequence[Layer] = ()
+    recognised: str = ""
+    limits: operators.Limits | None = None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.values.get(key, default)
+
+    def layer(self, key: str, name: str | None = None) -> Layer | None:
+        """Return the layer that a key's value comes from, or one `name` of ``env``, or an item."""
+        return next(
+            (
+                layer
+                for layer in self.layers
+                if key in layer.values and (name is None or name in layer.values[key])
+            ),
+            None,
+        )
+
+
+def find_project_file(start: Path) -> Path | None:
+    """Return the nearest ``hpc-ddp.toml``, from `start` upwards."""
+    return next(
+        (p / PROJECT_FILE for p in (start, *start.parents) if (p / PROJECT_FILE).is_file()), None
+    )
+
+
+def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = True) -> Settings:
+    """Merge all layers; the first that has a key wins: option, project, own site file, the
+    operators' site file, profile.
+
+    `env` is merged name by name, and a site's `setup`, `sbatch` and `srun` come before the job's;
+    all other values are taken whole. A file's tables for the job's partition and QOS come before
+    the rest of that file. The site is the one that is named, else the user's own, else one that is
+    recognised by the environment. Without `is_strict` a layer that can't be used is a warning, and
+    does not count: whoever looks after a run has to reach it, whatever a job could do.
+
+    Raises
+    ------
+    UsageError
+        a file has an unknown key, a value of the wrong kind, or there is no such site
+    """
+
+    def usable(read: Callable[[], T], default: T) -> T:
+        try:
+            return read()
+        except UsageError as error:
+            if is_strict:
+                raise
+            operators.warn(f"{error.message}; it does not count here", error.hint)
+            return default
+
+    layers = [Layer("option", dict(options))]
+    project = find_project_file(cwd)
+    if project:
+        layers.append(Layer("project", usable(partial(_read_layer, project), {}), project))
+    site = next((layer.values["site"] for layer in layers if layer.values.get("site")), None)
+    recognised_by = None if site else usable(partial(sites.recognised, home, os.environ), None)
+    operators_file = usable(partial(operators.site_file, os.environ), None)
+    name = recognised_by[0] if recognised_by else site
+    nameless = [operators_file] if operators_file else []
+    paths = usable(partial(sites.files, name, home, operators_file), nameless)
+    read = [usable(partial(_site_layer, path, home, operators_file), None) for path in paths]
+    of_site = [layer for layer in read if layer]
+    limits = None
+    if operators_file and is_strict:  # limits are for jobs that are to be
+        limits = operators.read_limits(operators_file)
+    chosen = {key: _first([*layers, *of_site], key) or "" for key in CHOICES}
+    layers, of_site = _with_tables(layers, chosen), _with_tables(of_site, chosen)
+    if limits:
+        of_site.append(Layer("operators", limits.defaults, limits.path))
+    values = _merged(_merge_layers(layers), _merge_layers(of_site))
+    if values.get("array") and _first(layers, "continue-by") is None:
+        values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
+    recognised = f"{recognised_by[0]} ({recognised_by[1]})" if recognised_by else ""
+    return Settings(values, [*layers, *of_site], recognised, limits)
+
+
+def _first(layers: Sequence[Layer], key: str) -> Any:
+    return next((layer.values[key] for layer in layers if key in layer.values), None)
+
+
+def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Layer]:
+    """Return the layers, and before each those of its ``[when]`` tables that count for a job in the
+    chosen partition and QOS."""
+    expanded: list[Layer] = []
+    for layer in layers:
+        when = layer.values.get("when", {})
+        for key, names in chosen.items():
+            tables = when.get(key, {})
+            named = (name for name in names.split(",") if name in tables)  # Slurm has lists
+            expanded += [replace(layer, values=tables[name]) for name in named]
+        values = {key: value for key, value in layer.values.items() if key != "when"}
+        expanded.append(replace(layer, values=values))
+    return expanded
+
+
+def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
+    """Merge the settings of a job with those of its site."""
+    values = _over({**site, **_share(site, job)}, job)
+    for key in JOINED:
+        if key in job:
+            values[key] = [*site.get(key, ()), *job[key]]
+    return values
+
+
+def _share(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """Scale the site's ``cpus-per-node``, meant for all GPUs of a node, to the job's GPUs."""
+    all_gpus, job_gpus = _gpu_count(site), _gpu_count(job)
+    if "cpus-per-node" not in site or not 0 < job_gpus < all_gpus:
+        return {}
+    return {"cpus-per-node": max(1, site["cpus-per-node"] * job_gpus // all_gpus)}
+
+
+def _gpu_count(settings: Mapping[str, Any]) -> int:
+    match = re.search(r"\d+$", str(settings.get("gpus-per-node", "")))
+    return int(match[0]) if match else 0
+
+
+def _merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Return the values of some layers, of which the first has precedence."""
+    values: dict[str, Any] = {}
+    for layer in reversed(layers):
+        values = _over(values, layer.values)
+    return values
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with those of a layer above them.
+
+    ``env`` is merged name by name. Of two keys that exclude each other the one above replaces the
+    other one: a site's ``cpus-per-node`` does not count for a job with ``cpus-per-task``.
+    """
+    replaced = {key for pair in EXCLUSIVE if above.keys() & {*pair} for key in pair}
+    values = {key: value for key, value in below.items() if key not in replaced}
+    if "env" in above:
+        values["env"] = {**below.get("env", {}), **above["env"]}
+    return {**values, **{key: value for key, value in above.items() if key != "env"}}
+
+
+def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
+    if path == operators_file:
+        return Layer("operators", _read_layer(path, (*sites.KEYS, "limits"), is_strict=False), path)
+    is_user_file = path.parent == sites.own_folder(home)
+    return Layer("site" if is_user_file else "profile", _read_layer(path, sites.KEYS), path)
+
+
+def _read_layer(
+    path: Path, more_keys: Sequence[str] = (), is_strict: bool = True
+) -> dict[str, Any]:
+    """Return a file's values; it may have `more_keys`, which are none of a job's. Without
+    `is_strict` an unknown key is a warning: the operators' file may be for a newer hpc-ddp, and no
+    user can mend it."""
+    read, keys = read_toml(path), known_keys()
+    when = read.pop("when", {})
+    layer = _checked(path, {k: v for k, v in read.items() if k not in more_keys}, keys, is_strict)
+    inner = [key for key in keys if key not in (*CHOICES, "site")]
+    for key, tables in when.items() if isinstance(when, dict) else [(when, None)]:
+        if key not in CHOICES or not isinstance(tables, dict):
+            raise UsageError(
+                f"{path}: no table [when.{key}.…]; accepted: [when.partition.NAME] and"
+                " [when.qos.NAME]",
+                hint=f"look at {path}",
+            )
+        layer.setdefault("when", {})[key] = {
+            name: _checked(path, table, inner, is_strict) for name, table in tables.items()
+        }
+    return layer
+
+
+def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return what was said in a program, checked as a file's values are; `where` is its name.
+
+    Raises
+    ------
+    UsageError
+        a key is unknown, or has a value of the wrong kind
+    """
+    return _checked(Path(where), values, known_keys())
+
+
+def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True) -> dict[str, Any]:
+    """Return a file's keys and values, or those of one of its tables.
+
+    Raises
+    ------
+    UsageError
+        a key is not one of the known, or has a value of the wrong kind
+    """
+    if not isinstance(layer, dict):
+        raise UsageError(f"{path}: {layer!r} must be a table", hint=f"see {path}")
+    for key in [key for key in layer if key not in keys]:
+        near = closest(key, keys)
+        message = f"{path}: unknown key {key!r}{near}; accepted: {', '.join(keys)}"
+        if is_strict:
+            raise UsageError(message, hint=f"look at {path}")
+        operators.warn(message, f"tell the operators of this cluster: {path}")
+        del layer[key]
+    for key, value in layer.items():
+        kind: Kind = _KINDS[key]
+        if not isinstance(value, kind.types) or (isinstance(value, bool) and kind is not FLAG):
+            text = f"{path}: {key} is {value!r}, but must be {kind.text}"
+            raise UsageError(text, hint=f"see {path}")
+        if isinstance(value, list) and not all(isinstance(line, str) for line in value):
+            raise UsageError(f"{path}: {key} must be {kind.text}", hint=f"see {path}")
+    for key in {"script", "template"} & layer.keys():  # a path in a file is meant from there
+        layer[key] = str(path.parent / os.path.expanduser(layer[key]))
+    if "env" in layer:
+        layer["env"] = {name: str(value) for name, value in layer["env"].items()}
+    if isinstance(layer.get("gpus-per-node"), int):
+        layer["gpus-per-node"] = str(layer["gpus-per-node"])
+    return layer
+
+
+def job_spec(settings: Settings, cwd: Path) -> JobSpec:
+    """Make the job of merged settings; `cwd` is the working directory that it will have.
+
+    Raises
+    ------
+    UsageError
+        no script is named, it doesn't exist, or a value is refused
+    """
+    if not settings.get("script"):
+        raise UsageError(
+            f"no script is named, neither as an argument nor in {PROJECT_FILE}",
+            hint="hpc-ddp submit train.py",
+        )
+    script = (cwd / settings.values["script"]).absolute()
+    if not script.is_file():
+        raise UsageError(f"script {str(script)!r} does not exist", hint=f"ls {script.parent}")
+    names = {item.name for item in fields(JobSpec)}
+    values = {key.replace("-", "_"): value for key, value in settings.values.items()}
+    job = {name: value for name, value in values.items() if name in names}
+    job |= {"script": str(script), "chdir": working_directory(cwd, settings.get("chdir", ""))}
+    if "template" in job:
+        job["template"] = str(cwd / job["template"])
+    job["job_name"] = job.get("job_name") or name_for(script)
+    in_container = bool(job.get("container") or job.get("image"))
+    job.setdefault("python", default_python(job.get("setup", ()), in_container))
+    return JobSpec(**job)
+
+
+def working_directory(cwd: Path, text: str) -> str:
+    """Return where a job is to run: here, or in the folder that ``chdir`` names.
+
+    Raises
+    ------
+    UsageError
+        it doesn't exist
+    """
+    path = (cwd / os.path.expanduser(text)).absolute()
+    if not path.is_dir():
+        raise UsageError(f"working directory {str(path)!r} does not exist", hint="--chdir DIR")
+    return str(path)
+
+
+def runs_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
+    """Return the folder of all runs.
+
+    That is ``runs-dir``, else ``HPC_DDP_RUNS``, else ``hpc-ddp`` below ``scratch`` (a site file
+    has it) or ``$SCRATCH``, else ``./runs``. ``$NAME``, ``~`` and ``{account}`` are filled in.
+
+    Raises
+    ------
+    UsageError
+        a variable in it is not set here, or the account is not known
+    """
+    if text := settings.get("runs-dir") or environ.get("HPC_DDP_RUNS"):
+        return _filled(text, settings, environ)
+    scratch = settings.get("scratch") or environ.get("SCRATCH")
+    return _filled(f"{scratch}/hpc-ddp" if scratch else "runs", settings, environ)
+
+
+def runs_folder(option: str | None, is_strict: bool = False) -> Path:
+    """Return the folder of all runs for a command that knows no other setting of a job."""
+    layer = {"runs-dir": option} if option else {}
+    return runs_dir(load(layer, Path.cwd(), Path.home(), is_strict), os.environ)
+
+
+def run_of(text: str, option: str | None) -> RunFolder:
+    """Return the run that a person means, as `find_run` has it; a path needs no settings."""
+    is_path = bool(text) and "\0" not in text and (Path(text) / "job.json").is_file()
+    return find_run(Path() if is_path else runs_folder(option), text)
+
+
+def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
+    values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
+    try:
+        filled = Template(text.replace("{account}", "${account}")).substitute(values)
+    except KeyError as error:
+        raise UsageError(
+            f"the folder of runs is {text}, and {error.args[0]} is not set here",
+            hint="export it, or --runs-dir DIR",
+        ) from None
+    except ValueError:  # a $ that is part of a name
+        filled = text
+    if "{account}" in text and not values["account"]:
+        raise UsageError(
+            f"the folder of runs is {text}, and no account is named",
+            hint=f'account = "…" in {PROJECT_FILE}, --account, or --runs-dir DIR',
+        )
+    return Path(os.path.expanduser(filled)).absolute()
+
+
+def name_for(script: Path) -> str:
+    """Return a job name made of a script's file name, without what a job name can't have."""
+    return re.sub(r"[^\w.+=,@-]+", "-", script.stem).lstrip(".+=,@-")[:100] or "job"
+
+
+def default_python(setup: Sequence[str], in_container: bool) -> str:
+    """Return the interpreter for the workers when none is named.
+
+    The one that runs now, where it has torch and no set-up line activates another environment.
+    Else the first one on PATH, once the set-up lines are through. In a container, its own.
+    """
+    if in_container:
+        return "python3"
+    activates = any("activate" in line for line in setup)
+    if not activates and find_spec("torch"):  # looks for it without importing it
+        return sys.executable
+    return "python" if setup or shutil.which("python") else "python3"

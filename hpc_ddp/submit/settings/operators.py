@@ -1,0 +1,128 @@
+"""For the operators of a cluster: a site file for all users, limits, and a mark on jobs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp import __version__
+from hpc_ddp.core.errors import UsageError, closest
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.submit.settings.fabrics import read_toml
+
+SITE_FILE = Path("/etc/hpc-ddp/site.toml")
+VARIABLE = "HPC_DDP_SITE_FILE"  # set by a module, where /etc is not the same on all nodes
+LIMITS = ("max-requeues", "nodes", "time", "budget-gpu-hours")
+
+
+def comment_pairs(options: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the comment by which operators find the jobs of hpc-ddp, as options of sbatch.
+
+    A comment of the user's, among the raw `options` or in sbatch's variable, is left alone: some
+    sites charge, or decide, by a job's comment.
+    """
+    has_comment = any(option.partition("=")[0] == "--comment" for option in options)
+    return (
+        []
+        if has_comment or "SBATCH_COMMENT" in os.environ
+        else [("comment", f"hpc-ddp/{__version__}")]
+    )
+
+
+def site_file(environ: Mapping[str, str]) -> Path | None:
+    """Return the site file that holds for all users; None where there is none.
+
+    Raises
+    ------
+    UsageError
+        a variable names one that does not exist
+    """
+    path = Path(environ.get(VARIABLE) or SITE_FILE)
+    if path.is_file():
+        return path
+    if environ.get(VARIABLE):
+        raise UsageError(
+            f"{VARIABLE} is {str(path)!r}, which is no file; accepted: a site file",
+            hint=f"unset {VARIABLE}, and tell the operators of this cluster",
+        )
+    return None
+
+
+@functools.cache  # one command may read a file twice
+def warn(message: str, hint: str | None) -> None:
+    """Tell once on stderr what of the settings does not count."""
+    print(f"warning: {message}", *([f"hint: {hint}"] if hint else []), sep="\n", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The table ``[limits]`` of a site file: `bounds` by key, and as a job that asks for all."""
+
+    path: Path
+    bounds: Mapping[str, Any]
+    job: JobSpec
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The bounds that are the values of a job which has none.
+
+        Not ``max-requeues``, which would also let a script that starts over have its time limit
+        anew so often: the run keeps it as a bound (`RunFolder.most_requeues`).
+        """
+        return {key: bound for key, bound in self.bounds.items() if key == "budget-gpu-hours"}
+
+    def check(self, spec: JobSpec) -> None:
+        """Refuse a job that asks Slurm for more than the operators allow.
+
+        Raises
+        ------
+        UsageError
+            names the file, the limit and the value
+        """
+        for key, value, bound in self._compared(spec):
+            if spec.backend != "local" and (value is None or value > bound):
+                text = getattr(spec, key.replace("-", "_"))
+                raise UsageError(
+                    f"{key} is {'unbounded' if text is None else text}, and {self.path} limits it;"
+                    f" accepted: up to {self.bounds[key]}",
+                    hint=f"--{key} {self.bounds[key]}",
+                )
+
+    def _compared(self, spec: JobSpec) -> Iterator[tuple[str, float | None, float]]:
+        if "nodes" in self.bounds:
+            yield "nodes", spec.node_range[1], self.job.node_range[1]
+        if "time" in self.bounds and spec.time_s:  # else Slurm takes the partition's
+            yield "time", spec.time_s, self.job.time_s or 0
+        if spec.max_requeues is not None and "max-requeues" in self.bounds:
+            yield "max-requeues", spec.max_requeues, self.bounds["max-requeues"]
+        if "budget-gpu-hours" in self.bounds:
+            yield "budget-gpu-hours", spec.budget_gpu_hours, self.bounds["budget-gpu-hours"]
+
+
+def read_limits(path: Path) -> Limits:
+    """Return the limits of a site file, which may have none. An unknown one is a warning: no user
+    can mend the file, and it may be for a newer hpc-ddp.
+
+    Raises
+    ------
+    UsageError
+        the table has a value that no job can have
+    """
+    table = read_toml(path).get("limits", {})
+    hint = f"tell the operators of this cluster: {path}"
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: limits is {table!r}, but must be a table", hint=hint)
+    for key in table.keys() - {*LIMITS}:
+        near = closest(key, LIMITS)
+        warn(f"{path}: unknown limit {key!r}{near}; accepted: {', '.join(LIMITS)}", hint)
+        del table[key]
+    try:
+        job = JobSpec("", **{key.replace("-", "_"): value for key, value in table.items()})
+    except (UsageError, TypeError) as error:
+        raise UsageError(f"{path}: [limits]: {error}", hint=hint) from None
+    return Limits(path, table, job)

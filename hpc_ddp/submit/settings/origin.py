@@ -1,0 +1,100 @@
+"""Where the value of each setting comes from: the command line, a file, or hpc-ddp's default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.core.job.options import key_of
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.submit.plan import Plan
+from hpc_ddp.submit.resources import folder
+from hpc_ddp.submit.settings.config import Layer, Settings
+from hpc_ddp.submit.settings.fabrics import fabric_env
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The value of a setting as text, and its origin.
+
+    `source` is option, project, site, operators, profile (a site file that comes with hpc-ddp),
+    fabric, run (one that goes on) or default; `file` is the path where a file sets the value.
+    """
+
+    key: str
+    value: str
+    source: str
+    file: str | None = None
+
+    @property
+    def place(self) -> str:
+        """The origin for a person: ``--nodes``, ``hpc-ddp.toml``, ``site lumi``, ``default``."""
+        if self.source == "option":
+            return {"script": "command line", "args": "command line", "sweep": "--set"}.get(
+                self.key, f"--{self.key.partition('.')[0]}"
+            )
+        if self.source in ("profile", "fabric"):
+            kind = "site" if self.source == "profile" else "fabric"
+            return f"{kind} {Path(self.file or '').stem}"
+        return _short(self.file) if self.file else self.source
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: text for name, text in asdict(self).items() if text is not None}
+
+
+def origins(plan: Plan, settings: Settings) -> list[Origin]:
+    """Return the settings of a planned job that are not empty, with the origin of each.
+
+    The lines of a list (set-up lines of a site, then of the job) and the variables of ``env``
+    have an origin each.
+    """
+    rows: list[Origin] = []
+    for field in fields(JobSpec):
+        key = key_of(field)
+        value = getattr(plan.spec, field.name)
+        if field.name == "env":
+            rows += _variables(plan, settings)
+        elif isinstance(value, tuple):
+            rows += [_origin(plan, settings, key, line, line) for line in value]
+        elif value not in (None, "", False) and value != {}:
+            rows.append(_origin(plan, settings, key, str(value), None))
+    return rows
+
+
+def table(rows: list[Origin]) -> str:
+    """Return the settings as text: one line each, with the value last."""
+    keys, places = max(len(row.key) for row in rows), max(len(row.place) for row in rows)
+    return "\n".join(f"{row.key:{keys}}  {row.place:{places}}  {row.value}" for row in rows)
+
+
+def _variables(plan: Plan, settings: Settings) -> Iterator[Origin]:
+    spec = plan.spec
+    for name, value in plan.rendering.environment.items():
+        if name not in spec.env and name in fabric_env(spec.fabric):
+            file = folder("templates") / "fabrics" / f"{spec.fabric}.toml"
+            yield Origin(f"env.{name}", value, "fabric", str(file))
+        else:
+            origin = _origin(plan, settings, "env", value, name)
+            yield Origin(f"env.{name}", value, origin.source, origin.file)
+
+
+def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | None) -> Origin:
+    """Return the origin of a value; `entry` names one of a list's lines or of the variables."""
+    layer: Layer | None = settings.layer(key, entry)
+    if plan.is_new or (layer and layer.kind == "option"):
+        path = str(layer.path) if layer and layer.path else None
+        return Origin(key, value, layer.kind if layer else "default", path)
+    default = getattr(JobSpec, key.replace("-", "_"), None)
+    if value == str(default):
+        return Origin(key, value, "default")
+    return Origin(key, value, "run", str(plan.run.job_json))
+
+
+def _short(path: str) -> str:
+    """Return a path relative to the working directory or the home folder, where it lies there."""
+    for base, sign in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if Path(path).is_relative_to(base):
+            return sign + str(Path(path).relative_to(base))
+    return path

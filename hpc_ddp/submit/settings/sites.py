@@ -1,0 +1,131 @@
+"""Sites: what is true of a cluster for every job there, as data.
+
+A site file has the keys of a project file, and two more: ``title``, and a table ``match`` of
+environment variables by which a login node of the site is known. Those of the user are in
+``~/.config/hpc-ddp``; they go over those of the same name in ``templates/sites``. Between the two
+is the one that the cluster's operators have for all users (see `operators.site_file`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc_ddp.core.errors import HpcDdpError, UsageError, closest
+from hpc_ddp.submit.resources import folder
+from hpc_ddp.submit.settings import operators
+from hpc_ddp.submit.settings.fabrics import read_toml
+
+KEYS = ("title", "match")  # of site files only
+
+
+def own_folder(home: Path) -> Path:
+    """Return where a user's own files are."""
+    return home / ".config" / "hpc-ddp"
+
+
+def _folders(home: Path) -> tuple[Path, Path]:
+    return own_folder(home), folder("templates") / "sites"
+
+
+def files(site: str | None, home: Path, operators_file: Path | None) -> list[Path]:
+    """Return the files of a site: the user's own, the operators', then the shipped one.
+
+    Without a name the user's ``site.toml`` is the site, where there is one.
+
+    Raises
+    ------
+    UsageError
+        there is no such site
+    """
+    user_folder, shipped = _folders(home)
+    paths = [user_folder / f"{site or 'site'}.toml", shipped / f"{site or 'generic'}.toml"]
+    existing = [path for path in paths if path.is_file()]
+    if site and not existing:
+        names = sorted(
+            path.stem for where in (user_folder, shipped) for path in where.glob("*.toml")
+        )
+        raise UsageError(
+            f"site {site!r} is unknown; accepted: {', '.join(names)}{closest(site, names)}",
+            hint=f"describe it in {paths[0]}",
+        )
+    return [path for path in (paths[0], operators_file, paths[1]) if path and path.is_file()]
+
+
+def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the name of the site that this is by its environment, and by which variables.
+
+    None where no site's ``match`` fits, or where the user has a ``site.toml`` anyway. A variable
+    fits when the whole of it is what the regular expression says; of a site all have to.
+
+    Raises
+    ------
+    UsageError
+        a ``match`` is no table of regular expressions
+    """
+    user_folder, shipped = _folders(home)
+    if (user_folder / "site.toml").is_file():
+        return None
+    for path in (*sorted(user_folder.glob("*.toml")), *sorted(shipped.glob("*.toml"))):
+        match = read_toml(path).get("match", {})
+        try:
+            if match and all(re.fullmatch(match[name], environ.get(name, "")) for name in match):
+                return path.stem, ", ".join(match)
+        except (re.error, TypeError) as error:
+            raise UsageError(
+                f"{path}: match must be a table of variables and regular expressions: {error}",
+                hint=f'NAME = "value" below [match] in {path}',
+            ) from None
+    return None
+
+
+def shipped_keys(site: str) -> set[str]:
+    """Return the keys of the shipped file of a site, empty where there is none."""
+    path = folder("templates") / "sites" / f"{site}.toml"
+    return set(read_toml(path)) if path.is_file() else set()
+
+
+def title(path: Path) -> str:
+    """Return what a site file says that it is of, '' where it does not say."""
+    return str(read_toml(path).get("title", ""))
+
+
+def all_files(home: Path) -> list[Path]:
+    """Return all site files, the user's own first."""
+    user_files, shipped = (sorted(where.glob("*.toml")) for where in _folders(home))
+    operators_file = operators.site_file(os.environ)
+    return [*user_files, *([operators_file] if operators_file else []), *shipped]
+
+
+def write(home: Path, name: str, text: str, force: bool) -> Path:
+    """Write one of the user's own site files, and return it.
+
+    Raises
+    ------
+    UsageError
+        it can't be a site's name, or, without `force`, the file is there
+    HpcDdpError
+        the file can't be written
+    """
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UsageError(
+            f"{name!r} can't be a site's name; accepted: letters, digits, and any of . _ -",
+            hint="--name mycluster",
+        )
+    path = _folders(home)[0] / f"{name}.toml"
+    if path.exists() and not force:
+        raise UsageError(
+            f"{path} is there, and was left as it is",
+            hint="--print shows what would be written; --force replaces it; --name writes another",
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o644)  # whatever the umask: what others can write is not used
+    except OSError as error:
+        raise HpcDdpError(
+            f"{path} can't be written: {error.strerror}", hint="hpc-ddp site detect --print"
+        ) from None
+    return path

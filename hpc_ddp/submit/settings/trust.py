@@ -1,0 +1,143 @@
+"""Settings files and templates that may act for the user: the user's, root's, and accepted ones.
+
+Such a file decides what a job runs, and a template is a program. ``hpc-ddp trust`` accepts another
+user's file as it is at that moment; the record is ``~/.config/hpc-ddp/trusted.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import stat
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.core import ownership
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+
+RECORD = ".config/hpc-ddp/trusted.json"
+
+
+def read(path: Path) -> bytes:
+    """Return the content of a file that may act for the user.
+
+    What is checked is the opened file, not its name, so that none can be put in its place between
+    the check and the reading.
+
+    Raises
+    ------
+    UsageError
+        the file or its folder is another user's, or can be written by one, and the user has not
+        accepted it as it is
+    OSError
+        it can't be read
+    """
+    content, status = _open(path)
+    fault = _fault(path, status)
+    if fault and _accepted().get(_key(path)) != _entry(content, status):
+        change = ", and has changed since it was accepted" if _key(path) in _accepted() else ""
+        raise UsageError(
+            f"{path} is not used: {fault}{change}; accepted: a file that belongs to you or to root,"
+            " and that no other user can write or replace",
+            hint=_hint(path, status),
+        )
+    return content
+
+
+def _hint(path: Path, status: os.stat_result) -> str:
+    if status.st_uid == os.geteuid() and ownership.is_writable_by_others(status):
+        return f"chmod go-w {_quoted(path)}; or, as it is now: hpc-ddp trust {_quoted(path)}"
+    return f"read it; if it may decide what your jobs run: hpc-ddp trust {_quoted(path)}"
+
+
+def accept(path: Path) -> None:
+    """Record that a file may act for the user as long as its content and owner stay the same.
+
+    Raises
+    ------
+    UsageError
+        it can't be read, or is no regular file
+    HpcDdpError
+        the record can't be written
+    """
+    try:
+        content, status = _open(path)
+    except OSError as error:
+        raise UsageError(
+            f"{path} can't be read: {error.strerror}", hint=f"ls -l {_quoted(path)}"
+        ) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"{path} is no regular file; accepted: a TOML file or a template")
+    _write({**_accepted(), _key(path): _entry(content, status)})
+
+
+def _open(path: Path) -> tuple[bytes, os.stat_result]:
+    # Of a symbolic link its end is opened. Without O_NONBLOCK a FIFO would be waited for.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path.resolve(), flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        return file.read() if stat.S_ISREG(status.st_mode) else b"", status
+
+
+def _fault(path: Path, status: os.stat_result) -> str:
+    """Return what is wrong with an opened file, or with the link that led to it."""
+    uid = os.geteuid()
+    link = path.lstat()
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (uid, ownership.ROOT):
+        return f"it is a symbolic link that belongs to {ownership.user_name(link.st_uid)}"
+    return ownership.file_fault(status, path.resolve().parent.stat(), uid)
+
+
+def _key(path: Path) -> str:
+    # However the way to it is spelt; but a link by its own name: paths in it are meant from there.
+    return str(path.absolute().parent.resolve() / path.name)
+
+
+def _entry(content: bytes, status: os.stat_result) -> dict[str, Any]:
+    return {"owner": status.st_uid, "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _accepted() -> dict[str, Any]:
+    """Return the accepted files by path.
+
+    Raises
+    ------
+    UsageError
+        the record itself is not the user's alone, or is broken
+    """
+    path = Path.home() / RECORD
+    try:
+        content, status = _open(path)
+        values = json.loads(content)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} can't be read: {error}", hint=f"rm {_quoted(path)}") from None
+    fault = _fault(path, status) or ("" if isinstance(values, dict) else "it holds no JSON object")
+    if fault:
+        raise UsageError(
+            f"{path} is not used: {fault}; accepted: a file that only you can write",
+            hint=f"rm {_quoted(path)}, and accept again what you need",
+        )
+    return dict(values)
+
+
+def _write(values: dict[str, Any]) -> None:
+    path = Path.home() / RECORD
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft.unlink(missing_ok=True)
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(values, file, indent=1)
+        draft.replace(path)
+    except OSError as error:
+        raise HpcDdpError(
+            f"{path} can't be written: {error.strerror}", hint="df ~; ls -ld ~"
+        ) from None

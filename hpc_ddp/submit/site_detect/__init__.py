@@ -1,0 +1,1 @@
+"""`hpc-ddp site detect`: probe a cluster, infer its settings."""

@@ -1,0 +1,173 @@
+"""The snapshot of the user's code, and the part of hpc-ddp that travels with a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from hpc_ddp.core.console.progress import ProgressBar
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.run_folder import RunFolder, close_to_others
+from hpc_ddp.submit.resources import PACKAGE
+from hpc_ddp.submit.settings.fabrics import for_auto
+
+LIMIT_BYTES = 50 * 10**6
+LIMIT_FILES = 20_000
+# The work tree may be another user's, where `safe.directory` lets git in: it runs nothing of it.
+GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+TRAVELS = ("core", "node", "training")
+
+
+def carry_library(run: RunFolder) -> None:
+    """Copy the node-side part of hpc-ddp into ``lib``, unless an earlier submit has."""
+    if run.lib.exists():
+        return
+    draft = run.path / ".lib"
+    shutil.rmtree(draft, ignore_errors=True)
+    package = draft / "hpc_ddp"
+    package.mkdir(parents=True)
+    for name in TRAVELS:
+        shutil.copytree(
+            PACKAGE / name, package / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for name in ("__init__.py", "slurm.py", "py.typed"):
+        shutil.copy(PACKAGE / name, package / name)
+    shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
+    # Python 3.10, which a node may have, reads no TOML.
+    (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
+    close_to_others(draft)
+    draft.rename(run.lib)
+
+
+def place(script: Path, run: RunFolder) -> tuple[Path, Path]:
+    """Return where the next snapshot is made, ``code/<n>``, and the script's place in it."""
+    target = run.code / str(len(list(run.code.glob("*"))))
+    return target, target / script.relative_to(_work_tree(script) or script.parent)
+
+
+def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
+    """Copy the code around `script` to its `place`.
+
+    The code is the git work tree of the script (tracked files, and untracked ones that are not
+    ignored), or else its folder.
+
+    Raises
+    ------
+    UsageError
+        it is larger than 50 MB or 20,000 files; names the largest
+    """
+    root, names = files(script, run, exclude)
+    target, inside = place(script, run)
+    folders: set[Path] = set()
+    with ProgressBar("copying the code", len(names)) as progress:
+        for name in names:
+            copy = target / name
+            if copy.parent not in folders:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                folders.add(copy.parent)
+            shutil.copy(root / name, copy, follow_symlinks=False)
+            progress.add(1)
+    if not inside.exists():  # ignored by git, or excluded: the one file that must be there
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(script, inside)
+
+
+def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the folder of the code around `script`, and the files in it that are taken."""
+    root = _work_tree(script)
+    if root:
+        names = _git_files(root, run.root)
+    else:
+        root = script.parent
+        names = _plain_files(root, run.root)
+    return root, list(_measure(root, names, exclude))
+
+
+def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
+    """Return the newest snapshot of a run, and the script's place in it.
+
+    Raises
+    ------
+    UsageError
+        there is none, or none of the script
+    """
+    newest_code = run.newest_code
+    # Where the work tree began is not written down: the longest end of the script's path it is.
+    ends = (Path(*script.parts[start:]) for start in range(1, len(script.parts)))
+    inside = next((end for end in ends if newest_code and (newest_code / end).is_file()), None)
+    if newest_code is None or inside is None:
+        raise UsageError(
+            f"run {run.path} has no snapshot of {script}", hint="leave out --same-code"
+        )
+    return newest_code, inside
+
+
+def _work_tree(script: Path) -> Path | None:
+    """Return the git work tree that `script` lies in, None without one or without git."""
+    argv = [*GIT, "-C", str(script.parent), "rev-parse", "--show-toplevel"]
+    try:
+        done = subprocess.run(argv, capture_output=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    root = Path(os.fsdecode(done.stdout.removesuffix(b"\n")))
+    return root if script.is_relative_to(root) else None  # reached through a link: take the folder
+
+
+def _git_files(root: Path, runs: Path) -> Iterator[str]:
+    """Return tracked files, and untracked ones but for ignored ones and the runs."""
+    argv = [*GIT, "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    if runs.is_relative_to(root) and runs != root:
+        pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
+        argv.append(f"--exclude=/{pattern}/")
+    done = subprocess.run(argv, capture_output=True, check=True)
+    return (os.fsdecode(name) for name in done.stdout.split(b"\0") if name)
+
+
+def _plain_files(root: Path, runs: Path) -> Iterator[str]:
+    """Walk a folder without git, leaving out hidden ones, caches, environments and runs."""
+    for folder, folders, files in os.walk(root):
+        parent = Path(folder)
+        folders[:] = [
+            name
+            for name in sorted(folders)
+            if not name.startswith(".")
+            and name != "__pycache__"
+            and parent / name != runs
+            and not (parent / name / "pyvenv.cfg").exists()
+        ]
+        for name in sorted(files):
+            yield str((parent / name).relative_to(root))
+
+
+def _measure(root: Path, names: Iterator[str], exclude: Sequence[str]) -> dict[str, int]:
+    """Return the size of each file to copy; stops as soon as it is too much."""
+    sizes: dict[str, int] = {}
+    total = 0
+    for name in names:
+        path = root / name
+        if any(fnmatch(name, pattern) for pattern in exclude):
+            continue
+        if not path.is_symlink() and not path.is_file():  # deleted but tracked, a submodule, a pipe
+            continue
+        sizes[name] = path.lstat().st_size
+        total += sizes[name]
+        if len(sizes) > LIMIT_FILES or total > LIMIT_BYTES:
+            _refuse(root, sizes)
+    return sizes
+
+
+def _refuse(root: Path, sizes: dict[str, int]) -> None:
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    sizes_text = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
+    raise UsageError(
+        f"the code in {root} is more than a snapshot takes ({LIMIT_BYTES // 10**6} MB,"
+        f" {LIMIT_FILES:,} files); largest so far: {sizes_text}",
+        hint=f"put snapshot-exclude = [{largest[0]!r}] into hpc-ddp.toml, list it in .gitignore,"
+        " or run the live code with --no-snapshot",
+    )

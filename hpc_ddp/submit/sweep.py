@@ -1,0 +1,66 @@
+"""A sweep: one array of jobs, with a run of its own for each combination of values."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.slurm_values import MOST_TASKS
+
+
+def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
+    """Return the settings of a job that make it a sweep.
+
+    Parameters
+    ----------
+    sets
+        ``name=value,value…`` for each parameter; a comma within a value is written ``\\,``
+    max_parallel
+        how many tasks may run at once, None for as many as there are
+
+    Raises
+    ------
+    UsageError
+        there is no parameter, or one is said twice or without a value, or there are too many points
+    """
+    if not sets:
+        raise UsageError("a sweep without a parameter is no sweep", hint=_HINT)
+    sweep: dict[str, tuple[str, ...]] = {}
+    for text in sets:
+        name, equals, values = text.partition("=")
+        name = name.removeprefix("--")
+        if not equals or name in sweep:
+            fault = "is said twice" if name in sweep else "is not of the form name=value,value"
+            raise UsageError(f"--set {text} {fault}", hint=_HINT)
+        parts = re.split(r"(?<!\\),", values)
+        sweep[name] = tuple(part.replace("\\,", ",").strip() for part in parts)
+    if max_parallel is not None and max_parallel < 1:
+        raise UsageError(
+            f"max-parallel is {max_parallel}; accepted: a whole number from 1",
+            hint="--max-parallel 4",
+        )
+    return of(sweep, max_parallel)
+
+
+def of(sweep: Mapping[str, Sequence[str]], max_parallel: int | None = None) -> dict[str, Any]:
+    """Return the settings of a sweep: its values by parameter, and the array of all its points.
+
+    Raises
+    ------
+    UsageError
+        there are too many points
+    """
+    last = math.prod(map(len, sweep.values())) - 1
+    if last >= MOST_TASKS:
+        raise UsageError(
+            f"the sweep has {last + 1:,} points; accepted: up to {MOST_TASKS:,}",
+            hint="make several; what the site takes: scontrol show config | grep MaxArraySize",
+        )
+    bound = f"%{max_parallel}" if max_parallel else ""
+    return {"sweep": sweep, "array": f"0-{last}{bound}"}
+
+
+_HINT = "hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py"
