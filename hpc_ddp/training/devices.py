@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 class Kind:
     """Facts of a device type that torch does not give.
 
-    `vendor` is a name in `accelerators.VENDORS`. `binds` tells whether the backend takes a
+    `vendor` is a name in `accelerators.VENDORS`. `binds`: whether the backend takes a
     ``device_id``, to connect at once; `adds_float64`, whether it adds up float64.
     """
 
@@ -83,7 +83,7 @@ def default_backend(device: torch.device) -> str:
 
 
 def carries(backend: str, device: torch.device) -> bool:
-    """Tell whether a backend sends a device's tensors, as far as torch knows of it."""
+    """Return whether a backend sends a device's tensors, as far as torch knows of it."""
     return accelerators.carries(torch, backend, device.type)
 
 
@@ -95,7 +95,7 @@ def bound(backend: str, device: torch.device) -> dict[str, Any]:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Tell whether a device computes in double precision, which Intel's Arc does not."""
+    """Return whether a device computes in double precision, which Intel's Arc does not."""
     tell = getattr(torch.get_device_module(device), "get_device_properties", None)
     return bool(getattr(tell(device), "has_fp64", True)) if tell else True
 
@@ -111,7 +111,7 @@ def sum_type(device: torch.device) -> torch.dtype:
 
 
 def name(device: torch.device) -> str:
-    """Return the model's name, as the driver tells it; "" where there is none."""
+    """Return the model's name, as the driver has it; "" where there is none."""
     tell = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(tell(device)) if tell else ""
 

@@ -27,7 +27,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for name in (
         "hpc_ddp.api.submit",
         "hpc_ddp.core.job.spec.JobSpec",
-        "hpc_ddp.training.run.start",
+        "hpc_ddp.training.process.start.start",
     ):
         assert f'id="{name}"' in page
     first = (tmp_path / "site" / "first-job" / "index.html").read_text()

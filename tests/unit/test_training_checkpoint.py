@@ -28,13 +28,7 @@ from hpc_ddp.training.checkpoint.files import Retention
 from hpc_ddp.training.checkpoint.inventory import Inventory
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.restorer import Restored, open_checkpoint
-from hpc_ddp.training.checkpoint.saver import (
-    Checkpoints,
-    Claim,
-    Content,
-    Failure,
-    SupersededError,
-)
+from hpc_ddp.training.checkpoint.saver import Checkpoints, Claim, Content, Failure, SupersededError
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.export import export

@@ -19,7 +19,7 @@ from hpc_ddp.training.models.evaluation import averaged
 from hpc_ddp.training.models.precision import Precision
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.environment import LaunchEnv
-from hpc_ddp.training.run import start
+from hpc_ddp.training.process.start import start
 from hpc_ddp.training.telemetry import sinks
 from hpc_ddp.training.telemetry.metrics import Metrics
 from hpc_ddp.training.telemetry.profiling import peak_flops, use_per_sample

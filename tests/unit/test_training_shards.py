@@ -18,12 +18,7 @@ import torch.distributed as dist
 from fakes import stop_clock
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import (
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-    get_worker_info,
-)
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 from training_fakes import Holds
 
@@ -43,13 +38,7 @@ from hpc_ddp.training.data import loader as module
 from hpc_ddp.training.data import worker_death
 from hpc_ddp.training.data.batches import to_device
 from hpc_ddp.training.data.iterable import IterableBatches
-from hpc_ddp.training.data.loader import (
-    Loader,
-    Shard,
-    UnknownLengthError,
-    _Batch,
-    batches_of,
-)
+from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError, _Batch, batches_of
 from hpc_ddp.training.data.order import BatchPlan, Position
 from hpc_ddp.training.models import dtensor, rng
 from hpc_ddp.training.models.mesh import ParallelDims

@@ -89,7 +89,7 @@ def terminate(process: subprocess.Popen[bytes], run: RunFolder) -> None:
 
 
 def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
-    """Kill all of a run at once, the launcher first, so that nobody is left to react."""
+    """Kill all of a run at once, the launcher first, so that no process is left to react."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its session: launcher and supervisors
     for attempt in run.attempts()[-1:]:

@@ -125,7 +125,7 @@ def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[st
 
 
 def fit_together(digests: Sequence[Digest]) -> bool:
-    """Tell whether all ranks have what they should, and write each number of a tensor once."""
+    """Return whether all ranks have what they should, and write each number of a tensor once."""
     for stage in {digest.stage for digest in digests}:
         members = [digest for digest in digests if digest.stage == stage]
         first = members[0]

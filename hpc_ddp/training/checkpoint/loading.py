@@ -13,23 +13,9 @@ import torch
 from torch.optim import Optimizer
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.training.checkpoint.shards import (
-    Reader,
-    UnreadableError,
-)
-from hpc_ddp.training.checkpoint.state import (
-    KIND,
-    SHOWN,
-    TENSOR,
-    VERSIONS,
-    by_number,
-    labels_of,
-    metadata_of,
-    params_of,
-    plain_name,
-    take_apart,
-    unwrap,
-)
+from hpc_ddp.training.checkpoint import state as states
+from hpc_ddp.training.checkpoint.shards import Reader, UnreadableError
+from hpc_ddp.training.checkpoint.state import TENSOR, plain_name, take_apart, unwrap
 from hpc_ddp.training.models.dtensor import is_sharded
 
 
@@ -54,14 +40,16 @@ def put_back(
         raise _other(
             step, f"it holds {', '.join(sorted(tree))}, tracked are {', '.join(sorted(objects))}"
         )
-    labels = labels_of(objects)
+    labels = states.labels_of(objects)
     for name, wrapped in objects.items():
         plain = unwrap(wrapped)
         try:
             if isinstance(plain, torch.nn.Module):
                 plain.load_state_dict(_for_module(name, plain, tree[name], reader, stage))
             elif isinstance(plain, Optimizer):
-                stored = _of_stage(tree[name], params_of(plain, labels)) if stage else tree[name]
+                stored = (
+                    _of_stage(tree[name], states.params_of(plain, labels)) if stage else tree[name]
+                )
                 plain.load_state_dict(_for_optimizer(name, plain, labels, stored, reader))
             else:
                 current = _tensors_of(plain.state_dict(), name)
@@ -80,8 +68,8 @@ def _for_module(
     """Return what `module` loads."""
     state = module.state_dict()
     entries = {plain_name(key): (key, value) for key, value in state.items()}
-    versions = tree.get(VERSIONS)
-    tree = {key: value for key, value in tree.items() if key != VERSIONS}
+    versions = tree.get(states.VERSIONS)
+    tree = {key: value for key, value in tree.items() if key != states.VERSIONS}
     problems = [f"{key} is not in the checkpoint" for key in entries if key not in tree]
     problems += [f"{key} is not in the model" for key in tree if key not in entries and not stage]
     for key in entries.keys() & tree.keys():
@@ -93,8 +81,8 @@ def _for_module(
         elif shape != saved:
             problems.append(f"{key} is {_shape(shape)} here and {_shape(saved)} in the checkpoint")
     if problems:
-        more = f", and {len(problems) - SHOWN} more" if problems[SHOWN:] else ""
-        raise HpcDdpError(f"{name}: {', '.join(sorted(problems)[:SHOWN])}{more}")
+        more = f", and {len(problems) - states.SHOWN} more" if problems[states.SHOWN :] else ""
+        raise HpcDdpError(f"{name}: {', '.join(sorted(problems)[: states.SHOWN])}{more}")
     loaded = OrderedDict[str, Any](
         (
             key,
@@ -107,7 +95,7 @@ def _for_module(
         for plain, (key, value) in entries.items()
     )
     if versions is not None:  # without, a part takes its own state for that of an older version
-        parts = metadata_of(state)
+        parts = states.metadata_of(state)
         facts_of = {key: {**facts, "version": versions.get(part)} for key, part, facts in parts}
         loaded._metadata = facts_of  # type: ignore[attr-defined]
     return loaded
@@ -128,7 +116,7 @@ def _of_stage(tree: Mapping[str, Any], params: Container[str]) -> dict[str, Any]
 def _for_optimizer(
     name: str, optimizer: Optimizer, labels: Mapping[int, str], tree: Any, reader: Reader
 ) -> dict[str, Any]:
-    params = params_of(optimizer, labels)
+    params = states.params_of(optimizer, labels)
     names = iter(params)
     groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     stored_groups = [group["params"] for group in tree["param_groups"]]
@@ -136,19 +124,21 @@ def _for_optimizer(
         differing = sorted({*chain(*groups)} ^ {*chain(*stored_groups)}) or [
             "they are grouped otherwise"
         ]
-        more = " …" if differing[SHOWN:] else ""
-        raise HpcDdpError(f"{name}: its parameters differ: {', '.join(differing[:SHOWN])}{more}")
-    if tree[KIND] != (kind := type(optimizer).__name__):
-        raise HpcDdpError(f"{name}: it is of {tree[KIND]}, and here of {kind}")
+        more = " …" if differing[states.SHOWN :] else ""
+        raise HpcDdpError(
+            f"{name}: its parameters differ: {', '.join(differing[: states.SHOWN])}{more}"
+        )
+    if tree[states.KIND] != (kind := type(optimizer).__name__):
+        raise HpcDdpError(f"{name}: it is of {tree[states.KIND]}, and here of {kind}")
     shards = {}
     for label, parameter in params.items():
         for key in tree["state"].get(label, {}):
             stored = f"{name}.state.{label}.{key}"
             if stored in reader and reader.describe(stored).shape == parameter.shape:
                 shards[stored] = parameter
-    saved = {key: value for key, value in tree.items() if key != KIND}
+    saved = {key: value for key, value in tree.items() if key != states.KIND}
     settings = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # a learning rate, say
-    return by_number(_assemble(saved, name, reader, shards, settings), params, groups)
+    return states.by_number(_assemble(saved, name, reader, shards, settings), params, groups)
 
 
 def _tensors_of(state: Any, where: str) -> dict[str, torch.Tensor]:

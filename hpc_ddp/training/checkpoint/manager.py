@@ -56,7 +56,7 @@ class CheckpointManager:
         self._objects: dict[str, Any] = {}
         self._data: dict[str, Any] = {}
         self._per_rank: tuple[str, ...] = ()
-        self._has_begun = False  # a save, of which `settle` has not told yet
+        self._has_begun = False  # a save, which `settle` has not waited for yet
         self._saves = 0  # that have succeeded in this attempt
         self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
         self._buffer = StagingBuffer(devices[0])
@@ -144,7 +144,7 @@ class CheckpointManager:
         Called at the start of the loop, so that whatever the script draws before it makes no
         difference to a resume.
         """
-        # First for what the checkpoint does not tell of: it may be one of a run on the CPU.
+        # First for generators that the checkpoint lacks: it may be one of a run on the CPU.
         seed = derive(self._seed, self._position.step, self._dims.stream)
         rng.seed_all(seed, self._devices)
         if self._rng is not None:
@@ -155,7 +155,7 @@ class CheckpointManager:
         """Copy the state and begin to write it, once the save before is done.
 
         Nothing is done where this very position is saved. A failure shows at the next call: it
-        has been said on stderr by then. What is to be the same on all ranks is compared now and
+        has been printed on stderr by then. What is to be the same on all ranks is compared now and
         then, and where `is_last` says that there may be no other save.
 
         Raises

@@ -105,7 +105,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def print_note(text: str) -> None:
-    with suppress(OSError, ValueError):  # nobody reads stderr any more: no reason to fail
+    with suppress(OSError, ValueError):  # stderr may be closed: no reason to fail
         print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
 
 

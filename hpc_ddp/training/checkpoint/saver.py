@@ -66,7 +66,7 @@ class Content:
         returns the names, shapes and parts of all tensors, for the ranks to compare; called behind
         the training
     is_finite
-        tells whether it is fit to go on from; asked behind the training
+        returns whether all of it is finite; called behind the training
     stall_s
         for how long the host has been held up so far, in seconds
     """
@@ -208,8 +208,8 @@ class Checkpoints(Restorer):
         if first:
             self._report(content, took)
         self._known.set()
-        # Only now, with the new one durable; nobody waits for it, and a kill in between is mended
-        # by the next start.
+        # Only now, with the new one durable; no rank waits for it, and the next start repairs a
+        # kill in between.
         if first and self._outcome[0] == _SAVED:
             self._prune(content, self._keep)
 
@@ -332,7 +332,7 @@ class Checkpoints(Restorer):
         return _SAVED, str(sum(file_facts.size for file_facts in files.values()))
 
     def _be_patient(self, outcome: Outcome) -> Outcome:
-        """On rank 0: tell failures that have lasted from those that may pass."""
+        """On rank 0: tell apart failures that have lasted and those that may pass."""
         kind, why = outcome
         if kind != _FAILED:
             self._failing_since = None

@@ -1,7 +1,7 @@
 """Which part of each tensor a rank writes, and how any part of it is read again.
 
 A tensor is stored as boxes of its global shape, so that what W ranks wrote can be read by any
-number of ranks, whole or sharded in another way. `state.my_parts` says who writes which.
+number of ranks, whole or sharded in another way. `state.my_parts` chooses the boxes of each rank.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class StagingBuffer:
         self.pieces: list[StoredShard] = []
 
     def fill(self, parts: Mapping[str, LocalShard]) -> None:
-        """Begin to copy the parts in; nobody may read the buffer before `wait` meanwhile.
+        """Begin to copy the parts in; no thread may read the buffer before `wait`.
 
         The copies take their place in the devices' current streams. So what the training does
         there afterwards comes after them, and the host waits for nothing.
@@ -121,7 +121,7 @@ class StagingBuffer:
         self.pieces = pieces
 
     def is_finite(self, names: Container[str]) -> bool:
-        """Tell whether the numbers of these tensors are; takes about the time of reading them."""
+        """Return whether the numbers of these tensors are; takes about the time of reading them."""
         for piece, segments in zip(self.pieces, self._segments, strict=True):
             if piece.name.partition(OWN)[0] in names and not all(map(_is_finite, segments)):
                 return False
@@ -251,7 +251,7 @@ class Reader:
         return self._key(name) in self._pieces
 
     def is_of_other_ranks(self, name: str) -> bool:
-        """Tell whether each rank had a tensor of its own, and this one can't say which is its."""
+        """Return whether each rank had a tensor of its own, and this one can't say which is its."""
         return name not in self and any(key.startswith(f"{name}{OWN}") for key in self._pieces)
 
     def _key(self, name: str) -> str:

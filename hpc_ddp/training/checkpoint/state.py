@@ -16,13 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.training.checkpoint.shards import (
-    OWN,
-    LocalShard,
-    rows,
-    shard,
-    whole,
-)
+from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, rows, shard, whole
 from hpc_ddp.training.models.dtensor import holds_first_copy, is_sharded, reshard
 from hpc_ddp.training.models.mesh import ParallelDims
 
@@ -296,7 +290,7 @@ def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _is_of_numbers(row: list[Any]) -> bool:
-    """Tell whether all are floats, or whole numbers that can be loaded again."""
+    """Return whether all are floats, or whole numbers that can be loaded again."""
     kinds = set(map(type, row))
     if kinds == {int}:
         return bool(min(row) > -_LARGEST and max(row) < _LARGEST)
@@ -328,7 +322,7 @@ def _refused(where: str, kind: str) -> HpcDdpError:
 
 
 def metadata_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield what torch tells of each part of a module beside its state dict: its key there, its
+    """Yield torch's facts on each part of a module beside its state dict: its key there, its
     plain name, and the facts."""
     for key, facts in getattr(state, "_metadata", {}).items():
         yield key, plain_name(f"{key}.")[:-1], facts

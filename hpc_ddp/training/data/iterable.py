@@ -1,6 +1,6 @@
 """Iterable data sets, cut as those with indices are: each sample once, on any number of ranks.
 
-Only whoever has iterated a stream knows what is in it. So every rank, and every loader worker,
+A stream has to be read to know its samples. So every rank, and every loader worker,
 reads all of it and keeps its own part: exact, but as dear as reading everything everywhere. The
 cure is a cheap stream: let it yield references (paths, offsets) and decode them in
 ``collate_fn``, and give it a ``skip``.

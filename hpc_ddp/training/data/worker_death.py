@@ -11,9 +11,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.data.order import MicroBatch
@@ -25,7 +23,7 @@ DEATH_S = 10.0  # the connection to a worker may break before the kernel says th
 
 
 def watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
-    """Yield the batches; say in a word how a loader worker has died, or what a data set said."""
+    """Yield the batches; raise an error that explains how a loader worker has died."""
     iterator: Any = None
     try:
         try:
@@ -65,7 +63,7 @@ def _explain_death(error: BaseException, workers: Sequence[BaseProcess]) -> None
 
     torch's handler of SIGCHLD names the signal, also of another loader's worker, if it is the first
     to notice. It raises wherever the main thread happens to be, also where Python drops the
-    exception; then the exit codes of this loader's workers tell.
+    exception; then the exit codes of this loader's workers show it.
     """
     texts = (str(error.__cause__), str(error))
     report = next((text for text in texts if text.startswith("DataLoader worker (pid")), "")

@@ -20,7 +20,7 @@ from hpc_ddp.training.models.mesh import ParallelDims
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is a DTensor; where nobody has imported that, there are none."""
+    """Return whether a tensor is a DTensor; without an import of DTensor there are none."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -67,7 +67,7 @@ def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:
-    """Tell whether this rank is the first of those of its stage that hold a part of a DTensor.
+    """Return whether this rank is the first of those of its stage that hold a part of a DTensor.
 
     All ranks of a stage have the tensor, on this mesh or on one of other ranks, and each mesh has
     all of it. So the mesh counts that has the stage's first rank, whatever made it and whatever

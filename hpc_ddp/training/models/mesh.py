@@ -61,8 +61,8 @@ class ParallelDims:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank is the one that tells what came of its samples: of each group that
-        takes the same ones, the first of the last stage."""
+        """Whether this rank reports results. Ranks of a tensor or pipeline parallel group see the
+        same samples; only tp rank 0 of the last stage reports."""
         return self.tp_rank == 0 and self.pp_rank == self.pp - 1
 
     @property

@@ -127,7 +127,7 @@ class Precision:
                 self._norm = Transfer({"norm": total_norm(weights, self._dims, self._device)})
 
     def has_non_finite(self) -> bool:
-        """Tell what the last `look` has seen; the same answer on all ranks.
+        """Return whether the last `look` found NaN or infinity; the same answer on all ranks.
 
         With fp16 the scaler keeps the weights sound by skipping steps; then it is skipping alone.
         """

@@ -47,7 +47,7 @@ def snapshot(places: Sequence[torch.device] = ()) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], places: Sequence[torch.device] = ()) -> None:
-    """Put the generators into a state that `snapshot` returned, as far as it tells of them."""
+    """Put the generators into a state that `snapshot` returned, as far as it has them."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"])

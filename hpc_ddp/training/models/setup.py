@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint.state import unwrap
-from hpc_ddp.training.data.order import MicroBatch
+from hpc_ddp.training.data.loader import Shard
+from hpc_ddp.training.data.order import MicroBatch, make_plan
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp_buckets import fix_bucket_order
 from hpc_ddp.training.models.dtensor import is_sharded
@@ -246,6 +248,23 @@ class ModelSetup(Worker):
         """
         return averaged(unwrap(model), decay)
 
+    def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard:
+        """Return this rank's part of an evaluation set, every sample on exactly one rank.
+
+        In order. An iterable data set is read by every rank. `options`: ``num_workers``,
+        ``collate_fn``, and others of torch's DataLoader; and ``even=True``, with which all ranks
+        get the same number of batches, for a forward that talks to its peers, as FSDP's does (see
+        `Shard`). Ranks that share a model's layers or stages get the same batches.
+        """
+        dims = self._dims
+        cut = make_plan(batch_size, None, 1, dims.dp_rank, dims.dp)
+        return Shard(dataset, cut, seed=self.seed, device=self.device, **options)
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the current micro-batch is the last one of its optimizer step."""
+        return self._share is None or self._share.ends_step
+
     @contextmanager
     def evaluating(self, model: torch.nn.Module | Pipeline) -> Iterator[Any]:
         """Give the plain model, in eval mode and without gradients, the same on all ranks.
@@ -282,7 +301,7 @@ class ModelSetup(Worker):
             if any(id(weight) not in averaged for group in groups for weight in group["params"]):
                 raise UsageError(
                     f"tp={dims.tp} and pp={dims.pp} leave {dims.dp} copies of the model, whose"
-                    " gradients nobody averages; accepted: an optimizer of what has gone through"
+                    " gradients are not averaged; accepted: an optimizer of what has gone through"
                     " run.fully_shard or run.wrap",
                     hint="run.fully_shard(model, units) after run.parallelize, or run.wrap(stage)",
                 )

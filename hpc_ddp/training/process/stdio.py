@@ -16,7 +16,7 @@ class _Patient(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except OSError:  # what was to be said is lost
+        except OSError:  # the text is lost
             return memoryview(data).nbytes
 
 

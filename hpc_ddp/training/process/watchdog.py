@@ -28,7 +28,7 @@ from hpc_ddp.training.data.order import Position
 dist: Any = torch_distributed  # some of what is used here has no types
 c10d: Any = _distributed_c10d
 _last_beat = 0.0  # one per process, as faulthandler's timer is
-_shown: int | None = None  # where stacks go that somebody asks for
+_shown: int | None = None  # the file of the stacks for `hpc-ddp attach`
 
 
 def beat() -> None:

@@ -258,11 +258,11 @@ class SaveSchedule:
         self._slowest_before_s = slowest_save_s
 
     def after_step(self, step: int) -> bool:
-        """Tell whether a save belongs to this step; the same on all ranks."""
+        """Return whether a save belongs to this step; the same on all ranks."""
         return self._steps is not None and step % self._steps == 0
 
     def is_due(self) -> bool:
-        """Tell whether rank 0 wants a save. One that has failed is tried again soon.
+        """Return whether rank 0 wants a save. One that has failed is tried again soon.
 
         Not while one is under way: a clock that runs faster than the disk skips beats.
         """

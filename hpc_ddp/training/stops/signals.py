@@ -3,7 +3,7 @@
 Under hpc-ddp's supervisor a SIGTERM can mean two things: the cluster wants the node back
 (all ranks are alive and can save), or torchrun is clearing away the survivors of a crash
 (a collective would hang). The supervisor knows which, and creates a file for the first.
-Under a plain torchrun nobody knows, and SIGTERM itself is the notice.
+Under a plain torchrun there is no supervisor, and SIGTERM itself is the notice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TORN_DOWN = 143  # what a shell shows for a death by SIGTERM
 
 
 class Notices:
-    """Listens for notices. `reason` is one of the numbers above, `source` who gave it.
+    """Listens for notices. `reason` is one of the numbers above, `source` its sender.
 
     The signal handler sets nothing but a flag; a thread does the rest, since the main thread
     may sit in a collective for as long as its peers like. The thread also looks at the files
