@@ -262,12 +262,12 @@ def test_the_help_of_submit_fits_two_screens(run_cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_and_stands_in_the_readme(name: str, run_cli: Cli) -> None:
+def test_every_command_has_help_and_stands_in_the_reference(name: str, run_cli: Cli) -> None:
     done = run_cli(name, "--help")
     assert done.returncode == 0
     assert command(name).help
-    readme = Path(__file__).parents[2] / "README.md"
-    assert f"hpc-ddp {name}" in readme.read_text()
+    reference = Path(__file__).parents[2] / "docs" / "reference.md"
+    assert f"### hpc-ddp {name}" in reference.read_text()
 
 
 def test_an_unknown_option_is_a_usage_error(run_cli: Cli) -> None:
