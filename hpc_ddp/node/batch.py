@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hpc_ddp import slurm
 from hpc_ddp.core import process
@@ -142,21 +142,27 @@ def check_budget(run: RunFolder, spec: JobSpec) -> None:
     """Refuse to start what its array's other tasks have left no GPU hours for."""
     over_text = over_budget(spec, _gpu_hours(run, spec))
     if over_text:
-        journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
-        journal.write(VerdictGiven(Cause.BUDGET, Action.GIVE_UP, over_text, 1, False, None, ()))
-        raise HpcDdpError(
-            over_text, hint=f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS"
-        )
+        hint = f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS"
+        _give_up(run, Cause.BUDGET, over_text, hint)
 
 
 def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
     """Refuse another attempt where too many have ended without a verdict: a job may take its own
     first node down each time, and with it the shell that would count."""
-    why = too_many_silent(spec, run.most_requeues, _since_submit(run.events()), run.attempts())
+    events = run.events()
+    first = _first_attempt(events)
+    numbers = [attempt.number for attempt in run.attempts() if attempt.number >= first]
+    why = too_many_silent(spec, run.most_requeues, _since_submit(events), numbers)
     if why:
-        journal = run.journal("batch", run.attempts()[-1].number)
-        journal.write(VerdictGiven(Cause.NODE_LOST, Action.GIVE_UP, why, 1, False, None, ()))
-        raise HpcDdpError(why, hint=f"hpc-ddp submit --run {run.whole} goes on all the same")
+        hint = f"hpc-ddp submit --run {run.whole} goes on all the same"
+        _give_up(run, Cause.NODE_LOST, why, hint)
+
+
+def _give_up(run: RunFolder, cause: Cause, why: str, hint: str) -> NoReturn:
+    """Journal for the last attempt that none may follow, and refuse the one that would."""
+    journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
+    journal.write(VerdictGiven(cause, Action.GIVE_UP, why, 1, False, None, ()))
+    raise HpcDdpError(why, hint=hint)
 
 
 def attempt_env(
@@ -373,8 +379,13 @@ def _since_submit(events: list[Event]) -> list[Event]:
 
     By attempt and not by time, since the login node's clock is another one.
     """
-    first = max((e.get("first_attempt", 0) for e in events if e["event"] == "submitted"), default=0)
+    first = _first_attempt(events)
     return [event for event in events if event["attempt"] >= first]
+
+
+def _first_attempt(events: list[Event]) -> int:
+    """Return the number of the attempt that the newest submit began."""
+    return max((e.get("first_attempt", 0) for e in events if e["event"] == "submitted"), default=0)
 
 
 def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict) -> None:

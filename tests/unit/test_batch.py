@@ -20,6 +20,7 @@ from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import Submitted
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, read_json, write_json
 from hpc_ddp.node import batch
@@ -244,6 +245,18 @@ def test_a_link_queues_the_next_one_before_its_set_up(controller: Slurm, run: Ru
     assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}
     assert not run.early_links.exists()
     assert len(controller.calls("sbatch")) == 1
+
+
+def test_a_submit_counts_ends_without_a_verdict_anew(controller: Slurm, run: RunFolder) -> None:
+    spec = JobSpec.from_json(_spec(run, nodes=2).to_json())
+    for _ in range(12):
+        run.claim_attempt({}, lambda info: False)
+    with pytest.raises(HpcDdpError, match="12 attempts in a row ended without a verdict"):
+        batch.check_silent_ends(run, spec)
+    run.journal("submit").write(Submitted(first_attempt=12))
+    batch.check_silent_ends(run, spec)
+    run.claim_attempt({}, lambda info: False)
+    batch.check_silent_ends(run, spec)
 
 
 def test_a_run_that_is_not_to_go_on_queues_no_link(controller: Slurm, run: RunFolder) -> None:

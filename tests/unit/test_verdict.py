@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.vocabulary import Action, Cause
-from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict, decide, too_many_silent
 from hpc_ddp.slurm import Job
 
@@ -161,7 +159,6 @@ def test_preemption_is_without_bound_unless_one_is_given() -> None:
     ],
 )
 def test_ends_without_a_verdict_are_bounded(
-    tmp_path: Path,
     attempts: int,
     marks: list[tuple[str, int]],
     spec: dict[str, Any],
@@ -169,9 +166,8 @@ def test_ends_without_a_verdict_are_bounded(
     why: str,
 ) -> None:
     """The job may take its own first node down each time, and the shell with it."""
-    folders = [AttemptFolder(tmp_path / f"attempt-{number}") for number in range(attempts)]
     events = [_event(name, number, cause="failed") for name, number in marks]
-    reason = too_many_silent(JobSpec("t.py", **spec), most, events, folders)
+    reason = too_many_silent(JobSpec("t.py", **spec), most, events, range(attempts))
     assert why in (reason or "") if why else reason is None
 
 

@@ -30,7 +30,6 @@ from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Finished, Stopped, TrainingBegun
 from hpc_ddp.core.journal.journal import Event, last_event
 from hpc_ddp.core.journal.vocabulary import END_OF_TIME, Action, Cause, StopReason
-from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node.outcome.first_failure import Failure, first_cause, from_record
 from hpc_ddp.slurm import Job
 
@@ -257,14 +256,12 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
 
 
 def too_many_silent(
-    spec: JobSpec, most_requeues: float, events: Sequence[Event], attempts: Sequence[AttemptFolder]
+    spec: JobSpec, most_requeues: float, events: Sequence[Event], numbers: Sequence[int]
 ) -> str | None:
     """Return why no attempt may follow those that ended without a verdict, None when one may.
 
-    `events` and `attempts` are of the run; events since its last submit.
+    `events` and `numbers` are those of the attempts since the run's last submit.
     """
-    first = max((e["first_attempt"] for e in events if e["event"] == "submitted"), default=0)
-    numbers = [attempt.number for attempt in attempts if attempt.number >= first]
     verdicts = [e for e in events if e["event"] == "verdict"]
     judged = {e["attempt"] for e in verdicts}
     saved = {e["attempt"] for e in events if e["event"] == "checkpoint"}
