@@ -1,6 +1,7 @@
 """``docs/reference.md``: all settings of a job and all commands, from their declarations.
 
-``python -m tools.reference`` writes the page; ``tests/unit/test_reference.py`` compares it.
+``python -m tools.reference`` writes the page; ``tests/unit/repository/test_reference.py`` compares
+it with the declarations.
 """
 
 from __future__ import annotations

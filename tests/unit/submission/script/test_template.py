@@ -15,7 +15,7 @@ from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.script import template
 from hpc_ddp.submission.script.render import Rendering
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 EXTENDS = "{% extends 'job.sbatch.j2' %}\n"
 
 

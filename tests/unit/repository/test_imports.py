@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "hpc_ddp"
+PACKAGE = Path(__file__).parents[3] / "hpc_ddp"
 FORBIDDEN = ("torch", "torchvision", "numpy", "submitit", "rich")
 STDLIB = set(sys.stdlib_module_names)
 

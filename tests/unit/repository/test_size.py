@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tools.size import bindings, measure
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 RIDDLES = 0  # names such as found, each, told: `tools/vague_names.txt`
 FILLERS = 133  # data, value, item …
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-JOB = runpy.run_path(str(Path(__file__).parents[2] / "jobs" / "first_contact.py"))
+JOB = runpy.run_path(str(Path(__file__).parents[3] / "jobs" / "first_contact.py"))
 LAST, FEATURES = JOB["LAST"], [*JOB["FEATURES"]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-DRAW = runpy.run_path(str(Path(__file__).parents[2] / "jobs" / "data" / "draw_houses.py"))
+DRAW = runpy.run_path(str(Path(__file__).parents[3] / "jobs" / "data" / "draw_houses.py"))
 
 
 def test_a_seed_gives_the_same_pictures(tmp_path: Path) -> None:

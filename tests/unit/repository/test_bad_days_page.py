@@ -58,7 +58,7 @@ def test_each_row_has_one_promise() -> None:
 
 def test_each_test_that_a_page_names_is_there() -> None:
     """In pages that say how a thing is known: ``slurm/test_x.py::test_y``."""
-    tests = Path(__file__).parents[1]
+    tests = Path(__file__).parents[2]
     for page in (tests.parent / "docs").glob("*.md"):
         named = re.findall(r"`((?:unit|slurm|cli|ddp)/test_\w+\.py)(?:::(\w+))?", page.read_text())
         for path, name in named:
