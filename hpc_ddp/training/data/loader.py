@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -179,6 +180,8 @@ def batches_of(
     else:
         source = _Seeded(dataset, seed, collate)
         options["sampler"] = _Keys(len(dataset), cut, seed, position, shuffle)  # type: ignore[arg-type]
+    if num_workers and _may_fork():
+        options.setdefault("multiprocessing_context", "fork")
     try:
         return DataLoader(
             source,
@@ -195,6 +198,16 @@ def batches_of(
         raise UsageError(
             f"torch's DataLoader refuses the options: {error}", hint="see torch.utils.data"
         ) from None
+
+
+def _may_fork() -> bool:
+    """Return whether loader workers are forked: unless the script has set a start method.
+
+    Python 3.14 starts processes by a server that imports the script again, and torch with it, for
+    each rank; and it pickles the data set. Older ones fork, and so do all under hpc-ddp.
+    """
+    is_set = multiprocessing.get_start_method(allow_none=True) is not None
+    return not is_set and "fork" in multiprocessing.get_all_start_methods()
 
 
 class _Keys:
