@@ -227,10 +227,10 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
         _first_contact(settings, as_json)
     event = launch_preflight.look(settings, Path.cwd(), root_of(settings))
     if as_json:
-        click.echo(json.dumps(event))
-    elif event["report"]:
+        click.echo(json.dumps(event.to_line()))
+    elif event.report:
         click.echo(tables.preflight_table(event))
-    sys.exit(not event["ok"])
+    sys.exit(not event.ok)
 
 
 def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:

@@ -39,7 +39,8 @@ from typing import Any
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.core.journal.journal import Event, Journal, is_finished, node_seconds, read_events
+from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
+from hpc_ddp.core.journal.journal import Journal, is_finished, node_seconds, read_events
 
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
 
@@ -277,15 +278,15 @@ class RunFolder:
     def journal(self, writer: str, attempt: int = 0) -> Journal:
         return Journal(self.journal_folder, writer, attempt)
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[JournalEvent]:
         return read_events(self.journal_folder)
 
-    def job_ids(self, events: Sequence[Event]) -> list[str]:
+    def job_ids(self, events: Sequence[JournalEvent]) -> list[str]:
         """Return all job ids of the run, oldest first, a chain's waiting link included.
 
-        `events` is its journal, which whoever asks has read already, or reads for this.
+        `events` is the run's journal.
         """
-        ids = [event["job_id"] for event in events if event.get("job_id")]
+        ids = [event.job_id for event in events if isinstance(event, (Queued, Started))]
         ids += [read_json(a.path / "next.json").get("job_id") for a in self.attempts()]
         ids += read_json(self.early_links).values()
         return list(dict.fromkeys(id for id in ids if id and isinstance(id, str)))

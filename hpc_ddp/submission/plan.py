@@ -23,7 +23,7 @@ from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.events import Rerun
+from hpc_ddp.core.journal.events import Queued, Rerun, Started
 from hpc_ddp.core.ownership import check_executable, check_folder
 from hpc_ddp.core.run_folder import (
     RunFolder,
@@ -373,16 +373,15 @@ def _check_idle(run: RunFolder) -> None:
     The last job of a chain is queued by the one before it.
     """
     events = run.events()
-    starts = [e for e in events if e["event"] in ("queued", "started")]
-    info = max(starts, key=lambda event: float(event["time"]), default={})
-    jobs = dict.fromkeys([info.get("job_id"), *run.job_ids(events)[-1:]])
-    for job_id in jobs:
+    starts = [event for event in events if isinstance(event, (Queued, Started))]
+    newest = max(starts, key=lambda event: event.time, default=None)
+    for job_id in dict.fromkeys([newest.job_id if newest else None, *run.job_ids(events)[-1:]]):
         if not job_id or job_id == os.environ.get("SLURM_JOB_ID"):
             continue
         if not slurm.is_pending_or_running(job_id):
             continue
         raise UsageError(f"run {run.path} is job {job_id} by now", hint=f"hpc-ddp cancel {job_id}")
-    if process.is_live(info):
+    if isinstance(newest, Started) and process.is_live(newest.process):
         raise UsageError(f"run {run.path} runs here", hint=f"hpc-ddp cancel {run.id}")
 
 

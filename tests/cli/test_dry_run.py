@@ -17,6 +17,7 @@ from hpc_ddp.core.journal.goodput import account
 from hpc_ddp.core.run_folder import RunFolder, all_runs
 from tests.devices import DEVICE, device_env
 from tests.frames import frames_of_ours
+from tests.raw_events import raw_events
 from tests.waiting import LIMIT_S, pid_in, wait_until
 
 REPO = Path(__file__).parents[2]
@@ -55,7 +56,7 @@ class DryRun:
     def events(self, name: str, attempt: int | None = None) -> list[dict[str, object]]:
         if not all_runs(self.root):
             return []
-        found = [event for event in self.run.events() if event["event"] == name]
+        found = [event for event in raw_events(self.run.path) if event["event"] == name]
         return [event for event in found if attempt in (None, event["attempt"])]
 
     def end(self) -> int:
@@ -92,7 +93,7 @@ def test_stopped_politely_it_goes_on_at_the_next_step(tmp_path: Path) -> None:
     assert second.events("first_step", 1)[0]["step"] == int(str(stopped)) + 1
     assert "Traceback" not in second.printed()
     assert second.printed().count("hpc-ddp: goodput ") == 2  # as it stopped, and at the end
-    times = [event["time"] for event in first.run.events()]
+    times = [event.time for event in first.run.events()]
     seconds = account(first.run.events())
     assert sum(seconds.values()) == pytest.approx(max(times) - min(times), rel=0.01)
     zero = {"running", "redone"}  # a polite stop has nothing done again

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.journal.journal import Event, last_event
+from hpc_ddp.core.journal.events import JournalEvent, Started, VerdictGiven
+from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.journal.vocabulary import Action
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
@@ -160,7 +161,7 @@ class MergedView:
         folder = self._folders.setdefault(group.attempt.path, LineFolder(not self._query.raw))
         # Read before the lines, so that all lines from before the verdict are there.
         events = group.events()
-        verdict = last_event(events, "verdict")
+        verdict = last_event(events, VerdictGiven)
         is_over = is_last or verdict is not None
         if not group.begin_shown and (group.logs or is_over):
             self._print_heading(group, _beginning(events))
@@ -213,25 +214,24 @@ def _begin_time(group: AttemptLogs) -> tuple[float, int]:
     return float("inf"), group.attempt.number
 
 
-def _beginning(events: Sequence[Event]) -> str:
+def _beginning(events: Sequence[JournalEvent]) -> str:
     """Return time, nodes and job of an attempt's beginning."""
-    started = last_event(list(events), "started")
+    started = last_event(events, Started)
     if started is None:
         return ""
-    begin = time.strftime(" began %a %H:%M:%S", time.localtime(started["time"]))
-    nodes = started.get("nodes") or []
+    begin = time.strftime(" began %a %H:%M:%S", time.localtime(started.time))
+    nodes = started.nodes or []
     names = " ".join(nodes) if len(nodes) <= 4 else f"{nodes[0]} … {nodes[-1]} ({len(nodes)} nodes)"
-    job = f", job {started['job_id']}" if started.get("job_id") else ""
+    job = f", job {started.job_id}" if started.job_id else ""
     return f"{begin}{names and f' on {names}'}{job}"
 
 
-def _end(verdict: Event) -> str:
+def _end(verdict: VerdictGiven) -> str:
     """Return how an attempt ended, in the words of the job's own output."""
-    end = time.strftime("%H:%M:%S", time.localtime(verdict["time"]))
-    why = verdict.get("why") or verdict.get("cause")
-    action = verdict.get("action")
-    if action == Action.REQUEUE:
-        why = f"{why}; it starts over" if verdict.get("step") is None else f"{why}; it goes on"
-    elif action == Action.GIVE_UP:
-        why = f"{why}; given up"
+    end = time.strftime("%H:%M:%S", time.localtime(verdict.time))
+    why = verdict.why or str(verdict.cause)
+    if verdict.action == Action.REQUEUE:
+        why += "; it starts over" if verdict.step is None else "; it goes on"
+    elif verdict.action == Action.GIVE_UP:
+        why += "; given up"
     return f" ended {end}: {why}"

@@ -23,11 +23,22 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
-from hpc_ddp.core.journal.journal import Event, last_event, read_events
+from hpc_ddp.core.journal.events import (
+    CheckpointRestored,
+    DrillRecord,
+    Finished,
+    JournalEvent,
+    Stopped,
+    VerdictGiven,
+    WorkerStarted,
+    step_of,
+)
+from hpc_ddp.core.journal.journal import last_event, read_events
+from hpc_ddp.core.journal.vocabulary import StopReason
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.backends import LocalBackend
 from hpc_ddp.submission.drill import compare
-from hpc_ddp.submission.drill.compare import Difference, Record
+from hpc_ddp.submission.drill.compare import Difference
 from hpc_ddp.submission.drill.disturb import (
     LEAST_STEPS,
     Disturbance,
@@ -50,7 +61,6 @@ PRINT_EVERY_S = 15.0
 LOG_LINES = 30
 TOO_LONG = 124  # as the code of timeout(1)
 
-NOT_RESTORED: Event = {"step": None, "passed_over": []}
 Say = Callable[[str], None]
 
 
@@ -119,27 +129,27 @@ class _Drill:
         code = self._launch(self._base, limits)
         self._limit_s = 120 + 5 * (time.monotonic() - began)
         events = self._base.run.events()
-        if last_event(events, "worker") is None:
+        if last_event(events, WorkerStarted) is None:
             return self._play_plain(code, time.monotonic() - began)
         base = self._records(self._base.run)
-        stopped = last_event(events, "stopped")
-        if code != 0 and not (stopped and stopped["reason"] == "cancelled"):
+        stopped = last_event(events, Stopped)
+        if code != 0 and not (stopped and stopped.reason == StopReason.CANCELLED):
             raise self._failed(self._base.run, "undisturbed")
-        report.steps = max((record["step"] for record in base), default=0)
-        ends = [r["step"] for r in base if r["at"] == "epoch" and r["rank"] == 0]
+        report.steps = max((record.step for record in base), default=0)
+        ends = [r.step for r in base if r.at == "epoch" and r.rank == 0]
         points = choose(report.steps, ends)
         report.rows.append(Row(f"undisturbed, {report.steps} steps", survived=True))
         self._notes(base, ends)
         self._disturb(base, points, report.steps if stopped else None)
         return report
 
-    def _notes(self, base: list[Record], epoch_ends: list[int]) -> None:
+    def _notes(self, base: list[DrillRecord], epoch_ends: list[int]) -> None:
         if not epoch_ends:
             self._report.notes.append(
                 f"all {self._report.steps} steps lie in the first epoch: what the script does at"
                 " an epoch's end was not tried (more with --steps)"
             )
-        if not any(record["values"] for record in base):
+        if not any(record.values for record in base):
             self._report.notes.append(
                 "run.step was given no values, so there is no loss curve to compare; with"
                 " run.step(loss=loss) there is"
@@ -147,26 +157,26 @@ class _Drill:
 
     # -- with hpc_ddp.training -------------------------------------------------------------
 
-    def _disturb(self, base: list[Record], points: Points, end: int | None) -> None:
+    def _disturb(self, base: list[DrillRecord], points: Points, end: int | None) -> None:
         prepared = self._make("disturbed")
         run, before = prepared.run, ""
         for number, leg in enumerate(legs(points, end)):
             self._say(f"disturbed: to be {leg.name}" if leg.name else f"{before}; now to the end")
             code = self._launch(prepared, leg.plan, leg.disturbance)
-            events = [event for event in run.events() if event["attempt"] == number]
+            events = [event for event in run.events() if event.attempt == number]
             written = self._records(run)
-            records = [record for record in written if record["attempt"] == number]
-            earlier = [record for record in written if record["attempt"] < number]
+            records = [record for record in written if record.attempt == number]
+            earlier = [record for record in written if record.attempt < number]
             difference = compare.first_difference(base, records, earlier)
             fault = self._find_fault(run, number, leg, events, code)
             if number > 0:
-                restored = last_event(events, "restored") or NOT_RESTORED
+                restored = last_event(events, CheckpointRestored)
                 self._report.rows.append(
                     Row(
                         before,
                         survived=not fault,
-                        resumed_from=restored["step"],
-                        passed_over=tuple(restored["passed_over"]),
+                        resumed_from=step_of(restored),
+                        passed_over=tuple(restored.passed_over if restored else ()),
                         curve=compare.curve(base, records),
                         difference=difference,
                     )
@@ -182,7 +192,7 @@ class _Drill:
             if number == 2:
                 before += f", and a byte flipped in {flip(run)}"
 
-    def _is_harmless(self, difference: Difference, base: list[Record], before: str) -> bool:
+    def _is_harmless(self, difference: Difference, base: list[DrillRecord], before: str) -> bool:
         """Take a difference into the report; True when the drill can go on."""
         report = self._report
         if difference.is_rounding:
@@ -204,29 +214,29 @@ class _Drill:
         return False
 
     def _find_fault(
-        self, run: RunFolder, number: int, leg: Leg, events: list[Event], code: int
+        self, run: RunFolder, number: int, leg: Leg, events: list[JournalEvent], code: int
     ) -> str | None:
         """Return in what an attempt was not what it has to be, None when it was."""
-        restored = last_event(events, "restored") or NOT_RESTORED
-        why = (last_event(events, "verdict") or {}).get("why")
+        restored = last_event(events, CheckpointRestored)
+        why = _why(events)
         if code == TOO_LONG:
             return f"it did not get through within {self._limit_s:.0f} s"
-        if number and restored["step"] is None:
+        if number and restored is None:
             return "it starts from its beginning, since no checkpoint was found"
-        if number == 3 and not restored["passed_over"]:
+        if number == 3 and restored and not restored.passed_over:
             return "the damaged checkpoint was not passed over"
         if leg.disturbance is kill:
             ready = run.path / "drill" / f"ready-{number}"
             fault = None if ready.exists() else why or "it ended too early"
         elif leg.disturbance is terminate:
-            stopped = last_event(events, "stopped")
-            is_polite = code == CAN_GO_ON and stopped and stopped["step"] == leg.plan["at"]
+            stopped = last_event(events, Stopped)
+            is_polite = code == CAN_GO_ON and stopped and stopped.step == leg.plan["at"]
             fault = None if is_polite else f"a polite stop ended it with code {code}"
         else:
-            last = last_event(events, "stopped" if "end" in leg.plan else "finished")
+            last = last_event(events, Stopped if "end" in leg.plan else Finished)
             fault = None if last else why or f"it ended with code {code}"
-        if not fault and restored["step"] is not None and restored["step"] < leg.least_step:
-            fault = f"it went on from step {restored['step']} and not from step {leg.least_step}"
+        if not fault and restored and restored.step < leg.least_step:
+            fault = f"it went on from step {restored.step} and not from step {leg.least_step}"
         return fault
 
     # -- without ---------------------------------------------------------------------------
@@ -302,7 +312,7 @@ class _Drill:
                 if now - printed_at > PRINT_EVERY_S:
                     printed_at = now
                     self._print_step(run)
-                    if self._limit_s is None and not last_event(run.events(), "worker"):
+                    if self._limit_s is None and not last_event(run.events(), WorkerStarted):
                         limit_s = PLAIN_S
                     else:
                         limit_s = self._limit_s or math.inf
@@ -316,19 +326,18 @@ class _Drill:
 
     def _print_step(self, run: RunFolder) -> None:
         number = len(run.attempts()) - 1
-        events = [event for event in run.events() if event["attempt"] == number]
-        step = last_event(events, "metrics", "first_step", "restored")
-        self._say(f"  step {step['step']}" if step else "  starting")
+        events = [event for event in run.events() if event.attempt == number]
+        steps = [step for step in map(step_of, events) if step is not None]
+        self._say(f"  step {steps[-1]}" if steps else "  starting")
 
-    def _records(self, run: RunFolder) -> list[Record]:
-        return compare.records(read_events(run.path / "drill"))
+    def _records(self, run: RunFolder) -> list[DrillRecord]:
+        events = read_events(run.path / "drill")
+        return [event for event in events if isinstance(event, DrillRecord)]
 
     def _failed(self, run: RunFolder, when: str) -> HpcDdpError:
         self._print_log(run)
-        verdict = last_event(run.events(), "verdict") or {}
-        why = verdict.get("why") or "no reason is known"
         return HpcDdpError(
-            f"the script fails {when}: {why}",
+            f"the script fails {when}: {_why(run.events()) or 'no reason is known'}",
             hint=f"get it through `hpc-ddp dry-run` first; its log: {_log(run)}",
         )
 
@@ -342,4 +351,7 @@ def _log(run: RunFolder) -> Path:
     return run.logs / "drill.out"
 
 
-# -- disturbances ----------------------------------------------------------------------------
+def _why(events: list[JournalEvent]) -> str:
+    """Return the reason of the last verdict, '' without one."""
+    verdict = last_event(events, VerdictGiven)
+    return verdict.why if verdict else ""

@@ -183,7 +183,7 @@ def test_a_run_that_is_taken_up_meanwhile(root: Path, make: Any) -> None:
     ((_, problem),) = clean.delete(items, root)
     assert "was resumed meanwhile" in problem
     assert len(all_runs(root)) == 1
-    assert run.events()[-1]["event"] == "submitted"
+    assert run.events()[-1].event == "submitted"
 
 
 def test_links_lead_nowhere(root: Path, make: Any, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.export import export
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims
+from tests.raw_events import raw_events
 from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
@@ -104,7 +105,7 @@ def _names(run: RunFolder) -> list[str]:
 
 
 def _events(run: RunFolder, name: str) -> list[dict[str, Any]]:
-    return [event for event in run.events() if event["event"] == name]
+    return [event for event in raw_events(run.path) if event["event"] == name]
 
 
 # --- saving --------------------------------------------------------------------------------
