@@ -15,7 +15,7 @@ from hpc_ddp.cli import completing
 from hpc_ddp.cli.common import folder_of, folder_option, json_option, run_of, say
 from hpc_ddp.core.console.units import byte_count
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.run_folder import find_run
+from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import bundle as report_bundle
 from hpc_ddp.report import clean as report_clean
 from hpc_ddp.submission import attach as launch_attach

@@ -24,7 +24,7 @@ from hpc_ddp.cli.options import (
     settings_of,
 )
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
-from hpc_ddp.core.run_folder import find_run
+from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import tables
 from hpc_ddp.submission import backends
 from hpc_ddp.submission import drill as rehearsal

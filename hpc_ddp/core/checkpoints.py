@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.console.progress import ProgressBar
+from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.journal.events import CheckpointSaved, Fresh
 from hpc_ddp.core.journal.journal import last_event
-from hpc_ddp.core.run_folder import RunFolder, read_json
+from hpc_ddp.core.run_folder import RunFolder
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of what is in the files; another one can't be read

@@ -26,11 +26,12 @@ from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.file_io import patiently, read_seconds
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import JournalEvent, Started, Submitted, VerdictGiven
 from hpc_ddp.core.journal.vocabulary import Action, Cause, NoticeSource
-from hpc_ddp.core.retry import patiently
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, link_job, read_seconds
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_index import link_job
 from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.outcome import requeue
 from hpc_ddp.node.outcome.requeue import ask

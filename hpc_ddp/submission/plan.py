@@ -21,16 +21,12 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import close_to_others, write_json, written_by_owner
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Queued, Rerun, Started
 from hpc_ddp.core.ownership import check_executable, check_folder
-from hpc_ddp.core.run_folder import (
-    RunFolder,
-    close_to_others,
-    write_json,
-    written_by_owner,
-)
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import snapshot
 from hpc_ddp.submission.script.render import Rendering
 from hpc_ddp.submission.settings.config import (

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core.accelerators import VENDORS, hiding_env
-from hpc_ddp.core.run_folder import RunFolder, all_runs
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs
 from tests.devices import ROOT, device_env, reports_of
 from tests.raw_events import raw_events
 from tests.skips import needs_stand_in

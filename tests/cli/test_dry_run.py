@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.journal.goodput import account
-from hpc_ddp.core.run_folder import RunFolder, all_runs
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs
 from tests.devices import DEVICE, device_env
 from tests.frames import frames_of_ours
 from tests.raw_events import raw_events

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core import process
-from hpc_ddp.core.run_folder import RunFolder, read_json
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.process import run_directory
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from tests.raw_events import raw_events

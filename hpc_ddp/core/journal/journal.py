@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.journal.events import (
     LOGIN_NODE,
     Finished,
@@ -30,7 +31,6 @@ from hpc_ddp.core.journal.events import (
     parse_event,
 )
 from hpc_ddp.core.journal.vocabulary import Cause
-from hpc_ddp.core.retry import patiently
 
 E = TypeVar("E", bound=JournalEvent)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import CAN_GO_ON, COMMUNICATION_ERROR
+from hpc_ddp.core.file_io import read_tail
 from hpc_ddp.core.journal.events import RankFailed, parse_event
-from hpc_ddp.core.run_folder import read_tail
 from hpc_ddp.node.worker import AGAIN
 
 TAIL_BYTES = 64 * 1024

@@ -15,10 +15,12 @@ from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.journal.events import JournalEvent, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.journal.vocabulary import Action, Cause
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, link_job, read_json, write_json
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_index import link_job
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
 
 REQUEUE_PATIENCE_S = 600.0

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp import __version__, slurm
+from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.journal.events import (
     CheckpointSaved,
     JournalEvent,
@@ -25,7 +26,7 @@ from hpc_ddp.core.journal.events import (
     VerdictGiven,
 )
 from hpc_ddp.core.journal.journal import last_event, read_briefly
-from hpc_ddp.core.run_folder import RunFolder, read_json, write_json
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.run_status import Status, summarize
 from hpc_ddp.report.status.state import RunState
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from hpc_ddp import slurm
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.units import duration
-from hpc_ddp.core.run_folder import RunFolder, all_runs, find_run
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs, find_run
 from hpc_ddp.report.status import sweep
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status, unreadable

@@ -17,7 +17,8 @@ from typing import Any, Literal, TypeVar
 from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.options import ENVIRONMENT, FLAG, LIST, TEXT, Kind, option, options_of
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.run_folder import RunFolder, find_run
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import find_run
 from hpc_ddp.submission.settings import operators, sites
 from hpc_ddp.submission.settings.fabrics import read_toml
 

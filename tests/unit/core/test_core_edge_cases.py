@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from fakes import stop_clock
 
-from hpc_ddp.core import checkpoints, process, retry
+from hpc_ddp.core import checkpoints, file_io, process
 from hpc_ddp.core.checkpoints import (
     FileFacts,
     Health,
@@ -29,6 +29,7 @@ from hpc_ddp.core.checkpoints import (
 )
 from hpc_ddp.core.console import progress
 from hpc_ddp.core.errors import HpcDdpError, UsageError, closest
+from hpc_ddp.core.file_io import read_json, read_tail, read_word, write_json
 from hpc_ddp.core.journal.events import Cancelled, JournalEvent, MetricsLine, Queued, step_of
 from hpc_ddp.core.journal.goodput import account, line, pieces, share
 from hpc_ddp.core.journal.journal import (
@@ -39,17 +40,8 @@ from hpc_ddp.core.journal.journal import (
     read_events,
 )
 from hpc_ddp.core.journal.stragglers import slow_rank
-from hpc_ddp.core.run_folder import (
-    AttemptFolder,
-    NodeFolder,
-    RunFolder,
-    find_run,
-    link_job,
-    read_json,
-    read_tail,
-    read_word,
-    write_json,
-)
+from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, RunFolder
+from hpc_ddp.core.run_index import find_run, link_job
 from tests.raw_events import raw, typed
 
 
@@ -245,7 +237,7 @@ def test_a_line_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_an_event_that_matters_is_written_patiently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = stop_clock(monkeypatch, retry)
+    clock = stop_clock(monkeypatch, file_io)
     (tmp_path / "file").touch()
     Journal(tmp_path / "file", "a").write_surely(raw("x"))
     assert sum(clock.slept) == 61  # a minute, and one more try
@@ -288,29 +280,29 @@ def test_node_seconds() -> None:
 
 
 def test_a_disk_that_comes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, errors = stop_clock(monkeypatch, retry), [OSError("away"), OSError("away")]
+    clock, errors = stop_clock(monkeypatch, file_io), [OSError("away"), OSError("away")]
 
     def act() -> str:
         if errors:
             raise errors.pop()
         return "there"
 
-    assert retry.patiently(act) == "there"
+    assert file_io.patiently(act) == "there"
     assert clock.slept == [1, 1]
 
 
 def test_what_takes_longer_than_the_patience_is_tried_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, calls = stop_clock(monkeypatch, retry), []
+    clock, calls = stop_clock(monkeypatch, file_io), []
 
     def act() -> None:
         calls.append(clock.now)
-        clock.now += 2 * retry.PATIENCE_S
+        clock.now += 2 * file_io.PATIENCE_S
         raise OSError("away")
 
     with pytest.raises(OSError, match="away"):
-        retry.patiently(act)
+        file_io.patiently(act)
     assert len(calls) == 2
 
 

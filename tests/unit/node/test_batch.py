@@ -19,10 +19,11 @@ from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Submitted, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, read_json, write_json
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.batch import attempt_env, begin, judge, next_port, verdict, warned
 from hpc_ddp.node.outcome import requeue

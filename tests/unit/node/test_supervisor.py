@@ -15,7 +15,8 @@ import pytest
 from fakes import Clock, stop_clock
 
 from hpc_ddp.core import process
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, read_json
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node import supervisor
 from hpc_ddp.node import task as task_module
 from hpc_ddp.node.net import fabric

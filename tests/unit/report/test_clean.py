@@ -17,7 +17,8 @@ from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.run_folder import RunFolder, all_runs, link_job
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs, link_job
 from hpc_ddp.report import clean
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.report.status.state import Queue

@@ -12,10 +12,11 @@ from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal import journal
 from hpc_ddp.core.journal.vocabulary import Action, Cause
-from hpc_ddp.core.run_folder import RunFolder, read_json, write_json
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import requeue
 from hpc_ddp.node.outcome.requeue import (
     KEPT_OFF_S,
