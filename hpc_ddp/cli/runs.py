@@ -9,11 +9,12 @@ from dataclasses import asdict
 
 import click
 
-from hpc_ddp.cli.common import folder_of, folder_option, json_option, run_of, say
+from hpc_ddp.cli.common import folder_option, json_option, say
 from hpc_ddp.core import checkpoints
 from hpc_ddp.report import tables
 from hpc_ddp.report.status import run_status
 from hpc_ddp.report.status import table as status_table
+from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder
 
 
 @click.command()
@@ -35,7 +36,7 @@ def status(
     runs: Sequence[str], show_all: bool, watch: float | None, runs_dir: str | None, as_json: bool
 ) -> None:
     """Show the state of runs, those under way first; of one array or sweep also its tasks."""
-    root = folder_of(runs_dir)
+    root = runs_folder(runs_dir)
 
     def render() -> str:
         return status_table.show(root, runs, show_all, as_json)
