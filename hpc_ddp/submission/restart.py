@@ -51,17 +51,7 @@ def plan_rerun(
     """
     check_executable(run)
     old = JobSpec.from_json(run.job_json.read_text())
-    for name in changes:
-        if name in old.sweep:
-            raise UsageError(
-                f"{name} is a parameter of the sweep {run.id}",
-                hint=f"a new sweep; or one of its points: hpc-ddp rerun {run.id}/task-0 --set …",
-            )
-    if not run.lib.exists():
-        raise UsageError(
-            f"run {run.path} was started by hand: there is no job to start again",
-            hint=f"hpc-ddp submit {shlex.join([old.script, *old.args])}",
-        )
+    _check_repeatable(run, old, changes)
     changed = {"args": with_values(old.args, changes), **_changes(old, options, settings, cwd)}
     changed.setdefault("dependency", None)  # what it waited for then is over
     if run.is_task and JobSpec.from_json((run.whole / "job.json").read_text()).sweep:
@@ -76,6 +66,20 @@ def plan_rerun(
     source = run if same_code else None
     plan = make_plan(spec, new_folder(root, spec), settings, is_new=True, source=source)
     return replace(plan, rerun_of=run)
+
+
+def _check_repeatable(run: RunFolder, old: JobSpec, changes: Mapping[str, str]) -> None:
+    for name in changes:
+        if name in old.sweep:
+            raise UsageError(
+                f"{name} is a parameter of the sweep {run.id}",
+                hint=f"a new sweep; or one of its points: hpc-ddp rerun {run.id}/task-0 --set …",
+            )
+    if not run.lib.exists():
+        raise UsageError(
+            f"run {run.path} was started by hand: there is no job to start again",
+            hint=f"hpc-ddp submit {shlex.join([old.script, *old.args])}",
+        )
 
 
 def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:

@@ -94,14 +94,9 @@ class PlainView:
     def update(self, is_last: bool) -> None:
         for path in log_files(self._run, self._query.rank, self._query.attempt):
             log = self._files.setdefault(path, LogFile(path))
-            for _, line in log.new_lines(is_last or self._query.pattern is None):
-                _write(line, self._query.pattern)
+            for _, line in log.new_lines(is_last=True):
+                sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
-
-
-def _write(line: bytes, pattern: re.Pattern[bytes] | None, mark: str = "") -> None:
-    if pattern is None or pattern.search(line):
-        sys.stdout.buffer.write(mark.encode() + line)
 
 
 class MergedView:
@@ -176,13 +171,11 @@ class MergedView:
             group.end_shown = True
 
     def _print(self, group: AttemptLogs, lines: Iterable[tuple[Line, list[int]]]) -> None:
-        pattern = self._query.pattern
         for line, ranks in lines:
             text = line.text if line.text.endswith(b"\n") else line.text + b"\n"
-            if not self._has_marks:
-                _write(text, pattern)
-            elif pattern is None or pattern.search(text):
-                _write(TORCH_MARK.sub(b"", text), None, self._mark(group, line, ranks))
+            if self._has_marks:
+                text = self._mark(group, line, ranks).encode() + TORCH_MARK.sub(b"", text)
+            sys.stdout.buffer.write(text)
 
     def _mark(self, group: AttemptLogs, line: Line, ranks: list[int]) -> str:
         task = f"task {group.run.index} " if group.run.is_task else ""
@@ -199,7 +192,7 @@ class MergedView:
         return f"\033[{COLOURS[line.rank % len(COLOURS)]}m{mark}\033[0m"
 
     def _print_heading(self, group: AttemptLogs, text: str) -> None:
-        if self._query.pattern is not None or not text:
+        if not text:
             return
         task = f"task {group.run.index}, " if group.run.is_task else ""
         heading = f"--- {task}attempt {group.attempt.number}{text}"

@@ -13,6 +13,8 @@ from typing import Any
 
 from hpc_ddp.core.journal.events import DrillRecord
 
+Pair = tuple[DrillRecord, DrillRecord]  # of the undisturbed run and of a disturbed one
+
 ROUNDING = 1e-5  # relative: how much another order of sums can change the numbers of one step
 GROWN = 1e-2  # … and how much they may differ after the steps of a drill
 
@@ -79,14 +81,6 @@ class Difference:
         )
 
 
-@dataclass(frozen=True)
-class Curve:
-    """How many steps' values were compared, over all attempts, and how many are equal."""
-
-    steps: int = 0
-    equal: int = 0
-
-
 def first_difference(
     base: Sequence[DrillRecord],
     disturbed: Sequence[DrillRecord],
@@ -102,18 +96,7 @@ def first_difference(
         of the attempts before `disturbed`: one of them has saved the state that `disturbed` begins
         with, which differs from the undisturbed run's where sums were rounded in another way
     """
-    base_of = _by_moment(base)
-    saved = _by_moment(sorted(earlier, key=lambda record: -record.attempt))
-    pairs: list[tuple[DrillRecord, DrillRecord]] = []
-    drifted = False
-    for record in disturbed:
-        reference = base_of.get(_key(record)) or _nearest(base, record)
-        if reference is not None and record.at == "start":
-            before = saved.get(_key(record), reference)
-            drifted = drifted or reference.state != before.state
-            reference = before
-        if reference is not None:
-            pairs.append((reference, record))
+    pairs, has_drifted = _pairs(base, disturbed, earlier)
     # By the moment first, then by rank: later differences are consequences.
     differing = sorted(
         (pair for pair in pairs if any(_parts_that_differ(*pair))),
@@ -130,8 +113,6 @@ def first_difference(
     )
     ranks = sorted(b.rank for a, b in at_moment if parts[0] in _parts_that_differ(a, b))
     kind, _, name = parts[0].partition(" ")
-    last_step = max(record.step for _, record in pairs)
-    grown = _distance([pair for pair in pairs if pair[1].step == last_step], "weights")
     has_gradients = any("gradients" in record.used for _, record in at_moment)
     follows_equal_gradients = kind in ("optimizer", "model") and has_gradients
     return Difference(
@@ -143,18 +124,41 @@ def first_difference(
         ranks=tuple(ranks),
         also=tuple(parts[1:]),
         relative=None if follows_equal_gradients else _distance(at_moment, "gradients"),
-        grown=1.0 if any(_key(a) != _key(b) for a, b in pairs) else grown,
-        drifted=drifted,
+        grown=_growth(pairs),
+        drifted=has_drifted,
     )
 
 
-def curve(base: Sequence[DrillRecord], disturbed: Sequence[DrillRecord]) -> Curve:
-    """Compare the values given to `run.step`, at all steps that both have."""
+def _pairs(
+    base: Sequence[DrillRecord], disturbed: Sequence[DrillRecord], earlier: Sequence[DrillRecord]
+) -> tuple[list[Pair], bool]:
+    """Return the records of an attempt, each behind the one that it is compared with.
+
+    The start is compared with the state that an earlier attempt has saved. Also returns whether
+    that state differs from the undisturbed run's.
+    """
     base_of = _by_moment(base)
-    steps = [r for r in disturbed if r.at == "step" and _key(r) in base_of]
-    pairs = [(_values(base_of[_key(record)]), _values(record)) for record in steps]
-    pairs = [(a, b) for a, b in pairs if a or b]
-    return Curve(len(pairs), sum(a == b for a, b in pairs))
+    saved = _by_moment(sorted(earlier, key=lambda record: -record.attempt))
+    pairs: list[Pair] = []
+    has_drifted = False
+    for record in disturbed:
+        reference = base_of.get(_key(record)) or _nearest(base, record)
+        if reference is None:
+            continue
+        if record.at == "start":
+            before = saved.get(_key(record), reference)
+            has_drifted = has_drifted or reference.state != before.state
+            reference = before
+        pairs.append((reference, record))
+    return pairs, has_drifted
+
+
+def _growth(pairs: Sequence[Pair]) -> float | None:
+    """Return the relative difference at the last step; 1 where the positions differ."""
+    if any(_key(a) != _key(b) for a, b in pairs):
+        return 1.0
+    last_step = max(record.step for _, record in pairs)
+    return _distance([pair for pair in pairs if pair[1].step == last_step], "weights")
 
 
 def _key(record: DrillRecord) -> tuple[Any, ...]:
@@ -199,7 +203,7 @@ def _parts_that_differ(reference: DrillRecord, record: DrillRecord) -> Iterator[
         yield "loss"
 
 
-def _distance(pairs: Sequence[tuple[DrillRecord, DrillRecord]], size: str) -> float | None:
+def _distance(pairs: Sequence[Pair], size: str) -> float | None:
     """Return the largest relative difference of the values, and of a size."""
     distances = []
     for a, b in pairs:

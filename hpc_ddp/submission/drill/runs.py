@@ -56,7 +56,7 @@ from hpc_ddp.submission.settings.config import Settings
 
 PLAN = "HPC_DDP_DRILL"
 TRAINING_S = 30.0  # of an undisturbed run, without --steps
-PLAIN_S = 600.0  # in this time a script has to call `start`, or to end by itself
+START_S = 600.0  # in this time a script has to call `start`
 PRINT_EVERY_S = 15.0
 LOG_LINES = 30
 TOO_LONG = 124  # as the code of timeout(1)
@@ -129,33 +129,27 @@ class _Drill:
         code = self._launch(self._base, limits)
         self._limit_s = 120 + 5 * (time.monotonic() - began)
         events = self._base.run.events()
-        if last_event(events, WorkerStarted) is None:
-            return self._play_plain(code, time.monotonic() - began)
-        base = self._records(self._base.run)
         stopped = last_event(events, Stopped)
-        if code != 0 and not (stopped and stopped.reason == StopReason.CANCELLED):
-            raise self._failed(self._base.run, "undisturbed")
+        if code not in (0, TOO_LONG) and not (stopped and stopped.reason == StopReason.CANCELLED):
+            raise self._failed()
+        if last_event(events, WorkerStarted) is None:
+            raise UsageError(
+                f"{report.script} has not called start() of hpc_ddp.training; accepted: a script"
+                " that does, since a drill compares its steps",
+                hint="docs/adopt shows what to add to a script",
+            )
+        base = self._records(self._base.run)
         report.steps = max((record.step for record in base), default=0)
         ends = [r.step for r in base if r.at == "epoch" and r.rank == 0]
         points = choose(report.steps, ends)
         report.rows.append(Row(f"undisturbed, {report.steps} steps", survived=True))
-        self._notes(base, ends)
+        if not ends:
+            report.notes.append(
+                f"all {report.steps} steps lie in the first epoch: what the script does at an"
+                " epoch's end was not tried (more with --steps)"
+            )
         self._disturb(base, points, report.steps if stopped else None)
         return report
-
-    def _notes(self, base: list[DrillRecord], epoch_ends: list[int]) -> None:
-        if not epoch_ends:
-            self._report.notes.append(
-                f"all {self._report.steps} steps lie in the first epoch: what the script does at"
-                " an epoch's end was not tried (more with --steps)"
-            )
-        if not any(record.values for record in base):
-            self._report.notes.append(
-                "run.step was given no values, so there is no loss curve to compare; with"
-                " run.step(loss=loss) there is"
-            )
-
-    # -- with hpc_ddp.training -------------------------------------------------------------
 
     def _disturb(self, base: list[DrillRecord], points: Points, end: int | None) -> None:
         prepared = self._make("disturbed")
@@ -177,7 +171,6 @@ class _Drill:
                         survived=not fault,
                         resumed_from=step_of(restored),
                         passed_over=tuple(restored.passed_over if restored else ()),
-                        curve=compare.curve(base, records),
                         difference=difference,
                     )
                 )
@@ -239,62 +232,13 @@ class _Drill:
             fault = f"it went on from step {restored.step} and not from step {leg.least_step}"
         return fault
 
-    # -- without ---------------------------------------------------------------------------
-
-    def _play_plain(self, code: int, took_s: float) -> Report:
-        """Disturb a script that says nothing of itself half-way, by the clock."""
-        report = self._report
-        report.verdict = "plain"
-        if code == TOO_LONG:
-            self._print_log(self._base.run)
-            raise UsageError(
-                f"in {PLAIN_S:.0f} s the script has neither called start() nor ended",
-                hint="give it arguments with which it ends sooner",
-            )
-        if code != 0:
-            raise self._failed(self._base.run, "undisturbed")
-        report.rows.append(Row(f"undisturbed, {took_s:.0f} s", survived=True))
-        prepared = self._make("disturbed")
-        run, before = prepared.run, ""
-        endings = (
-            Leg("stopped politely (SIGTERM)", {}, terminate),
-            Leg("killed (SIGKILL)", {}, kill),
-            Leg("", {}),
-        )
-        for leg in endings:
-            self._say(f"disturbed: to be {leg.name} half-way" if leg.name else "now to the end")
-            code = self._launch(prepared, {}, leg.disturbance, after_s=took_s / 2)
-            if leg.disturbance and run.finished():
-                raise UsageError(
-                    f"the script was through before it could be {leg.name}: this run took less than"
-                    f" half of the first one's {took_s:.0f} s",
-                    hint="the same again: torch and data are in the machine's memory now; or"
-                    " arguments with which it takes longer",
-                )
-            if before:
-                report.rows.append(Row(before, survived=bool(leg.disturbance) or code == 0))
-            before = leg.name
-        if run.finished() and code == 0:
-            report.why = (
-                "it uses nothing of hpc_ddp.training, so only survival and the end could be"
-                " compared: it starts from its beginning each time, and ends with code 0 as the"
-                " undisturbed run does"
-            )
-        else:
-            self._print_log(run)
-            report.verdict, report.why = "broken", f"started again it ended with code {code}"
-        return report
-
-    # -- launches --------------------------------------------------------------------------
-
     def _launch(
         self,
         prepared: PreparedRun,
         plan: dict[str, Any],
         disturbance: Disturbance | None = None,
-        after_s: float | None = None,
     ) -> int:
-        """Run until it ends, and disturb it when it is ready, or after a time."""
+        """Run until it ends, and disturb it when it is ready; return its exit code."""
         run, spec = prepared.run, prepared.spec
         ready = run.path / "drill" / f"ready-{len(run.attempts())}"
         env = {**spec.env, PLAN: json.dumps(plan)}
@@ -306,14 +250,14 @@ class _Drill:
         try:
             while process.poll() is None:
                 now = time.monotonic()
-                if disturbance and (now - began > after_s if after_s else ready.exists()):
+                if disturbance and ready.exists():
                     disturbance(process, run)
                     disturbance = None
                 if now - printed_at > PRINT_EVERY_S:
                     printed_at = now
                     self._print_step(run)
                     if self._limit_s is None and not last_event(run.events(), WorkerStarted):
-                        limit_s = PLAIN_S
+                        limit_s = START_S
                     else:
                         limit_s = self._limit_s or math.inf
                 if now - began > limit_s:
@@ -334,10 +278,11 @@ class _Drill:
         events = read_events(run.path / "drill")
         return [event for event in events if isinstance(event, DrillRecord)]
 
-    def _failed(self, run: RunFolder, when: str) -> HpcDdpError:
+    def _failed(self) -> HpcDdpError:
+        run = self._base.run
         self._print_log(run)
         return HpcDdpError(
-            f"the script fails {when}: {_why(run.events()) or 'no reason is known'}",
+            f"the script fails undisturbed: {_why(run.events()) or 'no reason is known'}",
             hint=f"get it through `hpc-ddp dry-run` first; its log: {_log(run)}",
         )
 

@@ -11,7 +11,7 @@ import pytest
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import DrillRecord
 from hpc_ddp.submission.drill import compare
-from hpc_ddp.submission.drill.compare import Curve, Difference, explain, first_difference
+from hpc_ddp.submission.drill.compare import Difference, explain, first_difference
 from hpc_ddp.submission.drill.disturb import LEAST_STEPS, choose
 from hpc_ddp.submission.drill.report import Report, Row
 
@@ -61,7 +61,6 @@ BASE = run(*range(20))
 def test_equal_runs_have_no_difference_wherever_they_begin() -> None:
     assert first_difference(BASE, run(*range(20))) is None
     assert first_difference(BASE, run(*range(7, 20), attempt=1)) is None
-    assert compare.curve(BASE, run(*range(7, 20), attempt=1)) == Curve(12, 12)
 
 
 def test_state_that_is_lost_shows_when_the_loop_begins() -> None:
@@ -170,11 +169,11 @@ def test_a_run_that_is_too_short_is_refused() -> None:
 def test_the_report_is_a_table_and_a_verdict() -> None:
     rows = [
         Row("undisturbed, 24 steps", True),
-        Row("stopped", True, 7, (), Curve(9, 9)),
-        Row("killed", True, 3, ("step-7: damaged",), Curve(9, 9)),
+        Row("stopped", True, 7, ()),
+        Row("killed", True, 3, ("step-7: damaged",)),
     ]
     text = Report("/a/train.py", Path("/runs"), rows=rows).text()
-    assert "killed                 yes       step 3, past step-7  9 of 9 steps equal  equal" in text
+    assert "killed                 yes       step 3, past step-7  equal" in text
     assert text.endswith("equal, bit for bit, and so are the final weights")
     wrong = Report("/a/train.py", Path("/runs"), verdict="wrong", why="Why.", hint="do")
     assert wrong.text().endswith("train.py does NOT resume right. Why.\nhint: do")
