@@ -28,6 +28,7 @@ from hpc_ddp.submission import backends
 from hpc_ddp.submission import sweep as launch_sweep
 from hpc_ddp.submission.plan import plan_new
 from hpc_ddp.submission.settings import config
+from hpc_ddp.submission.settings.runs_dir import run_of, runs_root
 
 __all__ = ["Handle", "HpcDdpError", "JobSpec", "Status", "UsageError", "find", "submit"]
 
@@ -182,7 +183,7 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     layer = (_set_fields(spec) if spec else {}) | settings
     sweep = layer.pop("sweep", None)
     merged = config.load(_as_file(layer) | _sweep(sweep), cwd, Path.home())
-    root = config.runs_dir(merged, os.environ)
+    root = runs_root(merged)
     prepared = plan_new(merged, cwd, root).write()
     with contextlib.ExitStack() as stack:
         output = None
@@ -205,7 +206,7 @@ def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
     UsageError
         there is no such run
     """
-    return Handle(config.run_of(os.fspath(run), runs_dir).path)
+    return Handle(run_of(os.fspath(run), runs_dir).path)
 
 
 def _set_fields(spec: JobSpec) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem, FishComplete, ZshComplete
 
-from hpc_ddp.cli.common import folder_of
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.settings.runs_dir import runs_folder
 
 VARIABLE = "_HPC_DDP_COMPLETE"  # click's name for it: set while a shell asks
 
@@ -43,7 +43,7 @@ def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
     names: dict[str, str] = {}  # name: its newest id
     ids: dict[str, str] = {}
     with suppress(HpcDdpError, OSError), redirect_stderr(io.StringIO()):
-        for name in os.scandir(folder_of(ctx.params.get("runs_dir"))):
+        for name in os.scandir(runs_folder(ctx.params.get("runs_dir"))):
             if name.is_dir() and not name.name.startswith("."):
                 run_ids = [run.name for run in os.scandir(name) if run.is_dir()]
                 ids |= dict.fromkeys(run_ids, name.name)

@@ -12,13 +12,14 @@ import click
 
 from hpc_ddp import slurm
 from hpc_ddp.cli import completing
-from hpc_ddp.cli.common import folder_of, folder_option, json_option, run_of, say
+from hpc_ddp.cli.common import folder_option, json_option, say
 from hpc_ddp.core.console.units import byte_count
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.run_folder import find_run
+from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import bundle as report_bundle
 from hpc_ddp.report import clean as report_clean
 from hpc_ddp.submission import attach as launch_attach
+from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder
 
 OLD = "30d"
 
@@ -59,7 +60,7 @@ def clean(
     --json there is no question: it only lists, unless there is --yes.
     """
     # Without one of the settings it might be another folder, whose runs would be deleted.
-    root = folder_of(runs_dir, is_strict=True)
+    root = runs_folder(runs_dir, is_strict=True)
     named = list(dict.fromkeys(find_run(root, text) for text in runs))
     older_than_s = report_clean.parse_age(older_than or (OLD if not runs else "0h"))
     deletions = report_clean.plan(root, named, older_than_s, states, checkpoints_only)

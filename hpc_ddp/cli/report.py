@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
-from hpc_ddp.cli.common import folder_option, run_of
+from hpc_ddp.cli.common import folder_option
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.core.ownership import is_executable
-from hpc_ddp.core.run_folder import write_whole
 from hpc_ddp.report.html import page
 from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.settings.runs_dir import run_of
 
 
 @click.command()

@@ -10,7 +10,7 @@ import click
 
 from hpc_ddp.cli.common import say
 from hpc_ddp.submission.settings import config, operators, sites
-from hpc_ddp.submission.site_detect import infer, probe
+from hpc_ddp.submission.site_detect import cluster, infer
 
 
 @click.group()
@@ -35,7 +35,7 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
     shipped = sites.shipped_keys(name)
     if shipped:
         say(f"{name} is known (hpc-ddp site show {name}): its keys are left out here")
-    description = infer.describe(probe.probe(os.environ), shipped)
+    description = infer.describe(cluster.probe(os.environ), shipped)
     text = description.to_toml(time.strftime("%Y-%m-%d"))
     if only_print:
         click.echo(text, nl=False)

@@ -21,7 +21,8 @@ from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.units import byte_count, duration, plural
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.run_folder import RunFolder, all_runs
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.report.status.state import Queue, RunState, describe_work, read_queue
 from hpc_ddp.report.tables import columns

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpc_ddp.core.checkpoints import Health
 from hpc_ddp.core.console.units import byte_count, duration, speed
-from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.journal.events import PreflightEnded
 
 CHECKPOINT_COLUMNS = ("checkpoint", "saved", "size", "ranks", "health")
 # fmt: off
@@ -40,9 +40,9 @@ def _checkpoint_cells(row: Health) -> tuple[Any, ...]:
     return row.name, f"{duration(row.age_s)} ago", size, row.world_size, row.problem or good
 
 
-def preflight_table(event: Event) -> str:
+def preflight_table(event: PreflightEnded) -> str:
     """Return one line per node of an event `preflight`."""
-    rows = [_preflight_cells(node, report) for node, report in event["report"].items()]
+    rows = [_preflight_cells(node, report) for node, report in event.report.items()]
     return columns(PREFLIGHT_COLUMNS, rows)
 
 

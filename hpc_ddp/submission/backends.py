@@ -17,9 +17,10 @@ from hpc_ddp import slurm
 from hpc_ddp.core.accelerators import hiding_env
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_io import written_by_owner
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.journal.events import Queued, Submitted
-from hpc_ddp.core.run_folder import link_job, written_by_owner
+from hpc_ddp.core.run_index import link_job
 from hpc_ddp.submission.plan import Plan, PreparedRun
 from hpc_ddp.submission.script import template
 from hpc_ddp.submission.script.render import job_env, node_command, step_options

@@ -13,7 +13,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.journal.events import ANY_RANK, JournalEvent
+from hpc_ddp.core.journal.events import DrillRecord
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.training.checkpoint.shards import memory_of
 from hpc_ddp.training.checkpoint.state import unwrap
@@ -140,7 +139,7 @@ class DrilledRun(Run):
         for name, generator in rng.snapshot(self.devices).items():
             states[f"random {name}"] = generator
         weights_size = size_of(weight for model in models for weight in model.parameters())
-        record = dict(
+        record = DrillRecord(
             rank=self.rank,
             at=moment,
             step=step,
@@ -151,19 +150,7 @@ class DrilledRun(Run):
             values={name: plain(scalar) for name, scalar in values.items()},
             sizes={"gradients": gradients_size, "weights": weights_size},
         )
-        self._records.write(DrillRecord(record))
-
-
-@dataclass(frozen=True)
-class DrillRecord(JournalEvent):
-    """Digests of one rank's state at one moment, in a journal of the drill's own."""
-
-    event = "record"
-    writer = ANY_RANK
-    values: Mapping[str, Any]
-
-    def to_fields(self) -> dict[str, Any]:
-        return {**self.values}
+        self._records.write(record)
 
 
 class OptimizerSteps:

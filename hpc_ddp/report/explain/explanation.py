@@ -8,10 +8,28 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpc_ddp.report.explain.facts import RunFacts, number
+from hpc_ddp.core.journal.events import (
+    CheckpointRestored,
+    CheckpointSaved,
+    Finished,
+    FirstStep,
+    MetricsLine,
+    RankFailed,
+    Stopped,
+    step_of,
+)
+from hpc_ddp.report.explain.facts import RunFacts
 
 WIDTH = 100  # of the paragraph, in characters
-PROGRESS = ("first_step", "metrics", "checkpoint", "stopped", "finished", "failed", "restored")
+PROGRESS = (
+    FirstStep,
+    MetricsLine,
+    CheckpointSaved,
+    Stopped,
+    Finished,
+    RankFailed,
+    CheckpointRestored,
+)
 
 
 @dataclass(frozen=True)
@@ -56,15 +74,15 @@ def paragraph(explanation: Explanation) -> str:
 
 def last_step(facts: RunFacts) -> int | None:
     """Return the last step that is known to be done, in the newest attempt that did any."""
-    steps = (number(e, "step") for e in reversed(facts.events) if e["event"] in PROGRESS)
-    return next((step for step in steps if step is not None), None)
+    steps = [step_of(event) for event in facts.select(*PROGRESS)]
+    return next((step for step in reversed(steps) if step is not None), None)
 
 
 def at_step(facts: RunFacts) -> str:
     """Return `` at step n``, or `` before its first step``; '' where the progress is unknown."""
     if not facts.has_progress or facts.newest is None:
         return ""
-    if not facts.select("first_step", attempt=facts.newest):
+    if not facts.select(FirstStep, attempt=facts.newest):
         return " before its first step"
     return f" at step {last_step(facts)}"
 

@@ -17,8 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp import __version__, slurm
-from hpc_ddp.core.journal.journal import Event, last_event, read_briefly
-from hpc_ddp.core.run_folder import RunFolder, read_json, write_json
+from hpc_ddp.core.file_io import read_json, write_json
+from hpc_ddp.core.journal.events import (
+    CheckpointSaved,
+    JournalEvent,
+    Started,
+    Submitted,
+    VerdictGiven,
+)
+from hpc_ddp.core.journal.journal import last_event, read_briefly
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.run_status import Status, summarize
 from hpc_ddp.report.status.state import RunState
 
@@ -45,12 +53,12 @@ class StatusCache:
         events = read_briefly(run.journal_folder)
         jobs = run.job_ids(events)
         status = summarize(run, events, jobs, self._queue)
-        saved = last_event(events, "checkpoint")
+        saved = last_event(events, CheckpointSaved)
         if _has_ended(status, events) and not self._has_queued(jobs):
             self._entries[name] = {
                 "files": files,  # from before: a later line of the journal is not in the status
                 "jobs": jobs,
-                "saved_at": saved["time"] if saved else None,
+                "saved_at": saved.time if saved else None,
                 "status": asdict(status),
             }
             self._changed = True
@@ -75,10 +83,10 @@ def _restore(values: dict[str, Any], saved_at: float | None) -> Status:
     return status if saved_at is None else replace(status, last_checkpoint_s=time.time() - saved_at)
 
 
-def _has_ended(status: Status, events: list[Event]) -> bool:
+def _has_ended(status: Status, events: list[JournalEvent]) -> bool:
     """Whether nothing more happens to a run without a new line in its journal, or a new job."""
-    last = last_event(events, "submitted", "started", "verdict")
-    has_verdict = last is not None and last["event"] == "verdict"
+    last = last_event(events, Submitted, Started, VerdictGiven)
+    has_verdict = isinstance(last, VerdictGiven)
     is_final = status.state in (RunState.FINISHED, RunState.CANCELLED)
     return not status.state.is_live and (has_verdict or is_final)
 

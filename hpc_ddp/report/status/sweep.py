@@ -11,6 +11,7 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import Submitted
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.run_status import Status, status_of
@@ -83,8 +84,8 @@ def _task(
 
 def _is_resubmitted(run: RunFolder) -> bool:
     """Whether a task was submitted again, and has not begun since."""
-    submitted = last_event(run.events(), "submitted")
-    return submitted is not None and submitted.get("first_attempt") == len(run.attempts())
+    submitted = last_event(run.events(), Submitted)
+    return submitted is not None and submitted.first_attempt == len(run.attempts())
 
 
 def _best(run: RunFolder) -> float | None:

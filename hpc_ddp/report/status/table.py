@@ -6,15 +6,14 @@ import json
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_ddp import slurm
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.units import duration
-from hpc_ddp.core.run_folder import RunFolder, all_runs, find_run
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs, find_run
 from hpc_ddp.report.status import sweep
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status, unreadable
@@ -189,12 +188,3 @@ def terminal() -> tuple[int | None, bool]:
     if not sys.stdout.isatty():
         return None, False
     return shutil.get_terminal_size().columns, "NO_COLOR" not in os.environ
-
-
-def watch(render: Callable[[], str], every_s: float) -> None:
-    """Show the text of `render` again and again, in place on a terminal, until Ctrl-C."""
-    clear = "\033[H\033[J" if sys.stdout.isatty() else ""
-    with suppress(KeyboardInterrupt):
-        while True:
-            print(f"{clear}{render()}", flush=True)
-            time.sleep(every_s)

@@ -12,9 +12,10 @@ from typing import Any
 from hpc_ddp.core import process
 from hpc_ddp.core.checkpoints import published
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Started
-from hpc_ddp.core.run_folder import RunFolder, write_json
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.process.process_group import Control
 

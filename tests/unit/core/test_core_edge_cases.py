@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from fakes import stop_clock
 
-from hpc_ddp.core import checkpoints, process, retry
+from hpc_ddp.core import checkpoints, file_io, process
 from hpc_ddp.core.checkpoints import (
     FileFacts,
     Health,
@@ -29,7 +29,8 @@ from hpc_ddp.core.checkpoints import (
 )
 from hpc_ddp.core.console import progress
 from hpc_ddp.core.errors import HpcDdpError, UsageError, closest
-from hpc_ddp.core.journal.events import Queued
+from hpc_ddp.core.file_io import read_json, read_tail, read_word, write_json
+from hpc_ddp.core.journal.events import Cancelled, JournalEvent, MetricsLine, Queued, step_of
 from hpc_ddp.core.journal.goodput import account, line, pieces, share
 from hpc_ddp.core.journal.journal import (
     Journal,
@@ -39,22 +40,13 @@ from hpc_ddp.core.journal.journal import (
     read_events,
 )
 from hpc_ddp.core.journal.stragglers import slow_rank
-from hpc_ddp.core.run_folder import (
-    AttemptFolder,
-    NodeFolder,
-    RunFolder,
-    find_run,
-    link_job,
-    read_json,
-    read_tail,
-    read_word,
-    write_json,
-)
-from tests.raw_events import raw
+from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, RunFolder
+from hpc_ddp.core.run_index import find_run, link_job
+from tests.raw_events import raw, typed
 
 
-def _event(event: str, time: float = 1.0, attempt: int = 0, **fields: Any) -> dict[str, Any]:
-    return {"event": event, "time": time, "attempt": attempt, **fields}
+def _event(event: str, time: float = 1.0, attempt: int = 0, **fields: Any) -> JournalEvent:
+    return typed(event, time, attempt, **fields)
 
 
 # --- the folder ----------------------------------------------------------------------------
@@ -145,7 +137,7 @@ def test_ids_of_jobs_oldest_first(tmp_path: Path) -> None:
         attempt = run.claim_attempt({}, lambda info: False)
         assert attempt.number == number
         write_json(attempt.path / "next.json", {"job_id": link})
-    events = [_event("queued", job_id="7"), _event("started", job_id=""), _event("x")]
+    events = [_event("queued", job_id="7"), _event("started", job_id=""), _event("cancelled")]
     assert run.job_ids([*events, _event("started", job_id="6"), events[0]]) == ["7", "6", "8"]
 
 
@@ -156,8 +148,8 @@ def test_hours_are_those_of_all_tasks(tmp_path: Path) -> None:
         path = item.journal_folder / "batch.jsonl"
         end = hours * 3600.0
         events = [_event("started", 0.0, nodes=["a", "b"])]
-        events += [_event("verdict", end, cause="c", action="a", why="")]
-        path.write_text("".join(json.dumps(event) + "\n" for event in events))
+        events += [_event("verdict", end, why="")]
+        path.write_text("".join(json.dumps(event.to_line()) + "\n" for event in events))
     assert tasks[0].gpu_hours(4) == run.gpu_hours(4) == 3 * 2 * 4
     assert not run.finished()
 
@@ -186,20 +178,33 @@ def test_files_are_read_whatever_is_in_them(tmp_path: Path) -> None:
     ("event", "sound"),
     [
         ({}, True),
-        ({"step": 3, "nodes": [], "why": "", "cause": None}, True),
+        ({"nodes": [], "pid": None, "new": 1}, True),
         ({"time": "1"}, False),
         ({"time": float("inf")}, False),
+        ({"time": 10**400}, False),
         ({"attempt": 1.5}, False),
         ({"event": 3}, False),
-        ({"step": "3"}, False),
+        ({"event": []}, False),
+        ({"event": "a later version's"}, False),
         ({"nodes": "n1"}, False),
-        ({"event": "verdict", "cause": "c", "action": "a", "why": "w"}, True),
-        ({"event": "verdict", "cause": "c", "action": "a"}, False),
-        ({"event": "verdict", "cause": "c", "action": 5, "why": "w"}, False),
+        ({"nodes": [1]}, False),
+        ({"shell": 3}, False),
+        ({"event": "metrics", "step": 3, "loss": float("nan"), "text": "x"}, True),
+        ({"event": "metrics", "step": "3"}, False),
+        ({"event": "checkpoint"}, True),
+        ({"event": "checkpoint", "write_s": float("nan")}, False),
+        ({"event": "verdict", "cause": "failed", "action": "requeue"}, True),
+        ({"event": "verdict", "cause": "failed", "action": "requeue", "why": 5}, False),
+        ({"event": "verdict", "cause": "failed"}, False),
+        ({"event": "verdict", "cause": "a later version's", "action": "requeue"}, False),
+        ({"event": "verdict", "cause": ["failed"], "action": "requeue"}, False),
     ],
 )
-def test_an_event_has_what_it_must_have(tmp_path: Path, event: dict[str, Any], sound: bool) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({**_event("x"), **event}) + "\n")
+def test_a_line_of_another_writer_is_read_or_left_out(
+    tmp_path: Path, event: dict[str, Any], sound: bool
+) -> None:
+    line = {"time": 1.0, "event": "started", "attempt": 0, **event}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
     assert bool(read_events(tmp_path)) is sound
     assert read_briefly(tmp_path) == read_events(tmp_path)
 
@@ -211,28 +216,28 @@ def test_of_many_metrics_the_last_is_read_in_full(tmp_path: Path) -> None:
     journal.write(raw("stopped", step=3, reason="notice"))
     Journal(tmp_path, "batch").write(raw("started"))
     events = read_briefly(tmp_path)
-    assert [event["event"] for event in events] == ["started", *["metrics"] * 3, "stopped"]
-    assert [event.get("loss") for event in events] == [None, None, None, 0.5, None]
-    assert [event.get("step") for event in events] == [None, 1, 2, 3, 3]
-    times = [event["time"] for event in read_events(tmp_path)]
-    assert [event["time"] for event in events] == times
-    assert all(event["attempt"] == 2 for event in events[1:])
+    assert [event.event for event in events] == ["started", *["metrics"] * 3, "stopped"]
+    metrics = [event for event in events if isinstance(event, MetricsLine)]
+    assert [event.number("loss") for event in metrics] == [None, None, 0.5]
+    assert [step_of(event) for event in events] == [None, 1, 2, 3, 3]
+    assert [event.time for event in events] == [event.time for event in read_events(tmp_path)]
+    assert all(event.attempt == 2 for event in events[1:])
 
 
 def test_a_line_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "deep" / "er", "a", attempt=4)
-    journal.write_surely(raw("x", b=1))
-    journal.write(raw("y"))
+    journal.write_surely(Queued("7"))
+    journal.write(Cancelled())
     event, _ = read_events(journal.path.parent)
-    assert (event["event"], event["attempt"], event["b"]) == ("x", 4, 1)
-    assert abs(event["time"] - time.time()) < 60
+    assert event == Queued("7", time=event.time, attempt=4)
+    assert abs(event.time - time.time()) < 60
     assert journal.path.read_bytes().count(b"\n") == 2
 
 
 def test_an_event_that_matters_is_written_patiently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = stop_clock(monkeypatch, retry)
+    clock = stop_clock(monkeypatch, file_io)
     (tmp_path / "file").touch()
     Journal(tmp_path / "file", "a").write_surely(raw("x"))
     assert sum(clock.slept) == 61  # a minute, and one more try
@@ -249,7 +254,7 @@ def test_an_event_that_matters_is_written_patiently(
         ([_event("verdict", cause="preempted"), _event("finished")], True),
     ],
 )
-def test_a_run_is_finished_by_its_last_word(events: list[dict[str, Any]], finished: bool) -> None:
+def test_a_run_is_finished_by_its_last_word(events: list[JournalEvent], finished: bool) -> None:
     assert is_finished(events) is finished
 
 
@@ -275,29 +280,29 @@ def test_node_seconds() -> None:
 
 
 def test_a_disk_that_comes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, errors = stop_clock(monkeypatch, retry), [OSError("away"), OSError("away")]
+    clock, errors = stop_clock(monkeypatch, file_io), [OSError("away"), OSError("away")]
 
     def act() -> str:
         if errors:
             raise errors.pop()
         return "there"
 
-    assert retry.patiently(act) == "there"
+    assert file_io.patiently(act) == "there"
     assert clock.slept == [1, 1]
 
 
 def test_what_takes_longer_than_the_patience_is_tried_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, calls = stop_clock(monkeypatch, retry), []
+    clock, calls = stop_clock(monkeypatch, file_io), []
 
     def act() -> None:
         calls.append(clock.now)
-        clock.now += 2 * retry.PATIENCE_S
+        clock.now += 2 * file_io.PATIENCE_S
         raise OSError("away")
 
     with pytest.raises(OSError, match="away"):
-        retry.patiently(act)
+        file_io.patiently(act)
     assert len(calls) == 2
 
 
@@ -499,7 +504,7 @@ def test_health_of_all_that_is_there(tmp_path: Path) -> None:
 
 def test_pieces_have_no_gaps() -> None:
     events = [
-        *(_event("submitted", 0.0), _event("started", 5.0, nodes=["a"]), _event("x", 9.0)),
+        *(_event("submitted", 0.0), _event("started", 5.0, nodes=["a"]), _event("notice", 9.0)),
         _event("verdict", 20.0, cause="failed", action="requeue", why=""),
         _event("started", 30.0, 1, nodes=["a"]),
     ]

@@ -11,7 +11,8 @@ import pytest
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.journal.events import Queued, Started
-from hpc_ddp.core.run_folder import RunFolder, all_runs, find_run, link_job
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs, find_run, link_job
 
 
 def _run(root: Path, name: str = "n", run_id: str = "20260101-000000-aa") -> RunFolder:

@@ -17,7 +17,8 @@ from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.run_folder import RunFolder, all_runs, link_job
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs, link_job
 from hpc_ddp.report import clean
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.report.status.state import Queue
@@ -183,7 +184,7 @@ def test_a_run_that_is_taken_up_meanwhile(root: Path, make: Any) -> None:
     ((_, problem),) = clean.delete(items, root)
     assert "was resumed meanwhile" in problem
     assert len(all_runs(root)) == 1
-    assert run.events()[-1]["event"] == "submitted"
+    assert run.events()[-1].event == "submitted"
 
 
 def test_links_lead_nowhere(root: Path, make: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "hpc_ddp"
-FORBIDDEN = ("torch", "torchvision", "numpy", "submitit", "rich")
+FORBIDDEN = ("torch", "torchvision", "numpy", "submitit")
 STDLIB = set(sys.stdlib_module_names) | {"tomllib"}  # since 3.11
 
 # Room: (our rooms that it may import, other packages).

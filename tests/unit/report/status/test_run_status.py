@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from written_runs import RUNNING_JOB, make_run, write_event
 
+from hpc_ddp.core.journal.events import MetricsLine
 from hpc_ddp.core.journal.goodput import account
 from hpc_ddp.core.journal.journal import last_event, read_briefly
 from hpc_ddp.core.journal.stragglers import slow_rank
@@ -46,13 +47,9 @@ def test_brief_reading_tells_the_same(tmp_path: Path) -> None:
     with open(run.journal_folder / "rank-0.jsonl", "ab") as file:
         file.write(b'{"time": 1.0, "event": "metrics", "attempt": 0, "step": 9, "lo')  # torn
     events, brief = run.events(), read_briefly(run.journal_folder)
-    assert [e["event"] for e in events] == [e["event"] for e in brief]
+    assert [e.event for e in events] == [e.event for e in brief]
     assert account(events) == account(brief)
-    assert last_event(events, "metrics") == {
-        name: value
-        for name, value in (last_event(brief, "metrics") or {}).items()
-        if name != "line"
-    }
+    assert last_event(events, MetricsLine) == last_event(brief, MetricsLine)
 
 
 def _ranks(run: RunFolder, busy: list[float], data: list[float], **more: Any) -> None:

@@ -1,0 +1,121 @@
+"""Small files of a run: read whatever is in them, and written in one step; and who may write them.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+PATIENCE_S = 60.0
+_RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
+
+
+def patiently(act: Callable[[], T]) -> T:
+    """Return what `act` returns; while it raises OSError, try again each second.
+
+    For the few things that an attempt's end hangs on. `PATIENCE_S` after the first failure the
+    error is raised: so reading a large file, which takes longer than that, is tried twice.
+    """
+    give_up: float | None = None
+    while True:
+        try:
+            return act()
+        except OSError:
+            give_up = give_up or time.monotonic() + PATIENCE_S
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(1)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an absent, torn or foreign one reads as empty."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file so that a reader sees all of it or none."""
+    write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file by a draft and a rename; a link that lies there is replaced, and not followed.
+
+    The draft has a random name and is new: others may write to the folder.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(draft, "x", encoding="utf-8") as file:  # x: it follows no link
+            file.write(text)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_word(path: Path) -> str:
+    """Return what a `notice` or `failed` file holds, '' when it is empty or can't be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def read_seconds(path: Path) -> float | None:
+    """Return the number that a file like `end-time` holds, None where there is none."""
+    try:
+        return float(read_word(path))
+    except ValueError:
+        return None
+
+
+def read_tail(path: Path, size: int) -> str:
+    """Return the last `size` bytes of a log, without torch's and our own mark of the rank in
+    front of its lines; '' when it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - size))
+            text = file.read(size).decode(errors="replace")
+    except (OSError, ValueError):
+        return ""
+    return _RANK_MARK.sub("", text)
+
+
+@contextlib.contextmanager
+def written_by_owner() -> Iterator[None]:
+    """Let nobody but the owner write what is made meanwhile, also with the umask 002 of a project's
+    group: an owner may open a run to be read, and what is in it is executed and believed.
+
+    Not for a whole process: a job gets the umask of who submits it, and so do the files of its
+    script.
+    """
+    umask = os.umask(0o022)
+    os.umask(umask | 0o022)
+    try:
+        yield
+    finally:
+        os.umask(umask)
+
+
+def close_to_others(top: Path) -> None:
+    """Let nobody but the owner write what is there: a copy has its original's mode, whatever the
+    umask."""
+    for path in (top, *top.rglob("*")):
+        mode = path.lstat().st_mode
+        if not stat.S_ISLNK(mode) and mode & 0o022:
+            path.chmod(stat.S_IMODE(mode) & ~0o022)
