@@ -105,7 +105,7 @@ def main() -> None:
             subprocess.run(["ls", "-lR", folder], check=True, capture_output=True)
 
         def first() -> None:
-            (root / ".status.json").unlink(missing_ok=True)
+            (root / f".status-{os.geteuid()}.json").unlink(missing_ok=True)
             ask("status", "--all")
 
         rows = {

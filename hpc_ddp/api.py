@@ -18,6 +18,7 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.options import default_of, key_of
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
@@ -112,7 +113,7 @@ class Handle:
         if self._process:
             return self._process.poll() is None
         try:
-            queue = Queue(slurm.queue() if self.job_id else {}, ())
+            queue = Queue(slurm.queue() if self.job_id else {})
         except slurm.NoAnswerError:  # it will come back
             return True
         return bool(describe_work(self._run, queue))
@@ -142,7 +143,7 @@ class Handle:
         True
         """
         files = log_files(self._run, rank, None)
-        return "".join(path.read_text(errors="replace") for path in files)
+        return "".join(map(read_text, files))
 
 
 def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:

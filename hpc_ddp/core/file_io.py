@@ -6,6 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -13,12 +14,15 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 T = TypeVar("T")
 
 PATIENCE_S = 60.0
+MOST_BYTES = 1 << 30  # read of one file: a sparse file of terabytes must not fill the memory
+ROOT, MOST_LINKS = 0, 40
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
 
 
@@ -39,10 +43,60 @@ def patiently(act: Callable[[], T]) -> T:
             time.sleep(1)
 
 
+def check_links(path: Path, most: int = MOST_LINKS) -> None:
+    """Refuse a path that leads through a link of another user, who could turn it to any file.
+
+    As Linux does with protected_symlinks, but in all folders, not only in those like /tmp.
+
+    Raises
+    ------
+    OSError
+        a component of the path, or of the target of a link in it, is such a link; or the path
+        does not exist
+    """
+    for part in (path.absolute(), *path.absolute().parents):
+        status = part.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            if status.st_uid not in (os.geteuid(), ROOT):
+                raise OSError(errno.ELOOP, "a link of another user", str(part))
+            if most == 0:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(part))
+            check_links(part.parent / os.readlink(part), most - 1)
+
+
+def open_data(path: Path) -> BinaryIO:
+    """Open a file of a run that may be another user's, to read it as data.
+
+    Raises
+    ------
+    OSError
+        it can't be read, is no regular file (a pipe would wait for a writer), or lies behind a
+        link of another user
+    """
+    check_links(path)
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    return file
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file that `open_data` accepts; raises OSError."""
+    with open_data(path) as file:
+        return file.read(MOST_BYTES).decode(errors="replace")
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file that `open_data` accepts; raises OSError."""
+    with open_data(path) as file:
+        return file.read(MOST_BYTES).splitlines()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; an absent, torn or foreign one reads as empty."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(read_text(path))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -53,14 +107,16 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file by a draft and a rename; a link that lies there is replaced, and not followed.
 
-    The draft has a random name and is new: others may write to the folder.
+    The draft has a random name and is new: others may write to the folder. The umask takes from
+    the `mode`.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(draft, "x", encoding="utf-8") as file:  # x: it follows no link
+        opener = partial(os.open, mode=mode)
+        with open(draft, "x", encoding="utf-8", opener=opener) as file:  # x: it follows no link
             file.write(text)
         draft.replace(path)
     except BaseException:
@@ -88,8 +144,8 @@ def read_tail(path: Path, size: int) -> str:
     """Return the last `size` bytes of a log, without torch's and our own mark of the rank in
     front of its lines; '' when it can't be read."""
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - size))
+        with open_data(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
             text = file.read(size).decode(errors="replace")
     except (OSError, ValueError):
         return ""

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import ROOT, check_links
 from hpc_ddp.core.run_folder import RunFolder
-
-ROOT = 0
 
 
 def file_fault(file: os.stat_result, folder: os.stat_result, uid: int) -> str:
@@ -94,7 +93,9 @@ def run_fault(status: os.stat_result, uid: int) -> str:
 def check_folder(run: RunFolder) -> None:
     """Refuse to make or continue a run where another user could put a folder in its place.
 
-    The folder of the runs, and the one of the run's name in it, are looked at; not those above.
+    The folder of the runs, and the one of the run's name in it, are looked at; of those above,
+    whether one is a link of another user. In a project's folder the group may rename what is
+    above: so the batch script looks again at the owner of what it executes.
 
     Raises
     ------
@@ -103,7 +104,14 @@ def check_folder(run: RunFolder) -> None:
     """
     uid = os.geteuid()
     for folder, owners in ((run.whole.parent, (uid,)), (run.root, (uid, ROOT))):
-        status = folder.stat()
+        try:
+            check_links(folder)
+            status = folder.stat()
+        except OSError as error:
+            raise UsageError(
+                f"runs are not made in {folder}: {error.filename}: {error.strerror}",
+                hint="--runs-dir, or export HPC_DDP_RUNS=/a/folder/of/yours",
+            ) from None
         is_sticky = status.st_mode & stat.S_ISVTX
         if status.st_uid not in owners:
             fault = f"belongs to {user_name(status.st_uid)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import check_links
 from hpc_ddp.core.run_folder import RunFolder
 
 
@@ -22,8 +23,10 @@ def link_job(job_id: str, run: RunFolder) -> None:
     index = run.root / ".jobs"
     try:
         index.mkdir(parents=True, exist_ok=True)
+        check_links(index)
         link = index / job_id
-        link.unlink(missing_ok=True)
+        if link.is_symlink():
+            link.unlink()
         link.symlink_to(os.path.relpath(run.path, index))
     except OSError as error:
         say(f"job {job_id} can't be found by its id: {error}")
@@ -33,7 +36,8 @@ def find_run(root: Path, text: str) -> RunFolder:
     """Return the run that a person means: a folder, a run id, a run's name (newest), a job id.
 
     A folder in the working directory comes first, whichever user made it. It is read as data;
-    `ownership.check_executable` keeps what is in it from being started.
+    `ownership.check_executable` keeps what is in it from being started. Links of other users
+    count as absent.
 
     Raises
     ------
@@ -55,7 +59,7 @@ def find_run(root: Path, text: str) -> RunFolder:
     if re.fullmatch(r"[^/\0]+/task-\d+", text):  # an id, as `hpc-ddp status` shows it
         candidates += root.glob(f"[!.]*/{glob.escape(text)}")
     for path in candidates:
-        if "\0" not in text and (path / "job.json").is_file():
+        if "\0" not in text and (path / "job.json").is_file() and is_trusted(path):
             return RunFolder(path.resolve())
     raise UsageError(
         f"no run {text!r}: not a run folder, and no run id, run name or job id in {root}",
@@ -63,9 +67,18 @@ def find_run(root: Path, text: str) -> RunFolder:
     )
 
 
+def is_trusted(path: Path) -> bool:
+    """Return whether a path exists and leads through no link of another user."""
+    try:
+        check_links(path)
+    except OSError:
+        return False
+    return True
+
+
 def _has_job(path: Path, job_id: str) -> bool:
     """Return whether the run behind a link of ``.jobs`` had this job: others may write links."""
-    if not (path / "job.json").is_file():
+    if not is_trusted(path / "job.json"):
         return False
     run = RunFolder(path.resolve())
     runs = {run.path: run, run.whole: RunFolder(run.whole)}.values()

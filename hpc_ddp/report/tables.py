@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpc_ddp.core.checkpoints import Health
+from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.console.units import byte_count, duration, speed
 from hpc_ddp.core.journal.events import PreflightEnded
 
@@ -20,7 +21,7 @@ PREFLIGHT_COLUMNS = (
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return rows below a header, in aligned columns; None is shown as ``-``."""
-    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [["-" if cell is None else printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

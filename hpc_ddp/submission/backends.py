@@ -250,6 +250,14 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
         if task.index in indexes and not task.finished():
             task.journal("submit").write(Submitted(len(task.attempts())))
     if started.job_id:
-        journal.write(Queued(started.job_id))
+        journal.write(Queued(started.job_id, _cluster_name()))
         link_job(started.job_id, run)
     return started
+
+
+def _cluster_name() -> str | None:
+    """Return the name of the cluster that has the job: others may see the same disk."""
+    try:
+        return slurm.show_config().get("ClusterName")
+    except HpcDdpError:  # the job is queued: nothing may fail the submit any more
+        return None

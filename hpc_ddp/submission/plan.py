@@ -137,7 +137,8 @@ def plan_new(settings: Settings, cwd: Path, root: Path) -> Plan:
 def new_folder(root: Path, spec: JobSpec) -> RunFolder:
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     folder = root / spec.job_name
-    if folder.exists() and folder.stat().st_uid != os.geteuid():  # of a colleague, in a shared root
+    # Of a colleague, in a shared folder; also a link that leads to a folder of this user.
+    if os.path.lexists(folder) and folder.lstat().st_uid != os.geteuid():
         folder = root / f"{spec.job_name}-{getpass.getuser()}"
     return RunFolder(folder / run_id)
 

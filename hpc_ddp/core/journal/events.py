@@ -65,11 +65,12 @@ class Submitted(JournalEvent):
 
 @dataclass(frozen=True)
 class Queued(JournalEvent):
-    """Slurm has taken the job."""
+    """Slurm has taken the job; the `cluster` is absent where Slurm did not name it."""
 
     event = "queued"
     writer = LOGIN_NODE
     job_id: str
+    cluster: str | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.file_io import patiently
+from hpc_ddp.core.file_io import patiently, read_lines
 from hpc_ddp.core.journal.events import (
     LOGIN_NODE,
     Finished,
@@ -132,7 +132,7 @@ def read_briefly(folder: Path) -> list[JournalEvent]:
     events: list[JournalEvent] = []
     for path in sorted(folder.glob("*.jsonl")):
         last: tuple[int, bytes] | None = None  # the index and the line of the newest metrics
-        for line in path.read_bytes().splitlines():
+        for line in read_lines(path):
             if brief := _METRICS.match(line):
                 when, attempt, step = brief.groups()
                 last = len(events), line
@@ -159,7 +159,7 @@ def _order(event: JournalEvent) -> tuple[int, float]:
 
 def events_of(path: Path) -> Iterator[JournalEvent]:
     """Yield the events of one writer, as they were written."""
-    for line in path.read_bytes().splitlines():
+    for line in read_lines(path):
         if event := parse_event(line):
             yield event
 

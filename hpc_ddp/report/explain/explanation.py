@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.journal.events import (
     CheckpointRestored,
     CheckpointSaved,
@@ -69,7 +70,7 @@ class Explanation:
 def paragraph(explanation: Explanation) -> str:
     """Return the text for a terminal. The hint is one line, so that a command can be copied."""
     text = textwrap.fill(explanation.text, WIDTH, break_long_words=False, break_on_hyphens=False)
-    return f"{text}\nhint: {explanation.hint}" if explanation.hint else text
+    return printable(f"{text}\nhint: {explanation.hint}" if explanation.hint else text)
 
 
 def last_step(facts: RunFacts) -> int | None:

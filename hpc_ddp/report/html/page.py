@@ -15,6 +15,7 @@ import jinja2
 from hpc_ddp import __version__
 from hpc_ddp.core.console.units import duration, measured
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import RankFailed
@@ -69,7 +70,7 @@ def render(run: RunFolder, templates: Path) -> str:
 
 def _spec_of(run: RunFolder) -> JobSpec | None:
     try:
-        return JobSpec.from_json(run.job_json.read_text())
+        return JobSpec.from_json(read_text(run.job_json))
     except (OSError, ValueError, HpcDdpError):
         return None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import open_data
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
 
@@ -102,7 +103,7 @@ class LogFile:
         partial = b""
         while True:
             try:
-                with open(self.path, "rb") as file:  # not kept open: there may be thousands
+                with open_data(self.path) as file:  # not kept open: there may be thousands
                     file.seek(self._position + len(partial))
                     chunk = file.read(CHUNK)
             except OSError:

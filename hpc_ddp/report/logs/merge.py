@@ -12,6 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from hpc_ddp.core.file_io import open_data
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.journal import events_of
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
@@ -59,7 +60,7 @@ class AttemptLogs:
             self._read_notes(path)
 
     def _read_notes(self, path: Path) -> None:
-        with contextlib.suppress(OSError), open(path, "rb") as file:
+        with contextlib.suppress(OSError), open_data(path) as file:
             file.seek(self._offsets[path])
             for line in file.read().splitlines(keepends=True):
                 if not line.endswith(b"\n"):

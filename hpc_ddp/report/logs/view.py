@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import open_data
 from hpc_ddp.core.journal.events import JournalEvent, Started, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.journal.vocabulary import Action
@@ -145,7 +146,7 @@ class MergedView:
         return any(self._has_output(log.path) for log in logs)
 
     def _has_output(self, path: Path) -> bool:
-        with contextlib.suppress(OSError), open(path, "rb") as file:
+        with contextlib.suppress(OSError), open_data(path) as file:
             return any(map(self._is_shown, file.read(CHUNK).splitlines(keepends=True)))
         return False
 

@@ -25,6 +25,7 @@ from hpc_ddp.core.journal.events import (
     Rerun,
     Started,
     Stopped,
+    Submitted,
     WorkerStarted,
     step_of,
 )
@@ -220,8 +221,26 @@ def cancel(run: RunFolder) -> None:
         jobs += folder.job_ids(events)
     if run.is_task:
         jobs = _jobs_of_task(run, jobs)
-    if jobs:
-        slurm.cancel(jobs)
+    if jobs and (live := _live_jobs(run, jobs)):
+        slurm.cancel(live)
+
+
+def _live_jobs(run: RunFolder, jobs: Sequence[str]) -> list[str]:
+    """Return the jobs that are not over and that run this run's script.
+
+    A journal may name a job of long ago, or of another cluster, whose number is that of another job
+    of the user's now. A job that the run found itself in, by salloc, has another script.
+    """
+    queue = slurm.queue()
+    submitted = last_event(run.events(), Submitted)
+    scripts = {os.path.realpath(folder.script) for folder in (run, RunFolder(run.whole))}
+    is_allocation = submitted is not None and submitted.backend == "salloc"
+    live = []
+    for job_id in jobs:
+        job = queue.get(job_id) or queue.get(job_id.partition("_")[0])
+        if job and job.state not in slurm.OVER and (is_allocation or job.script in scripts):
+            live.append(job_id)
+    return live
 
 
 def _jobs_of_task(task: RunFolder, jobs: Sequence[str]) -> list[str]:

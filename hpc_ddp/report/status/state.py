@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,10 +26,12 @@ from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import (
     Finished,
     JournalEvent,
+    Queued,
     RankFailed,
     Started,
     Stopped,
@@ -137,7 +139,7 @@ def _has_live_process(last: JournalEvent | None) -> bool:
 def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunState, str]:
     indexes = [task.index for task in tasks]
     with suppress(HpcDdpError, ValueError):  # a broken file of one run must not hide all others
-        indexes = JobSpec.from_json(run.job_json.read_text()).indexes(indexes)
+        indexes = JobSpec.from_json(read_text(run.job_json)).indexes(indexes)
     finished, total = sum(task.finished() for task in tasks), len(indexes)
     state = RunState.FINISHED if finished == total else RunState.ARRAY
     return state, f"{finished} of {total} tasks finished"
@@ -176,12 +178,15 @@ def _state_of_process(started: Started, events: Sequence[JournalEvent]) -> tuple
 
 @dataclass(frozen=True)
 class Queue:
-    """The user's jobs: `jobs` by id, the `scripts` of those that are not over, and the name of the
-    `cluster`."""
+    """The user's jobs by id, and the name of the cluster."""
 
     jobs: Mapping[str, slurm.QueuedJob]
-    scripts: Collection[str]
     cluster: str = ""
+
+    @property
+    def scripts(self) -> set[str]:
+        """The scripts of the jobs that are not over, also of those submitted without hpc-ddp."""
+        return {job.script for job in self.jobs.values() if job.state not in slurm.OVER}
 
 
 def jobs_in_queue() -> Mapping[str, slurm.QueuedJob]:
@@ -201,7 +206,7 @@ def read_queue() -> Queue | None:
         return None
     try:
         cluster = slurm.show_config().get("ClusterName", "")
-        return Queue(slurm.queue(), slurm.queued_scripts(), cluster)
+        return Queue(slurm.queue(), cluster)
     except HpcDdpError as error:
         say(f"{error.message}; runs that have a job are left alone")
         return None
@@ -241,8 +246,8 @@ def _describe_job(
         return "a job of its script"
     if "(null)" in queue.scripts and not jobs:
         return "perhaps a job whose script came through a pipe"
-    last = last_event(events, Started, VerdictGiven)
-    if not isinstance(last, Started) or not last.cluster or not queue.cluster:
+    last = last_event(events, Queued, Started, VerdictGiven)
+    if not isinstance(last, Queued | Started) or not last.cluster or not queue.cluster:
         return ""
     if last.cluster == queue.cluster:
         return ""

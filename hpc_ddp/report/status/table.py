@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpc_ddp import slurm
 from hpc_ddp.core.console.progress import ProgressBar
+from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.console.units import duration
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, find_run
@@ -170,7 +171,7 @@ def _cells(row: Status) -> dict[str, str]:
         "left": _time_left(row),
         "why": "; ".join(filter(None, (row.slow, row.why))),
     }
-    return {name: "-" if cell is None else str(cell) for name, cell in cells.items()}
+    return {name: "-" if cell is None else printable(str(cell)) for name, cell in cells.items()}
 
 
 def _time_left(row: Status) -> str | None:

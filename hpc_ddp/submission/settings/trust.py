@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core import ownership
+from hpc_ddp.core import file_io, ownership
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 
 RECORD = ".config/hpc-ddp/trusted.json"
@@ -85,7 +85,7 @@ def _fault(path: Path, status: os.stat_result) -> str:
     """Return what is wrong with an opened file, or with the link that led to it."""
     uid = os.geteuid()
     link = path.lstat()
-    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (uid, ownership.ROOT):
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (uid, file_io.ROOT):
         return f"it is a symbolic link that belongs to {ownership.user_name(link.st_uid)}"
     return ownership.file_fault(status, path.resolve().parent.stat(), uid)
 

@@ -44,7 +44,7 @@ def checkpoint(run: RunFolder, name: str, good: bool = True, best: int | None = 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(clean, "read_queue", lambda: Queue({}, set()))
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue({}))
     return tmp_path / "runs"
 
 
@@ -160,8 +160,9 @@ def test_what_is_at_work_is_left_alone(
     jobs = {
         "3": slurm.QueuedJob("PENDING", "Priority", "", ""),
         "5": slurm.QueuedJob("PREEMPTED", "", "", ""),
+        "99": slurm.QueuedJob("RUNNING", "", "", "", str(by_hand.script)),
     }
-    monkeypatch.setattr(clean, "read_queue", lambda: Queue(jobs, {str(by_hand.script)}))
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue(jobs))
     assert clean.plan(root, [], 0, (), checkpoints_only=False) == []
     for run, what in (
         (here, "process"),
@@ -270,7 +271,7 @@ def test_what_may_be_at_work_elsewhere_stays(
     with pytest.raises(UsageError, match="it may be at work on another cluster"):
         clean.plan(root, [lost], 0.0, (), False)
     lost.journal("batch").write(raw("started", nodes=["n1"], job_id="1", cluster="other"))
-    monkeypatch.setattr(clean, "read_queue", lambda: Queue({}, set(), "this"))
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue({}, "this"))
     with pytest.raises(UsageError, match="of cluster other, which can't be asked"):
         clean.plan(root, [lost], 0.0, (), False)
     assert taken(root) == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
         "finished",
     ]
     (runs[0].journal_folder / "a.jsonl").mkdir()
-    (tmp_path / ".status.json").unlink()
+    (tmp_path / f".status-{os.geteuid()}.json").unlink()
     assert [row.state for row in overview.read_statuses(tmp_path, runs, {})] == [
         "unreadable",
         "finished",
