@@ -21,19 +21,15 @@ from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import COMMUNICATION_ERROR, HpcDdpError
 from hpc_ddp.core.file_io import read_json, read_tail
 from hpc_ddp.core.journal.events import (
-    CheckpointRestored,
-    Finished,
-    FirstStep,
     JournalEvent,
     RankFailed,
     Started,
     Submitted,
-    TrainingBegun,
     VerdictGiven,
     WorkerStarted,
 )
 from hpc_ddp.core.journal.fields import read_fields
-from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.journal.journal import last_event, last_step
 from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, RunFolder
 from hpc_ddp.report.status.state import RunState, state_of_job
 
@@ -148,7 +144,7 @@ class RunFacts:
     @property
     def has_progress(self) -> bool:
         """Whether the script uses hpc_ddp.training, so that its progress is known."""
-        return bool(self.select(FirstStep, CheckpointRestored, TrainingBegun, Finished))
+        return last_step(self.events) is not None
 
     @property
     def standalone(self) -> bool:

@@ -33,7 +33,7 @@ from hpc_ddp.core.journal.events import (
     WorkerStarted,
     step_of,
 )
-from hpc_ddp.core.journal.journal import last_event, read_events
+from hpc_ddp.core.journal.journal import last_event, last_step, read_events
 from hpc_ddp.core.journal.vocabulary import StopReason
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.backends import LocalBackend
@@ -271,8 +271,8 @@ class _Drill:
     def _print_step(self, run: RunFolder) -> None:
         number = len(run.attempts()) - 1
         events = [event for event in run.events() if event.attempt == number]
-        steps = [step for step in map(step_of, events) if step is not None]
-        self._say(f"  step {steps[-1]}" if steps else "  starting")
+        step = last_step(events)
+        self._say("  starting" if step is None else f"  step {step}")
 
     def _records(self, run: RunFolder) -> list[DrillRecord]:
         events = read_events(run.path / "drill")

@@ -108,10 +108,6 @@ class NodeKind(NamedTuple):
         """The values of --gpus-per-node for all GPUs of such a node, one for each type."""
         return [f"{type}:{count}" if type else str(count) for type, count in self.gpus]
 
-    @property
-    def gpu_count(self) -> int:
-        return sum(count for _, count in self.gpus)
-
     def __str__(self) -> str:
         gpus = "".join(f", {count} {f'{type} GPUs'.strip()}" for type, count in self.gpus)
         return f"{self.cpus} CPUs, {self.memory / 1000:.0f} GB{gpus}"
