@@ -18,7 +18,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import bundle as report_bundle
 from hpc_ddp.report import clean as report_clean
-from hpc_ddp.submission import attach as launch_attach
+from hpc_ddp.submission import attach_command
 from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder
 
 OLD = "30d"
@@ -117,7 +117,7 @@ def attach(
         )
     words = ["stacks"] if py_spy else ["run", *(command or ("bash",))]
     terminal = not py_spy and sys.stdin.isatty() and sys.stdout.isatty()
-    argv = launch_attach.command(run_of(run, runs_dir), node, rank, words, terminal)
+    argv = attach_command.command(run_of(run, runs_dir), node, rank, words, terminal)
     os.execvpe(argv[0], argv, slurm.clean_env(os.environ))
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from hpc_ddp.cli.common import say
-from hpc_ddp.cli.options import (
+from hpc_ddp.cli.job_options import (
     Grouped,
     again_options,
     job_options,

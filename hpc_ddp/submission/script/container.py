@@ -9,7 +9,7 @@ from pathlib import Path
 from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.submission.resources import folder
-from hpc_ddp.submission.settings.fabrics import read_toml
+from hpc_ddp.submission.settings.trust import read_toml
 
 DEFAULT_TOOL = "apptainer"
 

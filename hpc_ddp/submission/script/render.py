@@ -14,7 +14,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.spec import JobSpec, directives, trial_args
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container, template
-from hpc_ddp.submission.settings.fabrics import fabric_env
+from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 from hpc_ddp.submission.settings.operators import comment_pairs
 
 # No limit on how long srun waits for the other nodes once the first has ended well: rank 0 may

@@ -17,7 +17,7 @@ from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.options import ENVIRONMENT, FLAG, LIST, TEXT, Kind, option, options_of
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.submission.settings import operators, sites
-from hpc_ddp.submission.settings.fabrics import read_toml
+from hpc_ddp.submission.settings.trust import read_toml
 
 T = TypeVar("T")
 

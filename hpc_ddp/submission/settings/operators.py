@@ -13,7 +13,7 @@ from typing import Any
 from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.submission.settings.fabrics import read_toml
+from hpc_ddp.submission.settings.trust import read_toml
 
 SITE_FILE = Path("/etc/hpc-ddp/site.toml")
 VARIABLE = "HPC_DDP_SITE_FILE"  # set by a module, where /etc is not the same on all nodes

@@ -16,7 +16,7 @@ from pathlib import Path
 from hpc_ddp.core.errors import HpcDdpError, UsageError, closest
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.settings import operators
-from hpc_ddp.submission.settings.fabrics import read_toml
+from hpc_ddp.submission.settings.trust import read_toml
 
 KEYS = ("title", "match")  # of site files only
 

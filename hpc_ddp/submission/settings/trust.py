@@ -11,11 +11,18 @@ import json
 import os
 import shlex
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core import ownership
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.submission.resources import is_shipped
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 RECORD = ".config/hpc-ddp/trusted.json"
 
@@ -50,6 +57,23 @@ def _hint(path: Path, status: os.stat_result) -> str:
     if status.st_uid == os.geteuid() and ownership.is_writable_by_others(status):
         return f"chmod go-w {_quoted(path)}; or, as it is now: hpc-ddp trust {_quoted(path)}"
     return f"read it; if it may decide what your jobs run: hpc-ddp trust {_quoted(path)}"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return what a TOML file holds.
+
+    Raises
+    ------
+    UsageError
+        it can't be read, or isn't TOML; the message has the line. Or it may not act for the user
+        (see `read`)
+    """
+    try:
+        content = path.read_bytes() if is_shipped(path) else read(path)
+        values: dict[str, Any] = tomllib.loads(content.decode())
+        return values
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} can't be read as TOML: {error}", hint=f"look at {path}") from None
 
 
 def accept(path: Path) -> None:
