@@ -25,7 +25,7 @@ Command = Callable[..., Any]
 OTHERS = "Others"
 _GROUP_OF = {"run-text": COMMON, "fresh": CONTINUATION}
 
-# The options that say what the nodes of a job have to be like.
+# The options that describe the nodes of a job.
 _OF_NODES = (
     "gpus-per-node",
     "site",
@@ -110,7 +110,7 @@ def again_options(command: Command) -> Command:
 
 
 def node_options(command: Command) -> Command:
-    """Add the options that say what the nodes of a job have to be like."""
+    """Add the options that describe the nodes of a job."""
     return _add(command, [key for key in _KEYS if key in _OF_NODES], json_option)
 
 

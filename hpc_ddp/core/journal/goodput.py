@@ -82,7 +82,7 @@ def pieces(
     now
         unix time of the end, for a run that still goes on; None: its last event
     waits
-        it goes on, but is not at work now: a node was lost, say, and nobody told the journal
+        it goes on, but is not at work now, though its journal has no end: its node was lost, say
 
     Notes
     -----
@@ -119,7 +119,7 @@ def pieces(
 def share(seconds: dict[str, float]) -> float | None:
     """Return the goodput: training for the first time, of all time not spent queued, 0 to 1.
 
-    None where nothing has started, or the script does not tell when it trains.
+    None where nothing has started, or the script does not report its training.
     """
     wall = sum(seconds.values()) - seconds["queued"]
     return seconds["training"] / wall if wall > 0 and not seconds["running"] else None

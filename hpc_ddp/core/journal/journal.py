@@ -45,7 +45,7 @@ class Journal:
 
     A line is one JSON object: ``time`` (unix seconds), ``event``, ``attempt`` (0 for the
     first), and what belongs to the event. Writing never raises: a full disk must not end a
-    training that could go on. The first failure is said on stderr.
+    training that could go on. The first failure is reported on stderr.
     """
 
     def __init__(self, folder: Path, writer: str, attempt: int = 0) -> None:

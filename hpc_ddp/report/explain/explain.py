@@ -51,7 +51,7 @@ _LIVE_KINDS = ("waiting", "running", "suspended", "ending")
 
 
 def explain_run(run: RunFolder) -> Explanation:
-    """Read all facts of a run, ask Slurm, and explain it."""
+    """Read all facts of a run, query Slurm, and explain it."""
     return explain(gather(run))
 
 

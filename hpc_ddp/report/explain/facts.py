@@ -165,7 +165,7 @@ class RunFacts:
 
 
 def gather(run: RunFolder) -> RunFacts:
-    """Read a run's folder, and ask Slurm if the run has a job."""
+    """Read a run's folder, and query Slurm if the run has a job."""
     events = _try(run.events, list[JournalEvent]())
     attempts = _try(run.attempts, list[AttemptFolder]())
     outputs = _try(lambda: sorted(run.logs.glob("slurm*.out")), list[Path]())
@@ -226,7 +226,7 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
     """Read the records and logs that the nodes and ranks of an attempt left of its end."""
     nodes = _try(attempt.nodes, list[NodeFolder]())
     failures = [failure for node in nodes for failure in _failures(node)]
-    # Of the last start: workers may have failed before and been started again.
+    # Failures before the last start do not count: the workers were started again.
     workers = facts.select(WorkerStarted, attempt=attempt.number)
     began = max((event.time for event in workers), default=0)
     failures += [

@@ -64,7 +64,7 @@ class RunHistory:
 
 
 def read_run(run: RunFolder) -> RunHistory:
-    """Read a run's folder, and ask Slurm."""
+    """Read a run's folder, and query Slurm."""
     facts = gather(run)
     status = status_of(run, jobs_in_queue())
     waits = status.state is RunState.WAITING

@@ -1,4 +1,4 @@
-"""Containers: what each tool wants to hear, as data in ``templates/containers``."""
+"""Containers: the command line of each tool, as data in ``templates/containers``."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ RECORD = ".config/hpc-ddp/trusted.json"
 def read(path: Path) -> bytes:
     """Return the content of a file that may act for the user.
 
-    What is checked is the opened file, not its name, so that none can be put in its place between
+    The opened file is checked, not its name, so that no other one can be put in its place between
     the check and the reading.
 
     Raises
@@ -98,7 +98,7 @@ def accept(path: Path) -> None:
 
 
 def _open(path: Path) -> tuple[bytes, os.stat_result]:
-    # Of a symbolic link its end is opened. Without O_NONBLOCK a FIFO would be waited for.
+    # A symbolic link is followed to its end. Without O_NONBLOCK a FIFO would be waited for.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path.resolve(), flags), "rb") as file:
         status = os.fstat(file.fileno())

@@ -1,6 +1,6 @@
-"""A cluster as a login node sees it: its partitions, its nodes' kinds, and who preempts whom.
+"""A cluster as a login node sees it: its partitions, the kinds of its nodes, and preemption.
 
-`probe` asks Slurm's controller and the shell; all else is pure. Records hold the values of
+`probe` queries Slurm's controller and the shell; all else is pure. Records hold the values of
 ``scontrol`` and ``sacctmgr`` by name; a version of Slurm may lack some.
 """
 
