@@ -63,7 +63,7 @@ def clean(
     root = runs_folder(runs_dir, is_strict=True)
     named = list(dict.fromkeys(find_run(root, text) for text in runs))
     older_than_s = report_clean.parse_age(older_than or (OLD if not runs else "0h"))
-    deletions = report_clean.plan(root, named, older_than_s, states, checkpoints_only)
+    deletions = report_clean.find_deletions(root, named, older_than_s, states, checkpoints_only)
     if not as_json and deletions:
         click.echo(report_clean.table(deletions))
     elif not deletions:

@@ -16,8 +16,7 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.core.ownership import is_executable
 from hpc_ddp.report import tables
-from hpc_ddp.report.status import run_status
-from hpc_ddp.report.status import table as status_table
+from hpc_ddp.report.status import run_status, run_table
 from hpc_ddp.submission.resources import folder as resource_folder
 from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder
 
@@ -31,7 +30,7 @@ from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder
 @json_option
 def status(runs: Sequence[str], show_all: bool, runs_dir: str | None, as_json: bool) -> None:
     """Show the state of runs, those under way first; of one array or sweep also its tasks."""
-    if text := status_table.show(runs_folder(runs_dir), runs, show_all, as_json):
+    if text := run_table.show(runs_folder(runs_dir), runs, show_all, as_json):
         click.echo(text)
 
 
