@@ -14,7 +14,7 @@ import click
 
 from hpc_ddp.cli.main import main as commands
 from hpc_ddp.core.job.options import GROUPS, TABLE, Option
-from hpc_ddp.core.journal.events import EVENTS, own_fields
+from hpc_ddp.core.journal.events import EVENTS
 from hpc_ddp.submission.settings.config import OPTIONS
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
@@ -51,7 +51,7 @@ def _events() -> Iterator[str]:
     for kind in EVENTS:
         names = [
             f"`{item.name}`" if item.default is MISSING else f"[`{item.name}`]"
-            for item in own_fields(kind)
+            for item in kind.own_fields()
         ]
         meaning = " ".join((kind.__doc__ or "").split())
         yield f"| `{kind.event}` | {kind.writer} | {', '.join(names)} | {meaning} |\n"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from hpc_ddp.cli.common import say
-from hpc_ddp.cli.options import (
+from hpc_ddp.cli.job_options import (
     Grouped,
     again_options,
     job_options,
@@ -67,7 +67,7 @@ def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
 
 
 def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
-    """Say where an option of ours stands behind SCRIPT: it is the script's then, silently."""
+    """Warn of an option of ours behind SCRIPT: it goes to the script."""
     names = {n for p in click.get_current_context().command.params for n in p.opts if n[:2] == "--"}
     for word in args:
         name = word.partition("=")[0]
@@ -190,7 +190,7 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
     writes, it writes here, too.
     """
     cwd = Path.cwd()
-    # What it kills has to end: a project file may have workers started again within an attempt.
+    # A killed attempt has to end: a project file may restart workers within one.
     forced = {"backend": "local", "max-restarts": 0, "elastic": False}
     settings = config.load(settings_of(options) | forced, cwd, Path.home())
     report = rehearsal.drill(settings, cwd, runs_root(settings), steps, say)
@@ -210,8 +210,8 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
 
     Run it inside a salloc. Exit code 1 where a node is not. `submit --preflight` does the same as
     the first thing in a job, and leaves bad nodes out of the next attempt. With --train a tiny
-    model is trained on all GPUs of the allocation, or of this machine, and killed once; a table to
-    be pasted into an issue says what works. Exit code 1 where something does not.
+    model is trained on all GPUs of the allocation, or of this machine, and killed once; a table
+    for an issue shows what works. Exit code 1 where something does not.
     """
     settings = config.load(settings_of(options), Path.cwd(), Path.home())
     if settings.recognised:
@@ -246,8 +246,8 @@ def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
 def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **options: Any) -> None:
     """Run the job of RUN once more, from its beginning and as a new run.
 
-    Script, arguments, options and back-end are as they were, but for what is said here. Of a
-    task of a sweep (SWEEP/task-3) it is that point alone.
+    Script, arguments, options and back-end are as they were, but for the options here. A task
+    of a sweep (SWEEP/task-3) is repeated alone.
     """
     changes: dict[str, str] = {}
     for text in sets:

@@ -74,7 +74,7 @@ def verify(
 ) -> str | None:
     """Return why a checkpoint can't be trusted, or None when every byte is as it was written.
 
-    An I/O error counts as a reason; `find_damage` tells it from damage.
+    An I/O error counts as a reason; `find_damage` raises it.
     """
     try:
         return find_damage(folder, rank, world_size, read)

@@ -1,4 +1,4 @@
-"""Small files of a run: read whatever is in them, and written in one step; and who may write them.
+"""Small files of a run: read whatever is in them, written in one step, and closed to other users.
 
 Standard library only.
 """
@@ -154,10 +154,10 @@ def read_tail(path: Path, size: int) -> str:
 
 @contextlib.contextmanager
 def written_by_owner() -> Iterator[None]:
-    """Let nobody but the owner write what is made meanwhile, also with the umask 002 of a project's
-    group: an owner may open a run to be read, and what is in it is executed and believed.
+    """Make files that only the owner can write, also with the umask 002 of a project's group: an
+    owner may open a run to be read, and its files are executed and believed.
 
-    Not for a whole process: a job gets the umask of who submits it, and so do the files of its
+    Not for a whole process: a job inherits the umask of its submit, and so do the files of its
     script.
     """
     umask = os.umask(0o022)
@@ -169,8 +169,8 @@ def written_by_owner() -> Iterator[None]:
 
 
 def close_to_others(top: Path) -> None:
-    """Let nobody but the owner write what is there: a copy has its original's mode, whatever the
-    umask."""
+    """Take the others' right to write from a folder and all below it: a copy has its original's
+    mode, whatever the umask."""
     for path in (top, *top.rglob("*")):
         mode = path.lstat().st_mode
         if not stat.S_ISLNK(mode) and mode & 0o022:

@@ -62,9 +62,9 @@ def _is_private(gid: int, uid: int) -> bool:
 def _is_shared(gid: int, uid: int) -> bool:
     """Return whether it is the primary group of another user: a group does not list those.
 
-    Only all accounts tell. A directory such as LDAP may take seconds for them, so they are asked
-    for once, and for a namesake's group alone; many show local accounts only. That is accepted: who
-    gives a user another one's group as the primary one has root, and `gr_mem` is read in any case.
+    All accounts have to be read. A directory such as LDAP may take seconds for them, so they are
+    read once, and for a namesake's group alone; many show local accounts only. That is accepted:
+    only root gives a user another one's group as the primary one, and `gr_mem` is read in any case.
     """
     return any(user.pw_gid == gid and user.pw_uid != uid for user in pwd.getpwall())
 
@@ -129,8 +129,8 @@ def check_folder(run: RunFolder) -> None:
 
 
 def check_executable(run: RunFolder) -> None:
-    """Refuse a run of which nothing may be started, nor any process or job be signalled by what it
-    says; everything may be read.
+    """Refuse a run of which nothing may be started, nor any process or job be signalled by its
+    files; everything may be read.
 
     Raises
     ------

@@ -3,7 +3,7 @@
 ::
 
     <runs>/<name>/<run id>/
-        job.json job.sbatch          what was asked for, and the script that runs
+        job.json job.sbatch          the job, and the script that runs
         code/<n>/                    the snapshot of the n-th submit
         lib/hpc_ddp/                 the node-side part of hpc-ddp, so that no upgrade and no
                                      environment on the nodes can get in between
@@ -57,7 +57,7 @@ class NodeFolder:
 
     @property
     def failures(self) -> Path:
-        """Which workers failed, as torchrun has told the supervisor; or why there are none."""
+        """The failed workers, by torchrun's report to the supervisor; or why there are none."""
         return self.path / f"failures{self._task}.json"
 
     @property
@@ -284,7 +284,7 @@ class RunFolder:
         return list(dict.fromkeys(id for id in ids if id and isinstance(id, str)))
 
     def finished(self) -> bool:
-        """Tell whether the run has reached its end, so that there is nothing to go on with."""
+        """Whether the run has reached its end, so that there is nothing to go on with."""
         return is_finished(self.events())
 
     def gpu_hours(self, gpus_per_node: int, now: float | None = None) -> float:
@@ -313,14 +313,14 @@ class RunFolder:
     def claim_attempt(
         self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
     ) -> AttemptFolder:
-        """Take the next attempt's number for the caller, whoever else tries at the same time.
+        """Take the next attempt's number for the caller; safe against others at the same time.
 
         Parameters
         ----------
         info
-            who the caller is; kept in ``attempt.json``
+            the caller's identity; kept in ``attempt.json``
         is_live
-            tells from such an `info` whether that attempt still runs
+            whether the attempt with such an `info` still runs
 
         Raises
         ------
@@ -340,7 +340,7 @@ class RunFolder:
                 return attempt
 
     def _create(self, attempt: AttemptFolder, info: dict[str, Any]) -> bool:
-        """Put the attempt's folder in place in one step; False when somebody was faster."""
+        """Put the attempt's folder in place in one step; False when another process was faster."""
         self.logs.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
         (draft / "attempt.json").write_text(json.dumps(info))
@@ -358,7 +358,7 @@ class RunFolder:
         return True
 
     def is_newest(self, attempt: int) -> bool:
-        """Tell whether no later attempt has started: only then may this one change the run."""
+        """Whether no later attempt has started: only then may this one change the run."""
         # By listing the folder: a look-up of a missing name may be answered from an NFS cache.
         return all(later.number <= attempt for later in self.attempts())
 

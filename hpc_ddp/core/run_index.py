@@ -53,7 +53,7 @@ def find_run(root: Path, text: str) -> RunFolder:
             *(path for path in linked if _has_job(path, job)),
             *_newest(root.glob(f"[!.]*/{name}")),  # a plain start's are all called `local`
         ]
-        # One that was only rendered means less than one that somebody has started.
+        # A run that was only rendered comes after those that have started.
         named = _newest(root.glob(f"{name}/*"))
         candidates += sorted(named, key=lambda run: not any(run.glob("journal/*.jsonl")))
     if re.fullmatch(r"[^/\0]+/task-\d+", text):  # an id, as `hpc-ddp status` shows it

@@ -100,7 +100,7 @@ def parse_age(text: str) -> float:
     return int(match[1]) * {"h": 3600.0, "d": 86400.0, "w": 604800.0}[match[2]]
 
 
-def plan(
+def find_deletions(
     root: Path,
     named: Sequence[RunFolder],
     older_than_s: float,

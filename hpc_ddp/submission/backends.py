@@ -58,7 +58,7 @@ class Backend(Protocol):
         ...
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
-        """Start the run. What a process in the foreground prints goes to `output`.
+        """Start the run; a process in the foreground prints to `output`.
 
         Raises
         ------
@@ -139,11 +139,10 @@ class LocalBackend(SlurmBackend):
 class SubmititBackend(SlurmBackend):
     """submitit's submission file and its task: one per node, our supervisor as its function.
 
-    What our batch script does before and after srun goes into submitit's set-up and tear-down
-    lines. Its own time-out and requeue path never fires: the supervisor takes the signals. Its
-    task looks for a pickle that is named for the job. A link of that name is made by the job
-    itself, so that the same file serves each job of a chain, each task of an array, and a
-    person's `sbatch`.
+    The lines of our batch script before and after srun go into submitit's set-up and tear-down. Its
+    own time-out and requeue path never fires: the supervisor takes the signals. Its task looks for
+    a pickle that is named for the job. A link of that name is made by the job itself, so that the
+    same file serves each job of a chain, each task of an array, and a person's `sbatch`.
     """
 
     def script(self, plan: Plan) -> str:
@@ -234,7 +233,7 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     journal = run.journal("submit")
     try:
         render(prepared)
-        run.cancelled.unlink(missing_ok=True)  # whoever starts it wants it to run
+        run.cancelled.unlink(missing_ok=True)  # a start ends an earlier cancel
         submitted = Submitted(len(run.attempts()), spec.backend, spec.script)
         started = BACKENDS[spec.backend].start(prepared, output)
     except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder

@@ -137,7 +137,7 @@ def plan_continuation(
 def _changes(
     spec: JobSpec, options: Mapping[str, Any], settings: Settings, cwd: Path
 ) -> dict[str, Any]:
-    """Return what was said of a job that there is already, by field."""
+    """Return the changes of an existing job by the user's options, by field."""
     changed = {key.replace("-", "_"): value for key, value in options.items()}
     # A site's own stand before those that were said: modules, the flags of its srun.
     changed |= {key: settings.get(key) for key in JOINED if key in changed}

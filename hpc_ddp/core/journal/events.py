@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from typing import Any, ClassVar
 
 from hpc_ddp.core.journal.fields import checked, read_fields, to_number
@@ -27,9 +28,15 @@ class JournalEvent:
     time: float = field(default=0.0, kw_only=True)
     attempt: int = field(default=0, kw_only=True)
 
+    @classmethod
+    @cache  # read for each line of a journal
+    def own_fields(cls) -> tuple[Field[Any], ...]:
+        """Return the fields of this kind of event, without those that all events have."""
+        return tuple(field for field in fields(cls) if field.name not in ("time", "attempt"))
+
     def to_fields(self) -> dict[str, Any]:
         """Return the event's own fields as JSON values, without optional ones that are None."""
-        entries = {declared: getattr(self, declared.name) for declared in own_fields(type(self))}
+        entries = {declared: getattr(self, declared.name) for declared in self.own_fields()}
         return {
             declared.name: entry
             for declared, entry in entries.items()
@@ -44,12 +51,7 @@ class JournalEvent:
     @classmethod
     def read_fields(cls, line: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the record; raises ValueError for a damaged field."""
-        return read_fields(own_fields(cls), line)
-
-
-def own_fields(kind: type[JournalEvent]) -> tuple[Field[Any], ...]:
-    """Return the fields of a kind of event, without those that all events have."""
-    return tuple(field for field in fields(kind) if field.name not in ("time", "attempt"))
+        return read_fields(cls.own_fields(), line)
 
 
 @dataclass(frozen=True)

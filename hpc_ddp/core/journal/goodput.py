@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from hpc_ddp.core.console.units import duration
 from hpc_ddp.core.journal.events import (
+    RANK_0,
     CheckpointRestored,
     CheckpointSaved,
     Finished,
@@ -25,7 +26,7 @@ from hpc_ddp.core.journal.events import (
     WorkerStarted,
     step_of,
 )
-from hpc_ddp.core.journal.journal import by_attempt, last_event
+from hpc_ddp.core.journal.journal import by_attempt, by_start, last_event
 
 PARTS = {
     "training": "steps, and what the script does between them, less the following two",
@@ -48,7 +49,6 @@ class Interval(NamedTuple):
     part: str
 
 
-_OURS = (WorkerStarted, CheckpointRestored, TrainingBegun, FirstStep)
 _MARKS = (FirstStep, MetricsLine, Stopped, Finished)  # written as their step ends
 
 
@@ -59,9 +59,14 @@ def account(
 
     The parameters are those of `pieces`.
     """
+    return seconds_of(pieces(events, now, waits))
+
+
+def seconds_of(intervals: Iterable[Interval]) -> dict[str, float]:
+    """Return the seconds of each of `PARTS` in some pieces of the wall time."""
     seconds = dict.fromkeys(PARTS, 0.0)
-    for piece in pieces(events, now, waits):
-        seconds[piece.part] += piece.end - piece.begin
+    for interval in intervals:
+        seconds[interval.part] += interval.end - interval.begin
     return seconds
 
 
@@ -77,7 +82,7 @@ def pieces(
     now
         unix time of the end, for a run that still goes on; None: its last event
     waits
-        it goes on, but is not at work now: a node was lost, say, and nobody told the journal
+        it goes on, but is not at work now, though its journal has no end: its node was lost, say
 
     Notes
     -----
@@ -94,12 +99,12 @@ def pieces(
     times = [e.time for e in events]
     begin = min(submitted or [*times, *(_began(attempt) for attempt in attempts.values())])
     clock = _Clock(begin, max(times) if now is None else now)
-    ours = any(isinstance(event, _OURS) for event in events)
+    ours = any(event.writer == RANK_0 for event in events)
     highest = 0.0
     for number, attempt in attempts.items():
         live = now is not None and not waits and number == max(attempts)
         if ours:
-            starts = _starts(attempt)
+            starts = by_start(attempt)
             for start in starts:
                 clock.until(_began(start), "queued" if start is starts[0] else "lost")
                 _follow(clock, start, highest, live and start is starts[-1])
@@ -114,7 +119,7 @@ def pieces(
 def share(seconds: dict[str, float]) -> float | None:
     """Return the goodput: training for the first time, of all time not spent queued, 0 to 1.
 
-    None where nothing has started, or the script does not tell when it trains.
+    None where nothing has started, or the script does not report its training.
     """
     wall = sum(seconds.values()) - seconds["queued"]
     return seconds["training"] / wall if wall > 0 and not seconds["running"] else None
@@ -143,12 +148,6 @@ class _Clock:
                 begin = self.pieces.pop().begin
             self.pieces.append(Interval(begin, when, part))
             self.at = when
-
-
-def _starts(attempt: list[JournalEvent]) -> list[list[JournalEvent]]:
-    """Cut an attempt at each restart of its workers (``--max-restarts``)."""
-    begins = [i for i, event in enumerate(attempt) if isinstance(event, WorkerStarted)][1:]
-    return [attempt[a:b] for a, b in zip([0, *begins], [*begins, len(attempt)], strict=True)]
 
 
 def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:

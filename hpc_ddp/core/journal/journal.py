@@ -7,6 +7,7 @@ merges them by attempt, then time (clocks differ between hosts, attempts don't o
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import re
@@ -28,7 +29,9 @@ from hpc_ddp.core.journal.events import (
     MetricsLine,
     Started,
     VerdictGiven,
+    WorkerStarted,
     parse_event,
+    step_of,
 )
 from hpc_ddp.core.journal.vocabulary import Cause
 
@@ -42,7 +45,7 @@ class Journal:
 
     A line is one JSON object: ``time`` (unix seconds), ``event``, ``attempt`` (0 for the
     first), and what belongs to the event. Writing never raises: a full disk must not end a
-    training that could go on. The first failure is said on stderr.
+    training that could go on. The first failure is reported on stderr.
     """
 
     def __init__(self, folder: Path, writer: str, attempt: int = 0) -> None:
@@ -177,6 +180,12 @@ def last_event(events: Sequence[JournalEvent], *kinds: type[E]) -> E | None:
     return next((event for event in reversed(events) if isinstance(event, kinds)), None)
 
 
+def last_step(events: Sequence[JournalEvent]) -> int | None:
+    """Return the last step that the events name; None without one."""
+    steps = (step_of(event) for event in reversed(events))
+    return next((step for step in steps if step is not None), None)
+
+
 def by_attempt(events: Iterable[JournalEvent]) -> dict[int, list[JournalEvent]]:
     """Return the events of each attempt, without the login node's.
 
@@ -187,6 +196,19 @@ def by_attempt(events: Iterable[JournalEvent]) -> dict[int, list[JournalEvent]]:
         if event.writer != LOGIN_NODE:
             attempts.setdefault(event.attempt, []).append(event)
     return attempts
+
+
+def by_start(events: Iterable[JournalEvent]) -> list[list[JournalEvent]]:
+    """Return the events of each start of the workers, in order.
+
+    An attempt has one, and another one for each restart within it (``--max-restarts``).
+    """
+    starts: list[list[JournalEvent]] = []
+    for attempt in by_attempt(events).values():
+        restarts = [i for i, event in enumerate(attempt) if isinstance(event, WorkerStarted)][1:]
+        bounds = [0, *restarts, len(attempt)]
+        starts += [attempt[begin:end] for begin, end in itertools.pairwise(bounds)]
+    return starts
 
 
 def node_seconds(events: Sequence[JournalEvent], now: float | None = None) -> float:

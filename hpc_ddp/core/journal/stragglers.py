@@ -1,7 +1,7 @@
 """Which rank the others wait for, from the `ranks` events of a journal.
 
-All ranks of a job end their steps together, whoever is slow. So each rank measures its own work:
-a step less what it has waited for others in it. Rank 0 writes that down by rank, rarely.
+All ranks of a job end their steps together, whichever rank is slow. So each rank measures its own
+work: a step less what it has waited for others in it. Rank 0 writes that down by rank, rarely.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAST_SHARE = 0.1  # of a step's time that all wait: less than that is not worth
 @dataclass(frozen=True)
 class Slow:
     """A rank that the others have waited for, for long. `own_s` are its own seconds per step,
-    `others_s` the median of all ranks; `data` tells that it is its loader that takes the time."""
+    `others_s` the median of all ranks; with `data` its loader takes the time."""
 
     rank: int
     node: str | None

@@ -37,9 +37,8 @@ from hpc_ddp.core.journal.events import (
     Stopped,
     TrainingBegun,
     VerdictGiven,
-    step_of,
 )
-from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.journal.journal import last_event, last_step
 from hpc_ddp.core.journal.vocabulary import END_OF_TIME, Action, Cause, StopReason
 from hpc_ddp.node.outcome.first_failure import Failure, first_cause, from_record
 from hpc_ddp.slurm import Job
@@ -131,8 +130,7 @@ class AttemptFacts:
     @property
     def step(self) -> int | None:
         """The last completed step that the journal knows of in this attempt."""
-        steps = [step_of(event) for event in self.events if event.attempt == self.attempt]
-        return next((step for step in reversed(steps) if step is not None), None)
+        return last_step([event for event in self.events if event.attempt == self.attempt])
 
     @property
     def failure(self) -> Failure | None:

@@ -28,17 +28,16 @@ from hpc_ddp.core.journal.events import (
     Submitted,
     TrainingBegun,
     VerdictGiven,
+    step_of,
 )
-from hpc_ddp.core.journal.journal import is_finished, last_event
+from hpc_ddp.core.journal.journal import is_finished, last_event, last_step
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.endings import REPEATING_KINDS, explain_attempt, explain_end
 from hpc_ddp.report.explain.explanation import (
-    PROGRESS,
     Explanation,
     fill_hint,
-    last_step,
     quoted_path,
     shorten,
 )
@@ -52,7 +51,7 @@ _LIVE_KINDS = ("waiting", "running", "suspended", "ending")
 
 
 def explain_run(run: RunFolder) -> Explanation:
-    """Read all facts of a run, ask Slurm, and explain it."""
+    """Read all facts of a run, query Slurm, and explain it."""
     return explain(gather(run))
 
 
@@ -70,7 +69,7 @@ def explain(facts: RunFacts) -> Explanation:
         explanation,
         job_id=facts.job_id,
         attempt=facts.newest,
-        step=last_step(facts),
+        step=last_step(facts.events),
         lost_steps=lost_steps,
         lost_s=lost_s,
     )
@@ -127,7 +126,7 @@ def _name(path: Path) -> str:
 
 
 def _explain_finished(facts: RunFacts) -> Explanation:
-    step = last_step(facts)
+    step = last_step(facts.events)
     steps = f" after {step} steps" if step is not None else ""
     attempts = plural(len(_ends(facts)), "attempt")
     wall_s = facts.events[-1].time - facts.events[0].time
@@ -188,7 +187,9 @@ def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
     if not last_event(events, FirstStep):
         progress = "has not done its first step yet" if facts.has_progress else "reports no steps"
         return Explanation("running", f"{text}, and {progress}.", hint)
-    text += f", and is at step {last_step(facts)}{_of_total(last_event(events, MetricsLine))}."
+    text += (
+        f", and is at step {last_step(facts.events)}{_of_total(last_event(events, MetricsLine))}."
+    )
     saved, failed = last_event(facts.events, CheckpointSaved), last_event(events, SaveFailed)
     if failed and (not saved or failed.time > saved.time):
         text += f" ITS LAST SAVE FAILED ({shorten(failed.error)}); the third in a row ends it."
@@ -271,20 +272,22 @@ def _lost(facts: RunFacts) -> tuple[int | None, float | None]:
     """Return the number of the newest attempt's steps that no checkpoint has, and their seconds."""
     events = [event for event in facts.events if event.attempt == facts.newest]
     began = last_event(events, TrainingBegun) or last_event(events, FirstStep)
-    step = last_step(facts)
+    step = last_step(facts.events)
     if began is None or step is None:
         return None, None
     if last_event(events, Stopped, Finished):  # both come when all is saved
         return 0, 0.0
     saved = last_event(events, CheckpointSaved)
     since = saved.time - saved.write_s if saved else began.time  # its state is from before
-    times = [event.time for event in events if isinstance(event, PROGRESS) and not _is_hang(event)]
+    times = [event.time for event in events if _is_progress(event)]
     return max(0, step - (facts.saved or 0)), max(0.0, max(times, default=since) - since)
 
 
-def _is_hang(event: JournalEvent) -> bool:
-    """Whether a rank reported a hang: minutes after its last step, which were no training."""
-    return isinstance(event, RankFailed) and event.error.startswith("HangError")
+def _is_progress(event: JournalEvent) -> bool:
+    """Whether an event came with a step. A hang is reported minutes after its last step."""
+    is_hang = isinstance(event, RankFailed) and event.error.startswith("HangError")
+    is_late = is_hang or isinstance(event, VerdictGiven)
+    return step_of(event) is not None and not is_late
 
 
 def _loss(facts: RunFacts, explanation: Explanation) -> str:

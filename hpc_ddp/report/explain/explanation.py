@@ -9,28 +9,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpc_ddp.core.console.terminal import printable
-from hpc_ddp.core.journal.events import (
-    CheckpointRestored,
-    CheckpointSaved,
-    Finished,
-    FirstStep,
-    MetricsLine,
-    RankFailed,
-    Stopped,
-    step_of,
-)
+from hpc_ddp.core.journal.events import FirstStep
+from hpc_ddp.core.journal.journal import last_step
 from hpc_ddp.report.explain.facts import RunFacts
 
 WIDTH = 100  # of the paragraph, in characters
-PROGRESS = (
-    FirstStep,
-    MetricsLine,
-    CheckpointSaved,
-    Stopped,
-    Finished,
-    RankFailed,
-    CheckpointRestored,
-)
 
 
 @dataclass(frozen=True)
@@ -73,19 +56,13 @@ def paragraph(explanation: Explanation) -> str:
     return printable(f"{text}\nhint: {explanation.hint}" if explanation.hint else text)
 
 
-def last_step(facts: RunFacts) -> int | None:
-    """Return the last step that is known to be done, in the newest attempt that did any."""
-    steps = [step_of(event) for event in facts.select(*PROGRESS)]
-    return next((step for step in reversed(steps) if step is not None), None)
-
-
 def at_step(facts: RunFacts) -> str:
     """Return `` at step n``, or `` before its first step``; '' where the progress is unknown."""
     if not facts.has_progress or facts.newest is None:
         return ""
     if not facts.select(FirstStep, attempt=facts.newest):
         return " before its first step"
-    return f" at step {last_step(facts)}"
+    return f" at step {last_step(facts.events)}"
 
 
 def quoted_path(facts: RunFacts) -> str:

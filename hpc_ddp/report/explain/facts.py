@@ -21,19 +21,15 @@ from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import COMMUNICATION_ERROR, HpcDdpError
 from hpc_ddp.core.file_io import read_json, read_tail
 from hpc_ddp.core.journal.events import (
-    CheckpointRestored,
-    Finished,
-    FirstStep,
     JournalEvent,
     RankFailed,
     Started,
     Submitted,
-    TrainingBegun,
     VerdictGiven,
     WorkerStarted,
 )
 from hpc_ddp.core.journal.fields import read_fields
-from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.journal.journal import last_event, last_step
 from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, RunFolder
 from hpc_ddp.report.status.state import RunState, state_of_job
 
@@ -148,7 +144,7 @@ class RunFacts:
     @property
     def has_progress(self) -> bool:
         """Whether the script uses hpc_ddp.training, so that its progress is known."""
-        return bool(self.select(FirstStep, CheckpointRestored, TrainingBegun, Finished))
+        return last_step(self.events) is not None
 
     @property
     def standalone(self) -> bool:
@@ -169,7 +165,7 @@ class RunFacts:
 
 
 def gather(run: RunFolder) -> RunFacts:
-    """Read a run's folder, and ask Slurm if the run has a job."""
+    """Read a run's folder, and query Slurm if the run has a job."""
     events = _try(run.events, list[JournalEvent]())
     attempts = _try(run.attempts, list[AttemptFolder]())
     outputs = _try(lambda: sorted(run.logs.glob("slurm*.out")), list[Path]())
@@ -230,7 +226,7 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
     """Read the records and logs that the nodes and ranks of an attempt left of its end."""
     nodes = _try(attempt.nodes, list[NodeFolder]())
     failures = [failure for node in nodes for failure in _failures(node)]
-    # Of the last start: workers may have failed before and been started again.
+    # Failures before the last start do not count: the workers were started again.
     workers = facts.select(WorkerStarted, attempt=attempt.number)
     began = max((event.time for event in workers), default=0)
     failures += [

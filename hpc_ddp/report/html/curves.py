@@ -13,8 +13,8 @@ from hpc_ddp.core.journal.events import (
     JournalEvent,
     MetricsLine,
     TrainingBegun,
-    WorkerStarted,
 )
+from hpc_ddp.core.journal.journal import by_start
 
 HUGE = 1e300  # larger values are drawn like infinity
 _NO_METRICS = ("step", "total_steps", "epoch")
@@ -95,7 +95,7 @@ def columns(points: Sequence[Point], width: float) -> list[Column]:
 def curves_of(events: Sequence[JournalEvent]) -> dict[str, Curve]:
     """Return a run's metrics by name; the loss first, the speed last. Only numbers count."""
     curves: dict[str, Curve] = {}
-    for index, start in enumerate(_split_at_starts(events)):
+    for index, start in enumerate(by_start(events)):
         for event in start:
             if not isinstance(event, MetricsLine):
                 continue
@@ -111,7 +111,7 @@ def curves_of(events: Sequence[JournalEvent]) -> dict[str, Curve]:
 def starts_of(events: Sequence[JournalEvent]) -> list[Start]:
     """Return the starts of the workers that reached their training loop, in order."""
     starts: list[Start] = []
-    for start in _split_at_starts(events):
+    for start in by_start(events):
         trained = [e for e in start if isinstance(e, (TrainingBegun, FirstStep, MetricsLine))]
         if trained:
             first = trained[0]
@@ -119,19 +119,4 @@ def starts_of(events: Sequence[JournalEvent]) -> list[Start]:
             step = first.step if isinstance(first, TrainingBegun) else first.step - 1
             is_restart = bool(starts) and starts[-1].attempt == first.attempt
             starts.append(Start(first.attempt, step, is_restart))
-    return starts
-
-
-def _split_at_starts(events: Sequence[JournalEvent]) -> list[list[JournalEvent]]:
-    """Split the journal at each start of the workers: by attempt, and at restarts within one."""
-    starts: list[list[JournalEvent]] = []
-    has_worker = False
-    for event in events:
-        is_worker = isinstance(event, WorkerStarted)
-        is_new_attempt = not starts or event.attempt != starts[-1][0].attempt
-        if is_new_attempt or (is_worker and has_worker):
-            starts.append([])
-            has_worker = False
-        has_worker = has_worker or is_worker
-        starts[-1].append(event)
     return starts

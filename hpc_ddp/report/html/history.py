@@ -60,14 +60,11 @@ class RunHistory:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """The wall time by the parts of the goodput."""
-        seconds = dict.fromkeys(goodput.PARTS, 0.0)
-        for piece in self.pieces:
-            seconds[piece.part] += piece.end - piece.begin
-        return seconds
+        return goodput.seconds_of(self.pieces)
 
 
 def read_run(run: RunFolder) -> RunHistory:
-    """Read a run's folder, and ask Slurm."""
+    """Read a run's folder, and query Slurm."""
     facts = gather(run)
     status = status_of(run, jobs_in_queue())
     waits = status.state is RunState.WAITING

@@ -16,7 +16,6 @@ from hpc_ddp.core.job.slurm_values import parse_time
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import (
     Cancelled,
-    CheckpointRestored,
     CheckpointSaved,
     Finished,
     FirstStep,
@@ -24,12 +23,10 @@ from hpc_ddp.core.journal.events import (
     MetricsLine,
     Rerun,
     Started,
-    Stopped,
     Submitted,
     WorkerStarted,
-    step_of,
 )
-from hpc_ddp.core.journal.journal import last_event, read_briefly
+from hpc_ddp.core.journal.journal import last_event, last_step, read_briefly
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.ownership import check_executable
 from hpc_ddp.core.run_folder import RunFolder
@@ -118,9 +115,6 @@ def summarize(
     started, rerun = last_event(events, Started), last_event(events, Rerun)
     metrics, finished = last_event(events, MetricsLine), last_event(events, Finished)
     saved = last_event(events, CheckpointSaved)
-    progress = last_event(
-        events, MetricsLine, CheckpointSaved, Stopped, Finished, CheckpointRestored
-    )
     queued = [queue[job] for job in jobs if job in queue]
     state, why = find_state(run, events, queued)
     if state is RunState.WAITING:
@@ -139,7 +133,7 @@ def summarize(
         job_id=jobs[-1] if jobs else None,
         attempt=started.attempt if started else None,
         nodes=len(started.nodes) if started and started.nodes else None,
-        step=step_of(progress),
+        step=last_step(events),
         total_steps=metrics.total_steps if metrics else None,
         loss=metrics.number("loss") if metrics else None,
         samples_per_s=metrics.number("samples_per_s") if metrics else None,

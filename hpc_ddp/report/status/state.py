@@ -1,6 +1,6 @@
 """The state of a run, and whether a job or a process still works on it.
 
-`find_state` asks these questions, in this order; the first one that applies decides:
+`find_state` checks these conditions, in this order; the first one that applies decides:
 
 1. Does the journal say that the run is finished?              ``finished``
 2. Has the user cancelled it?                                  ``cancelled``
@@ -215,7 +215,7 @@ def read_queue() -> Queue | None:
 def describe_work(run: RunFolder, queue: Queue | None) -> str:
     """Return the job or process that works on a run, or on a task of its array, or will; or ''.
 
-    Unknown counts as work: a job where there is no Slurm to ask, or a process of another machine
+    Unknown counts as work: a job where there is no Slurm, or a process of another machine
     that has journaled no end.
     """
     for folder in (run, *run.tasks()):

@@ -33,7 +33,7 @@ from hpc_ddp.core.journal.events import (
     WorkerStarted,
     step_of,
 )
-from hpc_ddp.core.journal.journal import last_event, read_events
+from hpc_ddp.core.journal.journal import last_event, last_step, read_events
 from hpc_ddp.core.journal.vocabulary import StopReason
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.backends import LocalBackend
@@ -50,7 +50,7 @@ from hpc_ddp.submission.drill.disturb import (
     legs,
     terminate,
 )
-from hpc_ddp.submission.drill.report import Report, Row
+from hpc_ddp.submission.drill.result import DrillResult, Row
 from hpc_ddp.submission.plan import PreparedRun, plan_new
 from hpc_ddp.submission.settings.config import Settings
 
@@ -64,7 +64,7 @@ TOO_LONG = 124  # as the code of timeout(1)
 Say = Callable[[str], None]
 
 
-def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say) -> Report:
+def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say) -> DrillResult:
     """Play the job here, undisturbed and disturbed, and compare. All run folders are below
     ``<root>/.drills``, and stay only where something was wrong.
 
@@ -108,7 +108,7 @@ class _Drill:
         self._steps, self._say = steps, say
         self._limit_s: float | None = None  # how long an attempt may take
         self._base = self._make("undisturbed")
-        self._report = Report(str(self._base.spec.script), folder)
+        self._result = DrillResult(str(self._base.spec.script), folder)
 
     def _make(self, name: str) -> PreparedRun:
         """Make another run of the same code."""
@@ -121,8 +121,8 @@ class _Drill:
             prepared if first is None else replace(prepared, code=first.code, script=first.script)
         )
 
-    def play(self) -> Report:
-        report = self._report
+    def play(self) -> DrillResult:
+        report = self._result
         self._say(f"undisturbed: {Path(report.script).name}")
         began = time.monotonic()
         limits = {"seconds": TRAINING_S} if self._steps is None else {"end": self._steps}
@@ -165,7 +165,7 @@ class _Drill:
             fault = self._find_fault(run, number, leg, events, code)
             if number > 0:
                 restored = last_event(events, CheckpointRestored)
-                self._report.rows.append(
+                self._result.rows.append(
                     Row(
                         before,
                         survived=not fault,
@@ -176,8 +176,8 @@ class _Drill:
                 )
             if fault:
                 self._print_log(run)
-                self._report.verdict = "broken"
-                self._report.why = f"When it was {before or leg.name}, {fault}"
+                self._result.verdict = "broken"
+                self._result.why = f"When it was {before or leg.name}, {fault}"
                 return
             if difference and not self._is_harmless(difference, base, before):
                 return
@@ -187,7 +187,7 @@ class _Drill:
 
     def _is_harmless(self, difference: Difference, base: list[DrillRecord], before: str) -> bool:
         """Take a difference into the report; True when the drill can go on."""
-        report = self._report
+        report = self._result
         if difference.is_rounding:
             report.verdict = "sums"
             report.why = report.why or compare.rounding(difference)
@@ -271,8 +271,8 @@ class _Drill:
     def _print_step(self, run: RunFolder) -> None:
         number = len(run.attempts()) - 1
         events = [event for event in run.events() if event.attempt == number]
-        steps = [step for step in map(step_of, events) if step is not None]
-        self._say(f"  step {steps[-1]}" if steps else "  starting")
+        step = last_step(events)
+        self._say("  starting" if step is None else f"  step {step}")
 
     def _records(self, run: RunFolder) -> list[DrillRecord]:
         events = read_events(run.path / "drill")

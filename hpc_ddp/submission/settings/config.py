@@ -17,7 +17,7 @@ from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.options import ENVIRONMENT, FLAG, LIST, TEXT, Kind, option, options_of
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.submission.settings import operators, sites
-from hpc_ddp.submission.settings.fabrics import read_toml
+from hpc_ddp.submission.settings.trust import read_toml
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def known_keys() -> list[str]:
 
 @dataclass(frozen=True)
 class Layer:
-    """Values by key, and where they were said: the command line, or the file at `path`, which is a
+    """Values by key, and their origin: the command line, or the file at `path`, which is a
     project's, a user's own about a site, the operators', or a shipped profile."""
 
     kind: Literal["option", "project", "site", "operators", "profile"]
@@ -81,7 +81,8 @@ class Layer:
 class Settings:
     """Merged values, by key, and the layers that they come from, the first to count first.
 
-    `recognised` names a site that nobody has named, and by what; `limits` are the operators'.
+    `recognised` names a site that the environment shows, and the variables; `limits` are the
+    operators'.
     """
 
     values: Mapping[str, Any]
@@ -119,7 +120,7 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
     all other values are taken whole. A file's tables for the job's partition and QOS come before
     the rest of that file. The site is the one that is named, else the user's own, else one that is
     recognised by the environment. Without `is_strict` a layer that can't be used is a warning, and
-    does not count: whoever looks after a run has to reach it, whatever a job could do.
+    does not count: the commands for existing runs have to work with broken settings.
 
     Raises
     ------
@@ -214,8 +215,8 @@ def _merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with those of a layer above them.
 
-    ``env`` is merged name by name. Of two keys that exclude each other the one above replaces the
-    other one: a site's ``cpus-per-node`` does not count for a job with ``cpus-per-task``.
+    ``env`` is merged name by name. A key above replaces one that excludes it: a site's
+    ``cpus-per-node`` does not count for a job with ``cpus-per-task``.
     """
     replaced = {key for pair in EXCLUSIVE if above.keys() & {*pair} for key in pair}
     values = {key: value for key, value in below.items() if key not in replaced}
@@ -255,7 +256,7 @@ def _read_layer(
 
 
 def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return what was said in a program, checked as a file's values are; `where` is its name.
+    """Return a program's settings, checked as a file's values are; `where` is its name.
 
     Raises
     ------

@@ -1,6 +1,6 @@
-"""A cluster as a login node sees it: its partitions, its nodes' kinds, and who preempts whom.
+"""A cluster as a login node sees it: its partitions, the kinds of its nodes, and preemption.
 
-`probe` asks Slurm's controller and the shell; all else is pure. Records hold the values of
+`probe` queries Slurm's controller and the shell; all else is pure. Records hold the values of
 ``scontrol`` and ``sacctmgr`` by name; a version of Slurm may lack some.
 """
 
@@ -107,10 +107,6 @@ class NodeKind(NamedTuple):
     def gpu_requests(self) -> list[str]:
         """The values of --gpus-per-node for all GPUs of such a node, one for each type."""
         return [f"{type}:{count}" if type else str(count) for type, count in self.gpus]
-
-    @property
-    def gpu_count(self) -> int:
-        return sum(count for _, count in self.gpus)
 
     def __str__(self) -> str:
         gpus = "".join(f", {count} {f'{type} GPUs'.strip()}" for type, count in self.gpus)

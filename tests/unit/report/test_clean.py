@@ -71,7 +71,7 @@ def make(root: Path) -> Callable[..., RunFolder]:
 def taken(root: Path, *named: RunFolder, only: bool = False, **how: Any) -> set[str]:
     """Clean, and return what has gone, below the folder of runs."""
     before = {path.relative_to(root) for path in root.glob("digits/**/*")}
-    items = clean.plan(
+    items = clean.find_deletions(
         root, named, how.get("older_than_s", 0.0), how.get("states", ()), checkpoints_only=only
     )
     assert [problem for _, problem in clean.delete(items, root) if problem] == []
@@ -144,7 +144,7 @@ def test_an_array_goes_when_all_of_it_is_finished(root: Path, make: Any) -> None
     gone = {f"1/task-{index}/checkpoints/step-1" for index in range(2)}
     assert taken(root) == gone
     with pytest.raises(UsageError, match="is a task of an array"):
-        clean.plan(root, [run.task(0)], 0, (), checkpoints_only=False)
+        clean.find_deletions(root, [run.task(0)], 0, (), checkpoints_only=False)
     run.task(1).journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
     assert taken(root) == {"1"}
 
@@ -163,7 +163,7 @@ def test_what_is_at_work_is_left_alone(
         "99": slurm.QueuedJob("RUNNING", "", "", "", str(by_hand.script)),
     }
     monkeypatch.setattr(clean, "read_queue", lambda: Queue(jobs))
-    assert clean.plan(root, [], 0, (), checkpoints_only=False) == []
+    assert clean.find_deletions(root, [], 0, (), checkpoints_only=False) == []
     for run, what in (
         (here, "process"),
         (elsewhere, "on another, which can't be seen"),
@@ -172,15 +172,15 @@ def test_what_is_at_work_is_left_alone(
         (requeued, "job 5, preempted"),
     ):
         with pytest.raises(UsageError, match=f"is at work: .*{what}"):
-            clean.plan(root, [run], 0, (), checkpoints_only=True)
+            clean.find_deletions(root, [run], 0, (), checkpoints_only=True)
     monkeypatch.setattr(clean, "read_queue", lambda: None)
     with pytest.raises(UsageError, match="can't be asked from here"):
-        clean.plan(root, [queued], 0, (), checkpoints_only=True)
+        clean.find_deletions(root, [queued], 0, (), checkpoints_only=True)
 
 
 def test_a_run_that_is_taken_up_meanwhile(root: Path, make: Any) -> None:
     run = make("1")
-    items = clean.plan(root, [], 0, (), checkpoints_only=False)
+    items = clean.find_deletions(root, [], 0, (), checkpoints_only=False)
     run.journal("submit").write(raw("submitted"))
     ((_, problem),) = clean.delete(items, root)
     assert "was resumed meanwhile" in problem
@@ -192,9 +192,11 @@ def test_links_lead_nowhere(root: Path, make: Any, tmp_path: Path) -> None:
     make("1")
     (root / "digits").rename(tmp_path / "elsewhere")
     (root / "digits").symlink_to(tmp_path / "elsewhere")
-    assert clean.plan(root, [], 0, (), checkpoints_only=False) == []
+    assert clean.find_deletions(root, [], 0, (), checkpoints_only=False) == []
     with pytest.raises(UsageError, match="is not below"):
-        clean.plan(root, [RunFolder(tmp_path / "elsewhere" / "1")], 0, (), checkpoints_only=False)
+        clean.find_deletions(
+            root, [RunFolder(tmp_path / "elsewhere" / "1")], 0, (), checkpoints_only=False
+        )
     (root / "digits").unlink()
     run = make("2")
     (run.path / "data").symlink_to(tmp_path / "elsewhere")
@@ -259,7 +261,7 @@ def test_what_is_not_ours_stays(root: Path, make: Any, tmp_path: Path) -> None:
     (results.path / "out").mkdir()
     assert taken(root) == set()
     with pytest.raises(UsageError, match="is no run of hpc-ddp"):
-        clean.plan(root, [RunFolder(other)], 0.0, (), False)
+        clean.find_deletions(root, [RunFolder(other)], 0.0, (), False)
     assert len(list((tmp_path / "theirs" / "checkpoints").iterdir())) == 3
 
 
@@ -269,11 +271,11 @@ def test_what_may_be_at_work_elsewhere_stays(
     """A run of which this cluster knows nothing, and one that another cluster has."""
     lost = make("1", end=None, steps=[])
     with pytest.raises(UsageError, match="it may be at work on another cluster"):
-        clean.plan(root, [lost], 0.0, (), False)
+        clean.find_deletions(root, [lost], 0.0, (), False)
     lost.journal("batch").write(raw("started", nodes=["n1"], job_id="1", cluster="other"))
     monkeypatch.setattr(clean, "read_queue", lambda: Queue({}, "this"))
     with pytest.raises(UsageError, match="of cluster other, which can't be asked"):
-        clean.plan(root, [lost], 0.0, (), False)
+        clean.find_deletions(root, [lost], 0.0, (), False)
     assert taken(root) == set()
 
 

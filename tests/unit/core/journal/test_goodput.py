@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_ddp.core.journal.events import JournalEvent, Submitted, WorkerStarted, event_of
-from hpc_ddp.core.journal.goodput import PARTS, account, line, share
+from hpc_ddp.core.journal.events import (
+    JournalEvent,
+    Submitted,
+    WorkerStarted,
+    event_of,
+)
+from hpc_ddp.core.journal.goodput import PARTS, account, line, pieces, share
 from tests.raw_events import typed
 
 
@@ -248,3 +253,27 @@ def test_the_parts_add_up_whatever_is_missing(
         begin = min(submitted or [*times, *(w.began for w in workers if w.began is not None)])
         wall = max((now or max(times)) - begin, 0)
         assert sum(seconds.values()) == pytest.approx(wall, rel=0.01)
+
+
+def test_pieces_have_no_gaps() -> None:
+    events = [
+        *(_event("submitted", 0.0), _event("started", 5.0, nodes=["a"]), _event("notice", 9.0)),
+        _event("verdict", 20.0, cause="failed", action="requeue", why=""),
+        _event("started", 30.0, 1, nodes=["a"]),
+    ]
+    assert [(piece.part, piece.begin, piece.end) for piece in pieces(events, now=50.0)] == [
+        *(("queued", 0.0, 5.0), ("running", 5.0, 20.0)),
+        *(("queued", 20.0, 30.0), ("running", 30.0, 50.0)),
+    ]
+    waits = pieces(events, now=50.0, waits=True)
+    assert [(piece.part, piece.end) for piece in waits][-1] == ("queued", 50.0)
+    assert pieces([]) == []
+
+
+def test_the_share_is_of_what_was_not_queued() -> None:
+    nothing = account([])
+    assert share(nothing) is None
+    assert share({**nothing, "queued": 5.0}) is None
+    assert share({**nothing, "queued": 5.0, "training": 3.0, "lost": 1.0}) == 0.75
+    assert share({**nothing, "running": 5.0}) is None
+    assert line(nothing) == "goodput -: nothing yet"

@@ -13,7 +13,7 @@ from hpc_ddp.core.journal.events import DrillRecord
 from hpc_ddp.submission.drill import compare
 from hpc_ddp.submission.drill.compare import Difference, explain, first_difference
 from hpc_ddp.submission.drill.disturb import LEAST_STEPS, choose
-from hpc_ddp.submission.drill.report import Report, Row
+from hpc_ddp.submission.drill.result import DrillResult, Row
 
 STATE = {
     "model model": "m",
@@ -172,10 +172,10 @@ def test_the_report_is_a_table_and_a_verdict() -> None:
         Row("stopped", True, 7, ()),
         Row("killed", True, 3, ("step-7: damaged",)),
     ]
-    text = Report("/a/train.py", Path("/runs"), rows=rows).text()
+    text = DrillResult("/a/train.py", Path("/runs"), rows=rows).text()
     assert "killed                 yes       step 3, past step-7  equal" in text
     assert text.endswith("equal, bit for bit, and so are the final weights")
-    wrong = Report("/a/train.py", Path("/runs"), verdict="wrong", why="Why.", hint="do")
+    wrong = DrillResult("/a/train.py", Path("/runs"), verdict="wrong", why="Why.", hint="do")
     assert wrong.text().endswith("train.py does NOT resume right. Why.\nhint: do")
     assert wrong.to_dict()["folder"] == "/runs"
 

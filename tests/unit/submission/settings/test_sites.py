@@ -25,8 +25,8 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import parse_time
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.settings import config, sites
-from hpc_ddp.submission.settings.fabrics import read_toml
 from hpc_ddp.submission.settings.runs_dir import runs_root
+from hpc_ddp.submission.settings.trust import read_toml
 
 EXAMPLES = {path.stem: path for path in sorted(Path(__file__).parent.glob("sites/*.toml"))}
 SHIPPED = {path.stem: path for path in sorted((folder("templates") / "sites").glob("*.toml"))}

@@ -15,7 +15,7 @@ from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.console.units import duration
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, find_run
-from hpc_ddp.report.status import sweep
+from hpc_ddp.report.status import array_tasks
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status, unreadable
 from hpc_ddp.report.status.state import jobs_in_queue, state_of_job
@@ -59,7 +59,7 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     rows = read_statuses(root, runs, queue)
     if not names:
         rows.sort(key=lambda row: not row.state.is_live)
-    tasks = sweep.tasks(runs[0], queue) if len(names) == 1 else []
+    tasks = array_tasks.tasks(runs[0], queue) if len(names) == 1 else []
     if as_json:
         dicts = [row.to_dict() for row in rows]
         if tasks:
@@ -73,7 +73,7 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     if older:
         parts[0] += f"\n… {older:,} older: hpc-ddp status --all"
     if tasks:
-        parts += [sweep.table(tasks), sweep.summary(runs[0], tasks)]
+        parts += [array_tasks.table(tasks), array_tasks.summary(runs[0], tasks)]
     return "\n\n".join(parts)
 
 

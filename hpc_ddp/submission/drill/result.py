@@ -22,7 +22,7 @@ class Row:
 
 
 @dataclass
-class Report:
+class DrillResult:
     """`verdict` is ``right``, ``sums`` (right but for the order of sums), ``wrong``,
     ``unsteady`` (two undisturbed runs differ already), or ``broken`` (it did not go on)."""
 
