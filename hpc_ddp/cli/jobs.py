@@ -27,9 +27,9 @@ from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import tables
 from hpc_ddp.submission import backends
-from hpc_ddp.submission import drill as rehearsal
 from hpc_ddp.submission import preflight as launch_preflight
 from hpc_ddp.submission import sweep as launch_sweep
+from hpc_ddp.submission.drill.runs import drill as run_drill
 from hpc_ddp.submission.plan import Plan, PreparedRun, find_mistakes, plan_new
 from hpc_ddp.submission.restart import bring_back, plan_continuation, plan_rerun, set_aside
 from hpc_ddp.submission.settings import config, origin
@@ -193,7 +193,7 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
     # A killed attempt has to end: a project file may restart workers within one.
     forced = {"backend": "local", "max-restarts": 0, "elastic": False}
     settings = config.load(settings_of(options) | forced, cwd, Path.home())
-    report = rehearsal.drill(settings, cwd, runs_root(settings), steps, say)
+    report = run_drill(settings, cwd, runs_root(settings), steps, say)
     click.echo(json.dumps(report.to_dict()) if as_json else report.text())
     if not report.ok:
         say(f"its runs: {report.folder}")
