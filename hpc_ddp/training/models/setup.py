@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.data.loader import Shard
 from hpc_ddp.training.data.order import MicroBatch, make_plan
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp_buckets import fix_bucket_order
-from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
 from hpc_ddp.training.models.meta import Init, materialize
 from hpc_ddp.training.process.watchdog import beat
@@ -328,45 +326,6 @@ class ModelSetup(Worker):
                 model.set_requires_gradient_sync(on)
             else:
                 model.require_backward_grad_sync = on
-
-    def export(self, model: torch.nn.Module, example: torch.Tensor) -> Path:
-        """Write the model, as it is now, for programs without hpc-ddp; return the folder.
-
-        ``<run folder>/export`` then has ``model.safetensors``, the weights, and ``model.pt2``,
-        which `torch.export.load` reads, for batches of any size. Rank 0 writes; all ranks call it.
-
-        Parameters
-        ----------
-        example
-            a batch of inputs, on any device
-
-        Raises
-        ------
-        UsageError
-            torch.export can't trace the model, or it is in parts (FSDP2, tensor parallel, stages);
-            the example is no batch; or the run is finished
-        HpcDdpError
-            a file can't be written
-        """
-        from hpc_ddp.training.export import check_export, export_model  # a program of its own, too
-
-        is_part = self._dims.pp > 1 or any(map(is_sharded, model.parameters()))
-        check_export(example, is_part=is_part, is_over=self._over)
-        folder = self.folder.path / "export"
-        failure: HpcDdpError | None = None
-        with self.evaluating(model) as plain:
-            if self.rank == 0:
-                try:
-                    export_model(plain, example, folder)
-                except HpcDdpError as error:
-                    failure = error
-                except Exception as error:  # the other ranks wait for an answer
-                    failure = HpcDdpError(f"the model can't be exported into {folder}: {error}")
-        failure = self._control.from_first(failure)
-        beat()
-        if failure is not None:
-            raise failure
-        return folder
 
     def load_best(self, model: torch.nn.Module) -> int:
         """Put the weights of the best checkpoint (see `best`) into the model; return its step.
