@@ -30,6 +30,7 @@ from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.devices import plain
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.dtensor import is_sharded
+from hpc_ddp.training.options import Options
 from hpc_ddp.training.run import Run
 from hpc_ddp.training.stops.signals import CANCELLED, NONE
 from hpc_ddp.training.telemetry.metrics import check_values
@@ -49,8 +50,8 @@ class DrilledRun(Run):
       ``"kill"``, or ``"save"``, a kill before the save of that step is published
     """
 
-    def __init__(self, arguments: dict[str, Any], plan: Mapping[str, Any]) -> None:
-        super().__init__(arguments)
+    def __init__(self, options: Options, plan: Mapping[str, Any]) -> None:
+        super().__init__(options)
         self._plan = plan
         self._folder = self.folder.path / "drill"
         self._attempt = self._journal.attempt

@@ -46,7 +46,7 @@ def export(
     folder = _choose(RunFolder(run.absolute()), step, best)
     if problem := checkpoints.verify(folder):
         raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {run}")
-    _, _, reader = open_checkpoint(folder)
+    reader = open_checkpoint(folder).reader
     prefix = f"{name}."
     if of_ranks := sorted(key for key in reader.of_ranks if key.startswith(prefix)):
         more = f" and {len(of_ranks) - 1} more" if of_ranks[1:] else ""

@@ -18,6 +18,7 @@ from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.order import MicroBatch, make_plan
 from hpc_ddp.training.models.dtensor import gathered, step_apart
 from hpc_ddp.training.models.setup import ModelSetup
+from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.signals import NONE
@@ -27,8 +28,8 @@ from hpc_ddp.training.telemetry.metrics import check_values, number
 class Run(ModelSetup):
     """One worker's view of a run; `start` makes it. A context manager that finishes the run."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        super().__init__(arguments)
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
         self._loader: Loader | None = None
         self._epochs: int | None = None
         self._save_due = False

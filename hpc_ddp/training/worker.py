@@ -15,6 +15,7 @@ from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import JournalEvent, Stopped, WorkerStarted
 from hpc_ddp.training.checkpoint.files import Retention
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
+from hpc_ddp.training.checkpoint.restorer import non_finite_error
 from hpc_ddp.training.checkpoint.saver import Checkpoints
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.models import rng
@@ -52,8 +53,8 @@ class Worker:
     training is.
     """
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        """Do what `start` promises; `arguments` are its own.
+    def __init__(self, options: Options) -> None:
+        """Do what `start` promises; `options` are the script's.
 
         Signals first: the rest takes seconds, and may wait for peers.
         """
@@ -66,7 +67,7 @@ class Worker:
         self._notices.install()
         self._hook = FailureHook(self._info, env.node)
         self._hook.install()
-        options = Options.chosen(env, **arguments)
+        options = options.checked(env)
         self._join(options, env, called)
         self._prepare(options, env)
         self._over = False
@@ -165,7 +166,7 @@ class Worker:
 
     def _refuse_non_finite(self) -> None:
         if self._precision.has_non_finite():
-            raise self._checkpoints.non_finite_error(self.position.step)
+            raise non_finite_error(self.folder, self.position.step)
 
     def _stop(self, reason: int) -> NoReturn:
         source = self._notices.source

@@ -15,7 +15,7 @@ from hpc_ddp.training.export import export
 
 
 def weights(run: Any, step: int) -> dict[str, torch.Tensor]:
-    _, _, reader = open_checkpoint(run.checkpoints / f"step-{step}")
+    reader = open_checkpoint(run.checkpoints / f"step-{step}").reader
     return {name[6:]: reader.read(name) for name in reader if name.startswith("model.")}
 
 

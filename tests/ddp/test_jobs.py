@@ -106,7 +106,7 @@ def go(crew: Any, ranks: int, job: Job, *more: str, at: int | None = None) -> st
 
 
 def final(run: Any) -> dict[str, torch.Tensor]:
-    _, _, reader = open_checkpoint(candidates(run.checkpoints)[0])
+    reader = open_checkpoint(candidates(run.checkpoints)[0]).reader
     return {name: reader.read(name).clone() for name in reader}
 
 

@@ -18,6 +18,7 @@ import torch
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, Shape
+from hpc_ddp.training.process.process_group import Control
 
 _SHOWN = 4
 
@@ -122,6 +123,16 @@ def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[st
         return dict(sorted(pairs))
 
     return wait
+
+
+def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
+    """Return on all ranks the error for tensors that would not make a whole, None for a whole."""
+    digests = control.to_first(inventory.digest)
+    if control.from_first(control.rank != 0 or fit_together(digests)):
+        return None
+    inventories = control.to_first(inventory)
+    misfit: HpcDdpError = control.from_first(find_fault(inventories) if inventories else None)
+    return misfit
 
 
 def fit_together(digests: Sequence[Digest]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,6 @@ from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.retry import patiently
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import files as disk
-from hpc_ddp.training.checkpoint.inventory import Inventory, find_fault, fit_together
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.checkpoint.state import joined
 from hpc_ddp.training.process.process_group import Control
@@ -35,11 +35,23 @@ STATE = "state.pt"
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that verified. `owns` has what each of its ranks had of its own, by rank."""
+    """A checkpoint that is open.
+
+    Attributes
+    ----------
+    step
+        of the run
+    shared
+        the plain values that its ranks shared
+    ranks
+        the plain values that each of its ranks had of its own, by rank
+    reader
+        of its tensors
+    """
 
     step: int
     shared: dict[str, Any]
-    owns: list[dict[str, Any]]
+    ranks: dict[int, dict[str, Any]]
     reader: Reader
 
 
@@ -61,17 +73,8 @@ def _unreadable(folder: Path, error: OSError, rank: int = 0) -> DiskError:
     )
 
 
-def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError:
-    """Return on all ranks what keeps their tensors from fitting together."""
-    inventories = control.to_first(inventory)
-    fault: HpcDdpError = control.from_first(find_fault(inventories) if inventories else None)
-    return fault
-
-
-def open_checkpoint(
-    folder: Path, rank: int = 0, world_size: int = 0
-) -> tuple[dict[str, Any], dict[int, dict[str, Any]], Reader]:
-    """Return what all ranks shared, what each had of its own, and the tensors; verify it first.
+def open_checkpoint(folder: Path, rank: int = 0, world_size: int = 0) -> Restored:
+    """Open a checkpoint that has been verified, on the CPU.
 
     Where ranks had tensors of their own (see `state.my_parts`), they are this rank's if as many
     ranks wrote it as there are now, and else rank 0's.
@@ -88,13 +91,15 @@ def open_checkpoint(
             hint="go on with the hpc-ddp that wrote it: <run>/lib has it",
         )
     names = [name for name in manifest["files"] if name.startswith("rank-")]
-    owns = {record["rank"]: record for record in (_load(folder / name) for name in names)}
-    data = [(folder / f"tensors-{rank}.bin", record["pieces"]) for rank, record in owns.items()]
+    records = [_load(folder / name) for name in names]
+    ranks = {record["rank"]: record for record in sorted(records, key=itemgetter("rank"))}
     shared = _load(folder / STATE)
-    for rank_of_stage in sorted(owns):
-        if "tree" in owns[rank_of_stage]:
-            shared["tree"] = joined(shared["tree"], owns[rank_of_stage].pop("tree"))
-    return shared, owns, Reader(data, rank if len(owns) == world_size else None)
+    for record in ranks.values():
+        if "tree" in record:
+            shared["tree"] = joined(shared["tree"], record.pop("tree"))
+    data = [(folder / f"tensors-{writer}.bin", ranks[writer]["pieces"]) for writer in ranks]
+    reader = Reader(data, rank if len(ranks) == world_size else None)
+    return Restored(checkpoints.step_of(folder), shared, ranks, reader)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class Restorer:
 
     def __init__(self, run: RunFolder, attempt: int, control: Control, journal: Journal) -> None:
         self._run, self._attempt = run, attempt
-        self._control, self._journal = control, journal
+        self.control, self._journal = control, journal
 
     def restore(self) -> Restored | None:
         """Open the newest checkpoint that verifies; None for a run that has never had one.
@@ -129,7 +134,7 @@ class Restorer:
         """
         began = time.monotonic()
         names = self._from_first(self._find_names)
-        if self._control.rank == 0:
+        if self.control.rank == 0:
             disk.clear_drafts(self._run.checkpoints)
         passed_over: list[str] = []
         chosen = None
@@ -139,9 +144,9 @@ class Restorer:
                 chosen = folder
                 break
             passed_over.append(f"{folder.name}: {damage}")
-            if self._control.rank == 0:
+            if self.control.rank == 0:
                 self._set_aside(folder, damage)
-        if self._control.rank == 0:
+        if self.control.rank == 0:
             self._report_restore(chosen, passed_over, time.monotonic() - began)
         if chosen is None:
             self._from_first(partial(self._refuse_step_0, passed_over))
@@ -183,27 +188,25 @@ class Restorer:
     def _from_first(self, act: Callable[[], T]) -> T:
         """Return on all ranks what `act` returns on rank 0; its errors are raised on all."""
         answer: Any = None
-        if self._control.rank == 0:
+        if self.control.rank == 0:
             try:
                 answer = act()
             except HpcDdpError as error:
                 answer = error
             except OSError as error:
                 answer = _unreadable(self._run.checkpoints, error)
-        answer = self._control.from_first(answer)
+        answer = self.control.from_first(answer)
         if isinstance(answer, HpcDdpError):
             raise answer
         result: T = answer
         return result
 
     def _open(self, folder: Path) -> Restored:
-        rank, world_size = self._control.rank, self._control.world_size
+        rank, world_size = self.control.rank, self.control.world_size
         try:
-            shared, owns, reader = open_checkpoint(folder, rank, world_size)
+            return open_checkpoint(folder, rank, world_size)
         except OSError as error:
             raise _unreadable(folder, error, rank) from error
-        every = [owns[number] for number in sorted(owns)]
-        return Restored(checkpoints.step_of(folder), shared, every, reader)
 
     def _damage_of(self, folder: Path) -> str | None:
         """Return what is damaged in a checkpoint, None where nothing is; the same on all ranks."""
@@ -212,13 +215,13 @@ class Restorer:
 
     def _find_damage(self, folder: Path) -> str | None:
         """Let the ranks verify a checkpoint together; all get the same answer, or error."""
-        rank, world_size = self._control.rank, self._control.world_size
+        rank, world_size = self.control.rank, self.control.world_size
         answer: str | HpcDdpError | None
         try:
             answer = patiently(partial(checkpoints.find_damage, folder, rank, world_size))
         except OSError as error:
             answer = _unreadable(folder, error, rank)
-        answers = self._control.to_first(answer)
+        answers = self.control.to_first(answer)
         return self._from_first(partial(_damage_in, answers))
 
     def _set_aside(self, folder: Path, why: str) -> None:
@@ -235,34 +238,13 @@ class Restorer:
         if chosen:
             print_note(f"going on from step {step} of {self._run.path}")
 
-    def non_finite_error(self, step: int | str) -> HpcDdpError:
-        """Return the error that ends a run whose weights can't be gone on from."""
-        newest_first = checkpoints.candidates(self._run.checkpoints)
-        last = newest_first[0].name if newest_first else "none"
-        return HpcDdpError(
-            "the weights have NaN or infinity in them; it came at or before step"
-            f" {step}; last checkpoint: {last}",
-            hint="lower the learning rate, or clip: run.update(optimizer, clip_norm=1.0)",
-        )
 
-    def warn(self, text: str) -> None:
-        """Print a warning, on rank 0."""
-        if self._control.rank == 0:
-            print_note(text)
-
-    def agree(self, value: float) -> float:
-        """Return rank 0's value on every rank."""
-        agreed: float = self._control.from_first(value)
-        return agreed
-
-    def check(self, inventory: Inventory) -> None:
-        """Refuse, on all ranks, tensors that would not make a whole; called before the training.
-
-        Raises
-        ------
-        HpcDdpError
-            names a tensor that is sharded otherwise on some rank, or that a rank lacks
-        """
-        digests = self._control.to_first(inventory.digest)
-        if not self._control.from_first(self._control.rank != 0 or fit_together(digests)):
-            raise find_misfit(self._control, inventory)
+def non_finite_error(run: RunFolder, step: int) -> HpcDdpError:
+    """Return the error that ends a run whose weights can't be gone on from."""
+    newest_first = checkpoints.candidates(run.checkpoints)
+    last = newest_first[0].name if newest_first else "none"
+    return HpcDdpError(
+        f"the weights have NaN or infinity in them; it came at or before step {step}; last"
+        f" checkpoint: {last}",
+        hint="lower the learning rate, or clip: run.update(optimizer, clip_norm=1.0)",
+    )

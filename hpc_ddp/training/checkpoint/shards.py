@@ -11,6 +11,7 @@ import errno
 import math
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -26,7 +27,7 @@ from hpc_ddp.training.models.dtensor import from_local, is_sharded, local_box
 OWN = "@rank-"  # between the name of a tensor that each rank has its own of, and the rank
 ALIGNMENT = 64  # bytes, so that a mapped file can be viewed as numbers of any type
 MOST_FILES = 256  # open at a time; processes may have 1,024
-LARGEST_BLOCK, LEAST_BLOCK = 1 << 30, 1 << 20  # bytes of pinned memory; multiples of the alignment
+BLOCK = 1 << 27  # bytes of the staging memory; a multiple of the alignment
 
 Shape = tuple[int, ...]
 
@@ -79,8 +80,8 @@ class StagingBuffer:
     """Memory for one rank's parts: the bytes of its data file, in blocks.
 
     It is allocated anew only when the parts change, in practice at the first save. Where there is
-    an accelerator the blocks are pinned. Their sizes are powers of two, since torch rounds pinned
-    memory up to one, and keeps for good what it has once had.
+    an accelerator the blocks are pinned. All but the last have a power of two as their size: torch
+    rounds pinned memory up to one, and keeps for good what it has once had.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -109,14 +110,16 @@ class StagingBuffer:
 
     def wait(self) -> float:
         """Wait until the parts are here, in any thread; return how long a device copied, in s."""
+        if self._copies:
+            devices.use(self._device)  # a thread begins with the node's first one
         for _, end in self._copies:
             end.synchronize()
         return max((begin.elapsed_time(end) / 1000 for begin, end in self._copies), default=0.0)
 
     def _allocate(self, pieces: list[StoredShard], size: int) -> None:
         self._segments, self._blocks = [], []  # free the old ones first
-        pinned = devices.is_accelerator(self._device)
-        self._blocks = list(_blocks(size)) if pinned else [_allocate(size)]
+        for first in range(0, size, BLOCK):
+            self._blocks.append(_allocate(min(BLOCK, size - first), self._device))
         self._segments = [_segments(piece, self._blocks) for piece in pieces]
         self.pieces = pieces
 
@@ -138,22 +141,14 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _blocks(size: int) -> Iterator[torch.Tensor]:
-    """Yield pinned memory for at least so many bytes, shapes (bytes,), the largest blocks first."""
-    while size > 0:
-        power = 1 << (size.bit_length() - 1)
-        length = min(power, LARGEST_BLOCK) if power >= LEAST_BLOCK else size
-        try:
-            block = _allocate(length, pin_memory=True)
-        except RuntimeError:  # no more memory may be locked; the copies take longer then
-            block = _allocate(length)
-        yield block
-        size -= length
-
-
-def _allocate(size: int, pin_memory: bool = False) -> torch.Tensor:
-    """Return bytes of the host, shape (size,), whatever torch's default device is."""
-    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
+def _allocate(size: int, device: torch.device) -> torch.Tensor:
+    """Return bytes of the host, shape (size,), for copies from a device."""
+    # Named, since torch's default device may be another one.
+    memory = partial(torch.empty, size, dtype=torch.uint8, device="cpu")
+    if devices.is_accelerator(device):
+        with suppress(RuntimeError):  # no more memory may be locked; the copies take longer then
+            return memory(pin_memory=True)
+    return memory()
 
 
 def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -202,11 +197,6 @@ def _lay_out(parts: Mapping[str, LocalShard]) -> tuple[list[StoredShard], int]:
 def dtype_named(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def as_plain(pieces: Iterable[StoredShard]) -> list[tuple[Any, ...]]:
-    """Return pieces as values that ``weights_only`` loads."""
-    return [tuple(piece) for piece in pieces]
 
 
 class UnreadableError(DiskError):

@@ -21,6 +21,7 @@ from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp_buckets import fix_bucket_order
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
 from hpc_ddp.training.models.meta import Init, materialize
+from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.watchdog import beat
 from hpc_ddp.training.worker import Worker
 
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 class ModelSetup(Worker):
     """The methods of a `Run` on models."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        super().__init__(arguments)
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
         self._wrapped: list[Any] = []
         self._mesh: DeviceMesh | None = None
 

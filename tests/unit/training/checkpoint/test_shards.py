@@ -30,7 +30,6 @@ from hpc_ddp.training.checkpoint.shards import (
     Reader,
     StagingBuffer,
     StoredShard,
-    as_plain,
     rows,
     whole,
 )
@@ -451,7 +450,7 @@ def _put_back(
     buffer = StagingBuffer(CPU)
     buffer.fill(state.my_parts(result, ParallelDims()))
     (folder / "data").write_bytes(b"".join(buffer.bytes))
-    reader = Reader([(folder / "data", as_plain(buffer.pieces))])
+    reader = Reader([(folder / "data", buffer.pieces)])
     loading.put_back(objects, result.tree, reader, 7, stage)
 
 
@@ -550,7 +549,7 @@ def test_a_tensor_is_put_together_from_boxes(tmp_path: Path) -> None:
         assert part is not None
         buffer.fill({**{k: p for k, p in parts.items() if index == 0 and p}, "t": part})
         (tmp_path / str(index)).write_bytes(b"".join(buffer.bytes))
-        files.append((tmp_path / str(index), as_plain(buffer.pieces)))
+        files.append((tmp_path / str(index), buffer.pieces))
     reader = Reader(files)
     assert torch.equal(reader.read("t"), full)
     assert reader.read("u").shape == (0, 3)
@@ -569,7 +568,7 @@ def test_each_ranks_own_is_read_where_there_is_one(tmp_path: Path) -> None:
     buffer = StagingBuffer(CPU)
     buffer.fill({"b": whole(torch.tensor(1)), f"b{OWN}2": whole(torch.tensor(2))})
     (tmp_path / "data").write_bytes(b"".join(buffer.bytes))
-    files = [(tmp_path / "data", as_plain(buffer.pieces))]
+    files = [(tmp_path / "data", buffer.pieces)]
     assert [Reader(files, rank).read("b").item() for rank in (0, 2, None)] == [1, 2, 1]
     assert list(Reader(files)) == ["b"]
     assert buffer.pieces[1].offset == 64
@@ -605,8 +604,7 @@ def test_memory_in_blocks_holds_the_same_file(
     }
     one = StagingBuffer(CPU)
     one.fill(parts)
-    monkeypatch.setattr(shards, "LEAST_BLOCK", 64)
-    monkeypatch.setattr(shards, "LARGEST_BLOCK", 256)
+    monkeypatch.setattr(shards, "BLOCK", 256)
     blocks = StagingBuffer(torch.device("cuda"))
     blocks.fill(parts)
     blocks.wait()
@@ -614,7 +612,7 @@ def test_memory_in_blocks_holds_the_same_file(
     readers = []
     for name, buffer in {"one": one, "blocks": blocks}.items():
         (tmp_path / name).write_bytes(b"".join(buffer.bytes))
-        readers.append(Reader([(tmp_path / name, as_plain(buffer.pieces))]))
+        readers.append(Reader([(tmp_path / name, buffer.pieces)]))
     assert all(torch.equal(*(reader.read(name) for reader in readers)) for name in parts)
     assert [len(block) for block in blocks.bytes] == [256, 256, 256, 256, 128]
     assert blocks.is_finite(parts)
@@ -699,7 +697,7 @@ def test_any_box_of_a_tensor_is_read(tmp_path: Path) -> None:
         assert part is not None
         buffer.fill({"t": part})
         (tmp_path / str(index)).write_bytes(b"".join(buffer.bytes))
-        files.append((tmp_path / str(index), as_plain(buffer.pieces)))
+        files.append((tmp_path / str(index), buffer.pieces))
     boxes = [((0, 0), (2, 3)), ((1, 0), (2, 3)), ((1, 1), (4, 2)), ((4, 2), (2, 1))]
     boxes += [((6, 0), (0, 3)), ((3, 0), (0, 3))]
     for start, size in boxes:
@@ -713,7 +711,7 @@ def _stored(folder: Path) -> Reader:
     buffer = StagingBuffer(CPU)
     buffer.fill({"t": whole(torch.arange(6.0).view(3, 2))})
     (folder / "data").write_bytes(b"".join(buffer.bytes))
-    return Reader([(folder / "data", as_plain(buffer.pieces))])
+    return Reader([(folder / "data", buffer.pieces)])
 
 
 def test_a_data_file_that_is_away_is_waited_for(
@@ -751,7 +749,7 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
         buffer = StagingBuffer(CPU)
         buffer.fill({f"t{index}": whole(torch.tensor(index))})
         (tmp_path / str(index)).write_bytes(b"".join(buffer.bytes))
-        files.append((tmp_path / str(index), as_plain(buffer.pieces)))
+        files.append((tmp_path / str(index), buffer.pieces))
     reader = Reader(files)
     for _ in range(2):
         assert [int(reader.read(f"t{index}")) for index in range(5)] == [0, 1, 2, 3, 4]
