@@ -218,18 +218,7 @@ class Worker:
     """A loader worker: it has ended with `exitcode`, or lives where that is None."""
 
     def __init__(self, exitcode: int | None) -> None:
-        self.sentinel, other = os.pipe()
         self.exitcode = exitcode
-        self.open = [self.sentinel, other]
-        if exitcode is not None:  # as at a process's end, which makes the sentinel readable
-            os.close(self.open.pop())
-
-    def join(self) -> None:
-        assert self.exitcode is not None
-
-    def close(self) -> None:
-        for descriptor in self.open:
-            os.close(descriptor)
 
 
 class Batches:
@@ -254,8 +243,6 @@ def _watch(error: BaseException, *exit_codes: int | None) -> BaseException:
         list(worker_death.watched(cast(Any, Batches(error, *workers))))
     except Exception as raised:
         seen = raised
-    for worker in workers:
-        worker.close()
     assert seen is not None
     return seen
 
@@ -296,7 +283,7 @@ def test_a_worker_that_has_died_is_named_by_its_exit_code(
 def test_no_worker_is_waited_for_where_torch_has_named_the_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_death, "_exit_code", pytest.fail)
+    monkeypatch.setattr(worker_death, "_exit_of", pytest.fail)
     assert "signal: Killed" in str(_watch(RuntimeError(KILLED), None))
 
 
@@ -305,12 +292,10 @@ def test_workers_that_persist_may_fail_before_there_is_an_iterator() -> None:
         def __iter__(self) -> Batches:
             raise self._error
 
-    worker = Worker(-9)
     batches = Persistent(RuntimeError(GONE))
-    batches._iterator = Batches(KeyError(), worker)
+    batches._iterator = Batches(KeyError(), Worker(-9))
     with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
         list(worker_death.watched(cast(Any, batches)))
-    worker.close()
 
 
 def test_the_cause_of_an_error_may_name_the_worker() -> None:
@@ -639,21 +624,20 @@ def test_before_the_first_batch_there_is_no_share() -> None:
 
 
 class Late(Worker):
-    """A loader worker whose exit code is known only once it has been waited for."""
+    """A loader worker whose exit code is known only a moment later."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.exitcode, self._code = None, code
+        self._codes = iter([None, None])
+        self._code = code
 
-    def join(self) -> None:
-        self.exitcode = self._code
+    @property
+    def exitcode(self) -> int | None:  # type: ignore[override]
+        return next(self._codes, self._code)
 
 
 def test_a_worker_that_has_just_ended_is_waited_for() -> None:
-    worker = Late(-9)
     with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
-        list(worker_death.watched(cast(Any, Batches(RuntimeError(GONE), worker))))
-    worker.close()
+        list(worker_death.watched(cast(Any, Batches(RuntimeError(GONE), Late(-9)))))
 
 
 class Interrupted:
