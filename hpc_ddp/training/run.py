@@ -34,7 +34,7 @@ class Run(ModelSetup):
         self._epochs: int | None = None
         self._save_due = False
         self._stepped = True  # since the loader's last batch
-        self._check_values = True  # the first ones: on all ranks, so that all end
+        self._check_values = True
         if self.rank == 0:
             atexit.register(self._warn_unless_over)
 
@@ -50,28 +50,25 @@ class Run(ModelSetup):
     ) -> Loader:
         """Return the loader of the training data, one per run, to be iterated in `epochs`.
 
-        An iterable data set is read in whole by every rank and loader worker, each of which
-        keeps its part; so it must not split itself by rank. Let it yield references, such as
-        paths, and decode them in ``collate_fn``. After an interruption, what was consumed is
-        read again, unless the data set has a ``skip(n)`` that returns the rest of it.
+        Every rank and loader worker reads all of an iterable data set, and keeps its part; so
+        it must not split itself by rank. Let it yield references, such as paths, and decode them
+        in ``collate_fn``. A resume reads consumed samples again, unless the data set has a
+        ``skip(n)`` that returns the rest of it.
 
         Parameters
         ----------
         dataset
-            map-style or iterable; what it draws from the global generators depends on (seed,
-            epoch, index) only
+            map-style or iterable; its random numbers depend on (seed, epoch, index) only
         batch_size
             samples per data parallel rank and micro-batch
         global_batch_size
-            in its place: samples of all ranks together per optimizer step, so that the steps
-            do not depend on the number of ranks; need not be divisible by it
+            in its place: samples of all ranks together per optimizer step, for steps that do not
+            depend on the number of ranks
         accumulate
-            micro-batches per optimizer step: ``optimizer.step()`` belongs to those where
-            `ends_step` is true
+            micro-batches per optimizer step, which belongs to those where `ends_step` is true
         drop_last
-            drops the last incomplete global batch; without it the last step of an epoch has
-            fewer samples, on some ranks maybe none that count (see `backward`); batch norm
-            refuses a single one, so use `drop_last` with it
+            drops the last incomplete global batch; without it some ranks may have no sample that
+            counts in the last step (see `backward`), or a single one, which batch norm refuses
         options
             ``shuffle`` (by default all but an iterable data set), ``num_workers``,
             ``collate_fn``, and others of torch's DataLoader
@@ -81,16 +78,7 @@ class Run(ModelSetup):
         UsageError
             the run has a loader already, or the options make no sense
         """
-        if self._loader is not None:
-            raise UsageError(
-                "the run has a training loader already, and its position belongs to that one",
-                hint="for evaluation use run.shard",
-            )
-        if self._manager.tracked:
-            raise UsageError(
-                "run.loader was called after run.track, which has to know the training set",
-                hint="make the loader first",
-            )
+        self._check_before_loader()
         dims = self._dims
         self._loader = Loader(
             dataset,
@@ -134,8 +122,6 @@ class Run(ModelSetup):
                 hint="run.track(model=model, loader=loader, per_rank=('loader',))",
             )
         self._check_copies(objects.values())
-        if self._dims.pp > 1:
-            self._check_stages(sorted(objects))
         data = {} if self._loader is None else self._loader.facts
         objects = {**objects, "_precision": self._precision}
         self._manager.track(objects, data, per_rank)
@@ -267,14 +253,7 @@ class Run(ModelSetup):
         self.position.step += 1
         self.position.epoch_steps += 1
         self._watchdog.step_done()
-        values = {name: gathered(value) for name, value in values.items()}
-        if self._check_values:
-            check_values(values)
-            self._check_values = False
-        if self.rank == 0:
-            samples = self._share.total if self._share else 0
-            self._metrics.add(self.position, samples, values)
-        self._profiler.step_done()
+        self._measure({name: gathered(value) for name, value in values.items()})
         steps_left = None if self._loader is None else self._loader.steps(self.position.samples)
         decision = self._consensus.step_done(self.position.step, wait_for_all=steps_left == 1)
         self._watch_weights(self._consensus.exchanges)
@@ -342,9 +321,19 @@ class Run(ModelSetup):
         if kind is None:
             self.finish()
 
-    # -- beside the loop -------------------------------------------------------------------
-
     # -- inside ----------------------------------------------------------------------------
+
+    def _check_before_loader(self) -> None:
+        if self._loader is not None:
+            raise UsageError(
+                "the run has a training loader already, and its position belongs to that one",
+                hint="for evaluation use run.shard",
+            )
+        if self._manager.tracked:
+            raise UsageError(
+                "run.loader was called after run.track, which has to know the training set",
+                hint="make the loader first",
+            )
 
     @property
     def _share(self) -> MicroBatch | None:
@@ -370,6 +359,16 @@ class Run(ModelSetup):
                 hint="write `for epoch in run.epochs(n):` around the loop over batches",
             )
 
+    def _measure(self, values: dict[str, Any]) -> None:
+        """Pass on a step's values; the first ones are checked on all ranks, so that all end."""
+        if self._check_values:
+            check_values(values)
+            self._check_values = False
+        if self.rank == 0:
+            samples = self._share.total if self._share else 0
+            self._metrics.add(self.position, samples, values)
+        self._profiler.step_done()
+
     def _start_batch(self, ends_step: bool) -> None:
         self._stepped = False
         self._sync_gradients(ends_step)
@@ -382,12 +381,10 @@ class Run(ModelSetup):
         if self._loader is None or self._epochs is None:
             return None
         steps_left = self._loader.steps(self.position.samples)
-        later = self._epochs - self.position.epoch - 1
-        return (
-            None
-            if steps_left is None
-            else self.position.step + steps_left + later * len(self._loader)
-        )
+        if steps_left is None:
+            return None
+        later_epochs = self._epochs - self.position.epoch - 1
+        return self.position.step + steps_left + later_epochs * len(self._loader)
 
     def _act(self, decision: Decision) -> None:
         if decision.reason != NONE:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import suppress
 from functools import partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from hpc_ddp.core import process
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import JournalEvent, Stopped, WorkerStarted
 from hpc_ddp.training.checkpoint.files import Retention
@@ -24,8 +24,7 @@ from hpc_ddp.training.models.precision import Precision, make_deterministic
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import process_group, run_directory
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
-from hpc_ddp.training.process.failure import FailureHook, leave_quickly
-from hpc_ddp.training.process.stdio import make_patient
+from hpc_ddp.training.process.failure import FailureHook, leave_quickly, make_patient
 from hpc_ddp.training.process.watchdog import Watchdog, beat, flight_recorder
 from hpc_ddp.training.stops.consensus import (
     SaveSchedule,
@@ -95,16 +94,41 @@ class Worker:
             self._notices.watch_end_time(env.end_time, self.folder.attempt(attempt).end_time)
 
     def _prepare(self, options: Options, env: LaunchEnv) -> None:
-        """Make the parts of the run that save, measure and watch."""
-        control, journal, attempt = self._control, self._journal, self._journal.attempt
-        is_first = self.rank == 0
+        """Make the parts of the run that save, stop, measure and watch."""
+        control, attempt = self._control, self._journal.attempt
         self.position = self._hook.position = Position()
+        rng.seed_all(options.seed, self.devices)
+        self._prepare_saves(options)
+        history = self.folder.events() if self.rank == 0 and attempt else []
+        self._schedule = SaveSchedule(
+            self._checkpoints,
+            self.rank,
+            options.save_every,
+            options.save_every_steps,
+            slowest_save_s=slowest_save(history),
+            failure_interval_s=between_failures(history),
+        )
+        nodes = control.to_first(env.node)
+        self._timer = StepTimer(control, self._journal, self.position, self.device, nodes)
+        self._consensus = StopConsensus(control, self._notices, self._schedule, self._timer)
+        self._watchdog = Watchdog(
+            options.hang_after,
+            self.folder.attempt(attempt).node(env.node),
+            self.rank,
+            self.position,
+            partial(flight_recorder, self.device),
+            self._hook.report,
+        )
+        self._precision = Precision(options.precision, self.device, options.stop_on_nan, self._dims)
+        self._prepare_telemetry(options, sorted(set(nodes)))
+
+    def _prepare_saves(self, options: Options) -> None:
         self._checkpoints = Checkpoints(
             self.folder,
-            attempt,
-            control,
-            control.another(),
-            journal,
+            self._journal.attempt,
+            self._control,
+            self._control.another(),
+            self._journal,
             Retention(options.keep_last, options.keep_every),
             self._before_publishing,
         )
@@ -116,53 +140,31 @@ class Worker:
             self._dims,
             options.stop_on_nan,
         )
-        history = self.folder.events() if is_first and attempt else []
-        self._schedule = SaveSchedule(
-            self._checkpoints,
-            self.rank,
-            options.save_every,
-            options.save_every_steps,
-            slowest_save_s=slowest_save(history),
-            failure_interval_s=between_failures(history),
-        )
-        nodes = control.to_first(env.node)
-        rng.seed_all(options.seed, self.devices)
-        self._watchdog = Watchdog(
-            options.hang_after,
-            self.folder.attempt(attempt).node(env.node),
-            self.rank,
-            self.position,
-            partial(flight_recorder, self.device),
-            self._hook.tell,
-        )
-        self._timer = StepTimer(control, journal, self.position, self.device, nodes)
-        self._consensus = StopConsensus(control, self._notices, self._schedule, self._timer)
-        self._precision = Precision(options.precision, self.device, options.stop_on_nan, self._dims)
-        board = self.folder.path / "tensorboard"
-        self._board = (
-            TensorBoardSink(board, self.position) if options.tensorboard and is_first else None
-        )
-        self._progress = ProgressLines() if options.progress and is_first else None
-        use = use_per_sample(options, self.device, self.world_size)
+
+    def _prepare_telemetry(self, options: Options, hosts: list[str]) -> None:
+        is_first, path = self.rank == 0, self.folder.path
+        self._board = self._progress = None
+        if options.tensorboard and is_first:
+            self._board = TensorBoardSink(path / "tensorboard", self.position)
+        if options.progress and is_first:
+            self._progress = ProgressLines()
         self._metrics = Metrics(
-            journal,
+            self._journal,
             self.world_size,
-            sorted(set(nodes)),
-            use,
+            hosts,
+            use_per_sample(options, self.device, self.world_size),
             self._total_steps,
             [sink.show for sink in (self._board, self._progress) if sink is not None],
         )
-        trace = f"attempt-{attempt}-rank-{self.rank}.json.gz"
-        self._profiler = Profiler(
-            options.profile, self.folder.path / "profile" / trace, announces=is_first
-        )
+        trace = f"attempt-{self._journal.attempt}-rank-{self.rank}.json.gz"
+        self._profiler = Profiler(options.profile, path / "profile" / trace, announces=is_first)
 
     def _before_publishing(self, step: int) -> None:
         """Called in the saving thread of rank 0 before a checkpoint appears; for the drill."""
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
-            print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     def _refuse_non_finite(self) -> None:
         if self._precision.has_non_finite():
@@ -203,8 +205,7 @@ class Worker:
 
     def _say_goodput(self) -> None:
         with suppress(OSError):  # all is done: no reason left to fail
-            line = goodput.line(goodput.account(self.folder.events(), time.time()))
-            print(f"hpc-ddp: {line}", file=sys.stderr, flush=True)
+            say(goodput.line(goodput.account(self.folder.events(), time.time())))
 
     def sum(self, *values: float | torch.Tensor) -> list[float]:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it.

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint import loading, state
 from hpc_ddp.training.checkpoint.inventory import find_misfit, inventory_of, start_checksums
-from hpc_ddp.training.checkpoint.restorer import Restored, print_note
+from hpc_ddp.training.checkpoint.restorer import Restored
 from hpc_ddp.training.checkpoint.saver import Checkpoints, Content
 from hpc_ddp.training.checkpoint.shards import StagingBuffer
 from hpc_ddp.training.checkpoint.state import State, joined, my_parts, unwrap
@@ -124,7 +125,7 @@ class CheckpointManager:
         if any(isinstance(unwrap(self._objects.get(name)), kinds) for name in names):
             raise HpcDdpError(text, hint=f"start {len(trees)} workers, as before")
         if self._dims.rank == 0:
-            print_note(f"WARNING: {text}: it begins anew")
+            say(f"WARNING: {text}: it begins anew")
         return tree
 
     def _check(self, current: State) -> None:

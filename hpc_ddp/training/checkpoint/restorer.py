@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import io
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -17,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from hpc_ddp.core import checkpoints
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import DiskError, HpcDdpError
 from hpc_ddp.core.journal.events import CheckpointRestored
 from hpc_ddp.core.journal.journal import Journal
@@ -25,7 +24,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import files as disk
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.checkpoint.state import joined
-from hpc_ddp.training.process.process_group import Control
+from hpc_ddp.training.process.process_group import Control, on_first
 
 T = TypeVar("T")
 
@@ -109,11 +108,6 @@ def _load(path: Path) -> dict[str, Any]:
     return value
 
 
-def print_note(text: str) -> None:
-    with suppress(OSError, ValueError):  # stderr may be closed: no reason to fail
-        print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
-
-
 class Restorer:
     """Opens the checkpoints of a run, as this attempt sees them."""
 
@@ -133,7 +127,7 @@ class Restorer:
             a disk does not answer for a minute; or the run has had checkpoints, and none is good
         """
         began = time.monotonic()
-        names = self._from_first(self._find_names)
+        names = self._on_first(self._find_names)
         if self.control.rank == 0:
             disk.clear_drafts(self._run.checkpoints)
         passed_over: list[str] = []
@@ -149,7 +143,7 @@ class Restorer:
         if self.control.rank == 0:
             self._report_restore(chosen, passed_over, time.monotonic() - began)
         if chosen is None:
-            self._from_first(partial(self._refuse_step_0, passed_over))
+            self._on_first(partial(self._refuse_step_0, passed_over))
             return None
         return self._open(chosen)
 
@@ -162,7 +156,7 @@ class Restorer:
             it is not there, or damaged, or can't be read
         """
         folder = self._run.checkpoints / f"step-{step}"
-        names = self._from_first(self._find_names)
+        names = self._on_first(self._find_names)
         damage = self._damage_of(folder) if folder.name in names else "it is not there"
         if damage:
             raise HpcDdpError(f"{folder}: {damage}", hint=f"hpc-ddp verify {self._run.path}")
@@ -185,21 +179,16 @@ class Restorer:
                 f" {checkpoints.fresh_command(self._run)}",
             )
 
-    def _from_first(self, act: Callable[[], T]) -> T:
+    def _on_first(self, act: Callable[[], T]) -> T:
         """Return on all ranks what `act` returns on rank 0; its errors are raised on all."""
-        answer: Any = None
-        if self.control.rank == 0:
+
+        def read() -> T:
             try:
-                answer = act()
-            except HpcDdpError as error:
-                answer = error
+                return act()
             except OSError as error:
-                answer = _unreadable(self._run.checkpoints, error)
-        answer = self.control.from_first(answer)
-        if isinstance(answer, HpcDdpError):
-            raise answer
-        result: T = answer
-        return result
+                raise _unreadable(self._run.checkpoints, error) from error
+
+        return on_first(self.control, read)
 
     def _open(self, folder: Path) -> Restored:
         rank, world_size = self.control.rank, self.control.world_size
@@ -222,21 +211,21 @@ class Restorer:
         except OSError as error:
             answer = _unreadable(folder, error, rank)
         answers = self.control.to_first(answer)
-        return self._from_first(partial(_damage_in, answers))
+        return self._on_first(partial(_damage_in, answers))
 
     def _set_aside(self, folder: Path, why: str) -> None:
         try:
             target = disk.set_aside(folder, "bad", self._attempt).name
         except OSError as error:  # a folder that can be read only: the next start passes it over
             target = f"{folder.name}: {error}"
-        print_note(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {target}")
+        say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {target}")
 
     def _report_restore(self, chosen: Path | None, passed_over: list[str], took: float) -> None:
         step = checkpoints.step_of(chosen) if chosen else 0
         if chosen or passed_over:
             self._journal.write(CheckpointRestored(step, passed_over, round(took, 3)))
         if chosen:
-            print_note(f"going on from step {step} of {self._run.path}")
+            say(f"going on from step {step} of {self._run.path}")
 
 
 def non_finite_error(run: RunFolder, step: int) -> HpcDdpError:

@@ -22,6 +22,7 @@ import torch
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.journal.events import CheckpointSaved, SaveFailed
 from hpc_ddp.core.journal.journal import Journal
@@ -29,7 +30,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import files as disk
 from hpc_ddp.training.checkpoint.files import Retention
 from hpc_ddp.training.checkpoint.inventory import Inventory, find_misfit
-from hpc_ddp.training.checkpoint.restorer import STATE, Restorer, non_finite_error, print_note
+from hpc_ddp.training.checkpoint.restorer import STATE, Restorer, non_finite_error
 from hpc_ddp.training.checkpoint.shards import StagingBuffer
 from hpc_ddp.training.process.process_group import Control
 
@@ -360,9 +361,7 @@ class Checkpoints(Restorer):
         outcome = self._outcome
         if outcome.failure:
             self._journal.write(SaveFailed(content.step, outcome.failure))
-            print_note(
-                f"the checkpoint of step {content.step} could not be saved ({outcome.failure})"
-            )
+            say(f"the checkpoint of step {content.step} could not be saved ({outcome.failure})")
         elif outcome.error is None:
             since = self._awaited_since  # the training waits for it: that is a stall, too
             waited = 0.0 if since is None else time.monotonic() - since

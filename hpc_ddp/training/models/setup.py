@@ -89,11 +89,7 @@ class ModelSetup(Worker):
             self._say("sync_batchnorm is off: torch has it for GPUs only")
         self._take(model)
         if compile:
-            # Else a kernel for any shape, made at the epoch's shorter last batch, would take over
-            # from then on, and a process resumed later would compute with another one.
-            # And kernels that are chosen by their speed, here and now, add up in other orders.
-            can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
-            model.compile(dynamic=False, options={"deterministic": True} if can else None)
+            _compile(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         if dims.pp > 1:
@@ -305,22 +301,10 @@ class ModelSetup(Worker):
                     hint="run.fully_shard(model, units) after run.parallelize, or run.wrap(stage)",
                 )
 
-    def _check_stages(self, names: list[str]) -> None:
-        """Refuse stages of a pipeline that track other objects: a checkpoint would lack them."""
-        control = self._control
-        for rank, peer_names in enumerate(control.from_first(control.to_first(names))):
-            if peer_names != names:
-                raise UsageError(
-                    f"run.track was given {', '.join(names) or 'nothing'} on rank {self.rank}, and"
-                    f" {', '.join(peer_names) or 'nothing'} on rank {rank}; accepted: the same"
-                    " names on all ranks",
-                    hint="each stage has its own model and optimizer, under the same names",
-                )
-
     def _sync_gradients(self, on: bool) -> None:
-        """Say if the gradients of the coming micro-batch are to be averaged over ranks.
+        """Choose whether the gradients of the coming micro-batch are averaged over ranks.
 
-        For DDP what its `no_sync` switches, which counts in forward already.
+        For DDP by what its `no_sync` switches, which counts in forward already.
         """
         for model in self._wrapped:
             if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
@@ -344,3 +328,11 @@ class ModelSetup(Worker):
         step = self._manager.load_best(model)
         beat()
         return step
+
+
+def _compile(model: torch.nn.Module) -> None:
+    """Compile a model in place, so that a resumed process computes with the same kernels."""
+    # Static shapes: a kernel for any shape, made at the epoch's shorter last batch, would take over
+    # from then on. Deterministic: kernels that are chosen by their speed add up in other orders.
+    can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
+    model.compile(dynamic=False, options={"deterministic": True} if can else None)

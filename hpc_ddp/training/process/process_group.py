@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports it untyped
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.process.environment import DistEnv
+
+T = TypeVar("T")
 
 TEARDOWN_S = 10.0
 TIMEOUT_S = 1800.0  # torch's own for gloo
@@ -181,6 +184,21 @@ class Control:
         dist.barrier(group=self._group)
 
 
+def on_first(control: Control, act: Callable[[], T]) -> T:
+    """Return on all ranks what `act` returns on rank 0; an HpcDdpError of it is raised on all."""
+    answer: Any = None
+    if control.rank == 0:
+        try:
+            answer = act()
+        except HpcDdpError as error:  # the other ranks wait for an answer
+            answer = error
+    answer = control.from_first(answer)
+    if isinstance(answer, HpcDdpError):
+        raise answer
+    result: T = answer
+    return result
+
+
 def leave(control: Control, device: torch.device, then_exit: bool) -> None:
     """Tear the process group down once all ranks are here; never longer than `TEARDOWN_S`.
 
@@ -198,7 +216,7 @@ def leave(control: Control, device: torch.device, then_exit: bool) -> None:
     thread.start()
     thread.join(TEARDOWN_S)
     if thread.is_alive():
-        print("hpc-ddp: the process group did not come down; left as it is", file=sys.stderr)
+        say("the process group did not come down; left as it is")
         sys.stdout.flush()
         sys.stderr.flush()
         if then_exit:

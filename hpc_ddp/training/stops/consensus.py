@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.journal.journal import Event
 from hpc_ddp.training.checkpoint.saver import Checkpoints
 from hpc_ddp.training.process.process_group import Control
@@ -293,10 +293,8 @@ class SaveSchedule:
         # The disk is to be idle for most of the time, whatever the formula says.
         self._every = every = min(max(best, 4 * self._checkpoints.slowest_save_s), LONGEST_AUTO_S)
         cost = stall_s / every + every / 2 / self._between_failures_s
-        print(
-            f"hpc-ddp: saving every {every:.0f} s: a save holds the training up for"
-            f" {stall_s:.3f} s, and a failure is expected every"
-            f" {self._between_failures_s / 3600:.1f} h; together {100 * cost:.2g} % of the time",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"saving every {every:.0f} s: a save holds the training up for {stall_s:.3f} s, and a"
+            f" failure is expected every {self._between_failures_s / 3600:.1f} h; together"
+            f" {100 * cost:.2g} % of the time"
         )
