@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,9 +26,6 @@ from hpc_ddp.training.checkpoint import files as disk
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.checkpoint.state import joined
 from hpc_ddp.training.process.process_group import Control, on_first
-
-T = TypeVar("T")
-
 
 STATE = "state.pt"
 
@@ -62,14 +60,19 @@ def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
     return next((answer for answer in answers if isinstance(answer, str)), None)
 
 
-def _unreadable(folder: Path, error: OSError, rank: int = 0) -> DiskError:
-    cure = "when the disk answers"
-    if error.errno in (errno.EACCES, errno.EPERM):
-        cure = f"with permission to read all of it: ls -l {folder}"
-    return DiskError(
-        f"{folder} can't be read on rank {rank}, and was waited for: {error.strerror or error}",
-        hint=f"the checkpoint stays as it is: start the run again {cure}",
-    )
+@contextmanager
+def _reading(folder: Path, rank: int = 0) -> Iterator[None]:
+    """Raise a DiskError that names the folder and the rank in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        cure = "when the disk answers"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            cure = f"with permission to read all of it: ls -l {folder}"
+        raise DiskError(
+            f"{folder} can't be read on rank {rank}, and was waited for: {error.strerror or error}",
+            hint=f"the checkpoint stays as it is: start the run again {cure}",
+        ) from error
 
 
 def open_checkpoint(folder: Path, rank: int = 0, world_size: int = 0) -> Restored:
@@ -127,7 +130,7 @@ class Restorer:
             a disk does not answer for a minute; or the run has had checkpoints, and none is good
         """
         began = time.monotonic()
-        names = self._on_first(self._find_names)
+        names = on_first(self.control, self._find_names)
         if self.control.rank == 0:
             disk.clear_drafts(self._run.checkpoints)
         passed_over: list[str] = []
@@ -143,7 +146,7 @@ class Restorer:
         if self.control.rank == 0:
             self._report_restore(chosen, passed_over, time.monotonic() - began)
         if chosen is None:
-            self._on_first(partial(self._refuse_step_0, passed_over))
+            on_first(self.control, partial(self._refuse_step_0, passed_over))
             return None
         return self._open(chosen)
 
@@ -156,7 +159,7 @@ class Restorer:
             it is not there, or damaged, or can't be read
         """
         folder = self._run.checkpoints / f"step-{step}"
-        names = self._on_first(self._find_names)
+        names = on_first(self.control, self._find_names)
         damage = self._damage_of(folder) if folder.name in names else "it is not there"
         if damage:
             raise HpcDdpError(f"{folder}: {damage}", hint=f"hpc-ddp verify {self._run.path}")
@@ -166,12 +169,15 @@ class Restorer:
         """Return the names of what may be a checkpoint, newest first; on rank 0."""
         # A disk that is gone for a moment must not look like a run without checkpoints.
         folder = self._run.checkpoints
-        patiently(folder.stat)
-        return [path.name for path in patiently(partial(checkpoints.candidates, folder))]
+        with _reading(folder):
+            patiently(folder.stat)
+            return [path.name for path in patiently(partial(checkpoints.candidates, folder))]
 
     def _refuse_step_0(self, damaged: list[str]) -> None:
         """Raise an error on a run that has had checkpoints; on rank 0, which has no good one."""
-        if lost := damaged or checkpoints.lost(self._run):
+        with _reading(self._run.checkpoints):
+            lost = damaged or checkpoints.lost(self._run)
+        if lost:
             raise HpcDdpError(
                 f"{self._run.path} has no good checkpoint any more, and does not begin at step 0"
                 f" by itself: {'; '.join(lost)}",
@@ -179,23 +185,10 @@ class Restorer:
                 f" {checkpoints.fresh_command(self._run)}",
             )
 
-    def _on_first(self, act: Callable[[], T]) -> T:
-        """Return on all ranks what `act` returns on rank 0; its errors are raised on all."""
-
-        def read() -> T:
-            try:
-                return act()
-            except OSError as error:
-                raise _unreadable(self._run.checkpoints, error) from error
-
-        return on_first(self.control, read)
-
     def _open(self, folder: Path) -> Restored:
         rank, world_size = self.control.rank, self.control.world_size
-        try:
+        with _reading(folder, rank):
             return open_checkpoint(folder, rank, world_size)
-        except OSError as error:
-            raise _unreadable(folder, error, rank) from error
 
     def _damage_of(self, folder: Path) -> str | None:
         """Return what is damaged in a checkpoint, None where nothing is; the same on all ranks."""
@@ -207,11 +200,12 @@ class Restorer:
         rank, world_size = self.control.rank, self.control.world_size
         answer: str | HpcDdpError | None
         try:
-            answer = patiently(partial(checkpoints.find_damage, folder, rank, world_size))
-        except OSError as error:
-            answer = _unreadable(folder, error, rank)
+            with _reading(folder, rank):
+                answer = patiently(partial(checkpoints.find_damage, folder, rank, world_size))
+        except DiskError as error:
+            answer = error
         answers = self.control.to_first(answer)
-        return self._on_first(partial(_damage_in, answers))
+        return on_first(self.control, partial(_damage_in, answers))
 
     def _set_aside(self, folder: Path, why: str) -> None:
         try:
