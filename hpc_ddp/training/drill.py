@@ -140,8 +140,7 @@ class DrilledRun(Run):
             states[f"{_kind(tracked)} {name}"] = state
         for name, generator in rng.snapshot(self.devices).items():
             states[f"random {name}"] = generator
-        weights_size = size_of(weight for model in models for weight in model.parameters())
-        record = dict(
+        record = DrillRecord(
             rank=self.rank,
             at=moment,
             step=step,
@@ -150,21 +149,43 @@ class DrilledRun(Run):
             used=digests if moment == "step" else {},
             state={part: digest_of(state) for part, state in states.items()},
             values={name: plain(scalar) for name, scalar in values.items()},
-            sizes={"gradients": gradients_size, "weights": weights_size},
+            sizes={
+                "gradients": gradients_size,
+                "weights": size_of(weight for model in models for weight in model.parameters()),
+            },
         )
-        self._records.write(DrillRecord(record))
+        self._records.write(record)
 
 
 @dataclass(frozen=True)
 class DrillRecord(JournalEvent):
-    """Digests of one rank's state at one moment, in a journal of the drill's own."""
+    """Digests of one rank's state at one moment, in a journal of the drill's own.
+
+    Attributes
+    ----------
+    at
+        the moment: ``start``, ``step``, ``epoch`` or ``end``
+    used
+        digests of what the optimizers have read in the step
+    state
+        digests of the tracked objects and generators
+    values
+        of `Run.step`
+    sizes
+        sums of the absolute values of gradients and weights
+    """
 
     event = "record"
     writer = ANY_RANK
+    rank: int
+    at: str
+    step: int
+    epoch: int
+    samples: int
+    used: Mapping[str, str]
+    state: Mapping[str, str]
     values: Mapping[str, Any]
-
-    def to_fields(self) -> dict[str, Any]:
-        return {**self.values}
+    sizes: Mapping[str, float]
 
 
 class OptimizerSteps:

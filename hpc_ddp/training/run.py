@@ -143,7 +143,7 @@ class Run(ModelSetup):
         """Yield the numbers of the epochs that are left, of `total`.
 
         The first one may be partly done: the loader then yields the rest of it, at least one
-        batch. What the script does at the end of an epoch is part of it: a checkpoint that falls
+        batch. The script's code at the end of an epoch is part of it: a checkpoint that falls
         due in the last step is made after that.
         """
         if not isinstance(total, int):
@@ -175,7 +175,7 @@ class Run(ModelSetup):
 
         It is weighted by the number of samples that are really in it, so that the accumulated
         and averaged gradient is the mean over the global batch, also where micro-batches differ
-        in size at the end of an epoch. DDP talks to its peers in the last one of a step only.
+        in size at the end of an epoch. DDP averages in the last one of a step only.
         """
         weight = 1.0 if self._share is None else self._share.weight
         weighted = loss if weight == 1.0 else loss * weight
@@ -259,8 +259,8 @@ class Run(ModelSetup):
         self._watch_weights(self._consensus.exchanges)
         if self._ends_epoch():
             # The end of the epoch comes first: a start that finds an epoch without a batch would
-            # trip over what a loop leaves behind, the last loss say. What makes all ranks stop
-            # makes them stop there too; most stops come a step earlier, see `decide_now`.
+            # trip over what a loop leaves behind, such as the last loss. A reason to stop
+            # holds there too; most stops come a step earlier, see `decide_now`.
             self._save_due = self._save_due or decision.save
         else:
             self._act(decision)

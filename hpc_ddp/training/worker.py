@@ -210,7 +210,7 @@ class Worker:
     def sum(self, *values: float | torch.Tensor) -> list[float]:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it.
 
-        Of the ranks that take the same samples one counts: the last stage's, with pipelines.
+        One of the ranks that take the same samples counts: with pipelines, one of the last stage.
         """
         counts = self._dims.counts
         numbers_here = [float(value) if counts else 0.0 for value in values]
@@ -227,11 +227,11 @@ class Worker:
 
     @property
     def tensorboard(self) -> SummaryWriter | None:
-        """TensorBoard's writer on rank 0, where `start` was asked for it; for use after `track`."""
+        """TensorBoard's writer on rank 0, with `tensorboard` of `start`; for use after `track`."""
         return self._board.writer if self._board else None
 
     def _watch_weights(self, exchanges: int) -> None:
-        """Look at the weights now and then; all ranks do so, and hear of it, at the same steps."""
+        """Look at the weights now and then, and read the result; all ranks at the same steps."""
         if self._look_answers_at is not None and exchanges >= self._look_answers_at:
             self._look_answers_at = None
             self._refuse_non_finite()

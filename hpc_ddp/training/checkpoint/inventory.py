@@ -214,7 +214,7 @@ def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:_SHOWN])) + more
 
 
-def _crc(items: Iterable[tuple[str, object]]) -> int:
+def _crc(items: Iterable[object]) -> int:
     return zlib.crc32(repr(list(items)).encode())
 
 

@@ -154,8 +154,8 @@ class CheckpointManager:
         """Copy the state and begin to write it, once the save before is done.
 
         Nothing is done where this very position is saved. A failure shows at the next call: it
-        has been printed on stderr by then. What is to be the same on all ranks is compared now and
-        then, and where `is_last` says that there may be no other save.
+        has been printed on stderr by then. Tensors that are to be the same on all ranks are
+        compared now and then, and with `is_last`, since there may be no other save.
 
         Raises
         ------

@@ -154,7 +154,7 @@ class Checkpoints(Restorer):
 
     @property
     def failed(self) -> bool:
-        """The last save has published nothing; `settle` says so on all ranks."""
+        """The last save has published nothing; `settle` returns False or raises on all ranks."""
         return not self.in_flight and bool(self._outcome.failure or self._outcome.error)
 
     def begin(self, content: Content) -> None:

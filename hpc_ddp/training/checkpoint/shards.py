@@ -200,7 +200,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 class UnreadableError(DiskError):
-    """A data file can't be read, which says nothing of what is in it."""
+    """A data file can't be read; its content may be good."""
 
 
 class Reader:
@@ -241,7 +241,7 @@ class Reader:
         return self._key(name) in self._pieces
 
     def is_of_other_ranks(self, name: str) -> bool:
-        """Return whether each rank had a tensor of its own, and this one can't say which is its."""
+        """Return whether each rank had a tensor of its own, and none belongs to this rank."""
         return name not in self and any(key.startswith(f"{name}{OWN}") for key in self._pieces)
 
     def _key(self, name: str) -> str:

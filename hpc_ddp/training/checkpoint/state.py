@@ -58,7 +58,7 @@ class State:
     trained
         those of them that the training changes
     buffers
-        names of the modules' buffers, of which each rank may have its own: running means, say
+        names of the modules' buffers; each rank may have its own (running means)
     private_tree
         the state dicts of the objects that each rank has its own of, and what an optimizer keeps
         for parameters that DDP ignores
@@ -186,7 +186,7 @@ def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
 def joined(first: Any, second: Any, key: object = None) -> Any:
     """Return the tree of a whole model from those of two of its stages.
 
-    What both have is the same in both; the parameters in an optimizer's groups are put together.
+    An entry of both is the same in both; the parameters in an optimizer's groups are put together.
     """
     if isinstance(first, dict):
         common = {k: joined(first[k], item, k) for k, item in second.items() if k in first}

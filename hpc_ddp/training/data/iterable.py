@@ -25,8 +25,8 @@ _END = object()
 class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     """Yields batches of what is left of the epoch at `position`.
 
-    What the data set draws at random depends on (seed, epoch, number of the sample), and
-    what `collate` draws on that of the batch. Worker w of n makes the batches w, w + n, …,
+    Random numbers of the data set depend on (seed, epoch, number of the sample), and
+    those of `collate` on the samples of the batch. Worker w of n makes the batches w, w + n, …,
     in which order torch's DataLoader puts them together again.
     """
 

@@ -1,4 +1,4 @@
-"""The loaders of a run: what `order` says, through torch's DataLoader."""
+"""The loaders of a run: the batches of `order`, through torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Shard:
 
 
 class UnknownLengthError(UsageError, TypeError):
-    """A stream was asked for its length. A TypeError, so that `list` and tqdm do without."""
+    """A stream has no length. A TypeError, so that `list` and tqdm do without."""
 
 
 def size_of(dataset: Dataset[Any]) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.data.loader import Shard
 from hpc_ddp.training.data.order import MicroBatch, make_plan
 from hpc_ddp.training.devices import is_accelerator
-from hpc_ddp.training.models.ddp_buckets import fix_bucket_order
+from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
 from hpc_ddp.training.models.meta import Init, materialize
 from hpc_ddp.training.options import Options
@@ -59,7 +58,7 @@ class ModelSetup(Worker):
         """Move a model to the device and wrap it in DistributedDataParallel.
 
         `options` go to DDP as they are. A model with nothing to train is only moved; one over
-        several devices of the worker stays where it is. Of a pipeline it takes the stage.
+        several devices of the worker stays where it is. A pipeline's `model` is this rank's stage.
 
         Parameters
         ----------
@@ -81,22 +80,23 @@ class ModelSetup(Worker):
                 " run.fully_shard for the data parallel ranks",
                 hint="fully_shard(model, units) works with any number of ranks, also with one",
             )
+        # The ranks of other stages have other layers.
+        group = self.mesh["dp"].get_group() if dims.pp > 1 else None
         if sync_batchnorm and is_accelerator(self.device):
             convert: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm
-            # Of a stage's ranks: the others have other layers.
-            model = convert(model, self.mesh["dp"].get_group() if dims.pp > 1 else None)
+            model = convert(model, group)
         elif sync_batchnorm:
             self._say("sync_batchnorm is off: torch has it for GPUs only")
-        self._take(model)
+        self._precision.watch(model)
+        if len(self.devices) == 1:
+            model.to(self.device)
+            if is_accelerator(self.device):
+                options.setdefault("device_ids", [self.device.index])
         if compile:
-            _compile(model)
+            compile_for_resume(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        if dims.pp > 1:
-            options["process_group"] = self.mesh["dp"].get_group()
-        if is_accelerator(self.device) and len(self.devices) == 1:
-            options.setdefault("device_ids", [self.device.index])
-        ddp = DistributedDataParallel(model, **options)
+        ddp = DistributedDataParallel(model, **{"process_group": group, **options})
         fix_bucket_order(ddp)
         self._timer.has_ddp = dims.pp == 1
         self._wrapped.append(ddp)
@@ -118,7 +118,7 @@ class ModelSetup(Worker):
         *,
         init: Init | None = None,
     ) -> torch.nn.Module:
-        """MicroBatch a model's layers among the tensor parallel ranks, on the device.
+        """Split a model's layers among the tensor parallel ranks, on the device.
 
         `fully_shard` comes after it, and is needed where there are data parallel ranks as well:
         what the plan does not name stays where it is until then.
@@ -154,8 +154,8 @@ class ModelSetup(Worker):
     ) -> torch.nn.Module:
         """Shard a model over the data parallel ranks (FSDP2), each part of it on its device.
 
-        In place, and in the run's precision: computing gathers the weights in bf16, say, and the
-        optimizer sees fp32. One unit after the other comes to the device, so the model may be
+        In place, and in the run's precision: with "bf16" computing gathers the weights in bf16, and
+        the optimizer sees fp32. One unit after the other comes to the device, so the model may be
         larger than that. If it is made on ``torch.device("meta")``, it does not need the CPU's
         memory either: its numbers are drawn here, on all ranks the same.
 
@@ -248,7 +248,7 @@ class ModelSetup(Worker):
 
         In order. An iterable data set is read by every rank. `options`: ``num_workers``,
         ``collate_fn``, and others of torch's DataLoader; and ``even=True``, with which all ranks
-        get the same number of batches, for a forward that talks to its peers, as FSDP's does (see
+        get the same number of batches, for a forward with collectives, as FSDP's has (see
         `Shard`). Ranks that share a model's layers or stages get the same batches.
         """
         dims = self._dims
@@ -264,10 +264,10 @@ class ModelSetup(Worker):
     def evaluating(self, model: torch.nn.Module | Pipeline) -> Iterator[Any]:
         """Give the plain model, in eval mode and without gradients, the same on all ranks.
 
-        The plain one, because the DDP wrapper may talk to its peers in every forward, and
+        The plain one, because the DDP wrapper may have collectives in every forward, and
         they may have fewer batches. Buffers (running means of batch norm, say) are rank 0's,
-        as in a checkpoint. All ranks must enter. A sharded model's forward and a pipeline's talk
-        to peers nevertheless: give them ``run.shard(..., even=True)``.
+        as in a checkpoint. All ranks must enter. A sharded model's forward and a pipeline's has
+        collectives nevertheless: give it ``run.shard(..., even=True)``.
         """
         plain: torch.nn.Module = unwrap(getattr(model, "stage", model))
         for buffer in plain.buffers():
@@ -279,11 +279,6 @@ class ModelSetup(Worker):
             yield plain if isinstance(model, torch.nn.Module) else model
         self._timer.start_step()  # no part of a step
         self._consensus.end_pause()
-
-    def _take(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to the device, and have an eye on its weights from now on."""
-        self._precision.watch(model)
-        return model.to(self.device) if len(self.devices) == 1 else model
 
     def _check_copies(self, objects: Iterable[Any]) -> None:
         """Refuse to train copies of a model that would go different ways; DDP alone is as it is."""
@@ -328,11 +323,3 @@ class ModelSetup(Worker):
         step = self._manager.load_best(model)
         beat()
         return step
-
-
-def _compile(model: torch.nn.Module) -> None:
-    """Compile a model in place, so that a resumed process computes with the same kernels."""
-    # Static shapes: a kernel for any shape, made at the epoch's shorter last batch, would take over
-    # from then on. Deterministic: kernels that are chosen by their speed add up in other orders.
-    can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
-    model.compile(dynamic=False, options={"deterministic": True} if can else None)

@@ -1,4 +1,4 @@
-"""The process group, and the small talk between ranks beside the gradients."""
+"""The process group, and messages between ranks beside the gradients."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
 
 
 def choose_backend(requested: str | None, device: torch.device) -> str:
-    """Return what carries gradients: as asked, else the device's own: NCCL for NVIDIA and AMD,
+    """Return what carries gradients: `requested`, else the device's own: NCCL for NVIDIA and AMD,
     XCCL for Intel, HCCL for Ascend, Gloo for the CPU.
 
     Raises
     ------
     HpcDdpError
-        this torch was built without it, or NCCL is asked for and there is no GPU
+        this torch was built without it, or NCCL is requested and there is no GPU
     """
     backend = requested or devices.default_backend(device)
     why = ""
@@ -89,7 +89,7 @@ def join(
 ) -> Control:
     """Create the default process group and return the control group beside it.
 
-    Collectives wait longer than `hang_after_s`: the watchdog comes first, which says more.
+    Collectives wait longer than `hang_after_s`: the watchdog comes first, and reports more.
     `requested` names the backend, None for the device's own.
 
     Raises

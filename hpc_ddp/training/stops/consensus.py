@@ -92,7 +92,7 @@ class StepTimes:
 class StopConsensus:
     """Turns what each rank knows into decisions that all ranks share.
 
-    A few integers travel by a MAX all-reduce while steps compute. What is sent at one exchange is
+    A few integers travel by a MAX all-reduce while steps compute. A value sent at one exchange is
     read at the next, so that no step waits for it; both happen at the same steps on all ranks,
     since the period comes from reduced values only.
 
@@ -143,7 +143,7 @@ class StopConsensus:
         return Decision(max(first.reason, second.reason), first.save or second.save)
 
     def restart_step(self) -> None:
-        """Start the clock of a step, after a save, say, which is no part of it."""
+        """Start the clock of a step, after something that is no part of it, such as a save."""
         self._stepped_at = time.monotonic()
 
     def end_pause(self) -> None:
