@@ -59,6 +59,7 @@ class DrilledRun(Run):
         self._tracked: dict[str, Any] = {"precision": self._precision}
         self._steps = OptimizerSteps(self._tracked)
         self._began = time.monotonic()
+        self._checkpoints.before_publishing = self._hold_save
 
     def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
         super().track(per_rank=per_rank, **objects)
@@ -117,7 +118,7 @@ class DrilledRun(Run):
             while self._notices.reason == NONE and time.monotonic() < end:
                 time.sleep(0.01)
 
-    def _before_publishing(self, step: int) -> None:
+    def _hold_save(self, step: int) -> None:
         """In the saving thread of rank 0, with all files of the draft but the manifest written."""
         if self._plan.get("hold") == "save" and step == self._plan["at"]:
             self._hold("kill in a save")

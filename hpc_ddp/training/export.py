@@ -48,7 +48,7 @@ def export(
         raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {run}")
     reader = open_checkpoint(folder).reader
     prefix = f"{name}."
-    if of_ranks := sorted(key for key in reader.of_ranks if key.startswith(prefix)):
+    if of_ranks := sorted(key for key in reader.of_other_ranks if key.startswith(prefix)):
         more = f" and {len(of_ranks) - 1} more" if of_ranks[1:] else ""
         raise HpcDdpError(
             f"{folder}: each rank had its own {of_ranks[0]}{more}, so there is no one {name} to"

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import Finished, TrainingBegun
 from hpc_ddp.training.data.loader import Loader
-from hpc_ddp.training.data.order import MicroBatch, make_plan
+from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.models.dtensor import gathered, step_apart
 from hpc_ddp.training.models.setup import ModelSetup
 from hpc_ddp.training.options import Options
@@ -30,7 +30,6 @@ class Run(ModelSetup):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._loader: Loader | None = None
         self._epochs: int | None = None
         self._save_due = False
         self._stepped = True  # since the loader's last batch
@@ -50,10 +49,8 @@ class Run(ModelSetup):
     ) -> Loader:
         """Return the loader of the training data, one per run, to be iterated in `epochs`.
 
-        Every rank and loader worker reads all of an iterable data set, and keeps its part; so
-        it must not split itself by rank. Let it yield references, such as paths, and decode them
-        in ``collate_fn``. A resume reads consumed samples again, unless the data set has a
-        ``skip(n)`` that returns the rest of it.
+        Every rank and loader worker reads all of an iterable data set, which must not split itself
+        by rank. A resume reads it from the start, unless a ``skip(n)`` of it returns the rest.
 
         Parameters
         ----------
@@ -62,16 +59,13 @@ class Run(ModelSetup):
         batch_size
             samples per data parallel rank and micro-batch
         global_batch_size
-            in its place: samples of all ranks together per optimizer step, for steps that do not
-            depend on the number of ranks
+            in its place: samples of all ranks together per optimizer step
         accumulate
             micro-batches per optimizer step, which belongs to those where `ends_step` is true
         drop_last
-            drops the last incomplete global batch; without it some ranks may have no sample that
-            counts in the last step (see `backward`), or a single one, which batch norm refuses
+            drops the last incomplete global batch, of which a rank may get one sample, or none
         options
-            ``shuffle`` (by default all but an iterable data set), ``num_workers``,
-            ``collate_fn``, and others of torch's DataLoader
+            ``shuffle`` (default: all but an iterable data set), and those of torch's DataLoader
 
         Raises
         ------
@@ -79,18 +73,18 @@ class Run(ModelSetup):
             the run has a loader already, or the options make no sense
         """
         self._check_before_loader()
-        dims = self._dims
+        rank, ranks = self._dims.dp_rank, self._dims.dp
         self._loader = Loader(
             dataset,
-            make_plan(batch_size, global_batch_size, accumulate, dims.dp_rank, dims.dp, drop_last),
+            make_plan(batch_size, global_batch_size, accumulate, rank, ranks, drop_last),
             seed=self.seed,
             position=self.position,
             device=self.device,
             check=self._check_epoch,
             sync=self._start_batch,
+            timed=self._timer.batches,
             **options,
         )
-        self._loader.timed = self._timer.batches
         return self._loader
 
     def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
@@ -335,10 +329,6 @@ class Run(ModelSetup):
                 hint="make the loader first",
             )
 
-    @property
-    def _share(self) -> MicroBatch | None:
-        return None if self._loader is None else self._loader.share
-
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.ends_step:
             raise UsageError(
@@ -366,7 +356,7 @@ class Run(ModelSetup):
             self._check_values = False
         if self.rank == 0:
             samples = self._share.total if self._share else 0
-            self._metrics.add(self.position, samples, values)
+            self._metrics.add(self.position, samples, values, self._total_steps())
         self._profiler.step_done()
 
     def _start_batch(self, ends_step: bool) -> None:

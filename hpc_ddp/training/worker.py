@@ -130,7 +130,6 @@ class Worker:
             self._control.another(),
             self._journal,
             Retention(options.keep_last, options.keep_every),
-            self._before_publishing,
         )
         self._manager = CheckpointManager(
             self._checkpoints,
@@ -153,14 +152,10 @@ class Worker:
             self.world_size,
             hosts,
             use_per_sample(options, self.device, self.world_size),
-            self._total_steps,
             [sink.show for sink in (self._board, self._progress) if sink is not None],
         )
         trace = f"attempt-{self._journal.attempt}-rank-{self.rank}.json.gz"
         self._profiler = Profiler(options.profile, path / "profile" / trace, announces=is_first)
-
-    def _before_publishing(self, step: int) -> None:
-        """Called in the saving thread of rank 0 before a checkpoint appears; for the drill."""
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
@@ -238,7 +233,3 @@ class Worker:
         if exchanges >= self._look_at:
             self._look_at, self._look_answers_at = exchanges + LOOK_EVERY, exchanges + 1
             self._precision.look()
-
-    def _total_steps(self) -> int | None:
-        """Return the steps of the whole run, where the length of an epoch is known."""
-        raise NotImplementedError

@@ -146,7 +146,7 @@ def fit_together(digests: Sequence[Digest]) -> bool:
 def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
     """Return what keeps inventories, by rank, from fitting together; names a tensor and ranks."""
     objects = {rank: {*inventory.objects} for rank, inventory in enumerate(inventories)}
-    fault = _different_names(objects, "shares other objects")
+    fault = _different_names(objects, "shares other objects", UsageError)
     for stage in sorted({inventory.stage for inventory in inventories}):
         members = {
             rank: inventory
@@ -159,7 +159,9 @@ def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
     return fault or HpcDdpError("the ranks' tensors do not fit together")
 
 
-def _different_names(items: Mapping[int, Set[Any]], difference: str) -> HpcDdpError | None:
+def _different_names(
+    items: Mapping[int, Set[Any]], difference: str, kind: type[HpcDdpError] = HpcDdpError
+) -> HpcDdpError | None:
     """Return an error that names what some rank has, and the first has not, or the reverse.
 
     `items` are names, or pairs of a name and a shape.
@@ -168,7 +170,7 @@ def _different_names(items: Mapping[int, Set[Any]], difference: str) -> HpcDdpEr
     for rank, items_of_rank in items.items():
         differing = items[first] ^ items_of_rank
         if names := sorted({item if isinstance(item, str) else item[0] for item in differing}):
-            return UsageError(
+            return kind(
                 f"rank {rank} {difference} than rank {first}: {_listed(names)}",
                 hint="track the same objects on all ranks, or name those that differ in"
                 " run.track(…, per_rank=(…))",

@@ -117,8 +117,7 @@ class Claim(NamedTuple):
 class Checkpoints(Restorer):
     """The checkpoints of a run, as this attempt sees them.
 
-    `control` is for the training's thread, `background` for the one that saves. `before_publishing`
-    is called with the step, on rank 0, when all files but the manifest are written.
+    `control` is for the training's thread, `background` for the one that saves.
     """
 
     def __init__(
@@ -129,7 +128,6 @@ class Checkpoints(Restorer):
         background: Control,
         journal: Journal,
         keep: Retention,
-        before_publishing: Callable[[int], None] = lambda step: None,
     ) -> None:
         super().__init__(run, attempt, control, journal)
         self._background, self._keep = background, keep
@@ -144,7 +142,8 @@ class Checkpoints(Restorer):
         self.saves = 0  # that have succeeded in this attempt
         self.stall_s = 0.0  # for how long the last save held the training up, in seconds
         self.slowest_save_s = 0.0  # the longest time until one was durable, in seconds
-        self._before_publishing = before_publishing
+        # Called with the step, on rank 0, when all files but the manifest are written.
+        self.before_publishing: Callable[[int], None] = lambda step: None
 
     # -- the training's thread -------------------------------------------------------------
 
@@ -309,7 +308,7 @@ class Checkpoints(Restorer):
             **content.facts,
         }
         try:
-            self._before_publishing(content.step)
+            self.before_publishing(content.step)
             disk.write_manifest(draft, facts, files)
             # Looked at as late as can be: from the rename on, a successor would see it.
             if not self._run.is_newest(self._attempt):

@@ -221,36 +221,32 @@ class Reader:
     def __init__(
         self, files: Iterable[tuple[Path, Iterable[tuple[Any, ...]]]], rank: int | None = None
     ) -> None:
-        self._rank = rank
         self._pieces: dict[str, list[tuple[Path, StoredShard]]] = {}
         self._files: dict[Path, FileIO] = {}
         weakref.finalize(self, _close, self._files)
+        of_this_rank: dict[str, list[tuple[Path, StoredShard]]] = {}
+        other_ranks: set[str] = set()
         for path, pieces in files:
-            for stored in pieces:
-                self._pieces.setdefault(stored[0], []).append((path, StoredShard(*stored)))
+            for piece in pieces:
+                name, _, owner = piece[0].partition(OWN)
+                if owner and owner != str(rank):
+                    other_ranks.add(name)
+                    continue
+                index = of_this_rank if owner else self._pieces
+                index.setdefault(name, []).append((path, StoredShard(*piece)))
+        self._pieces |= of_this_rank
+        # The tensors of which each rank had its own, and none belongs to this rank, or to all.
+        self.of_other_ranks = other_ranks - self._pieces.keys()
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._pieces if OWN not in name)
-
-    @property
-    def of_ranks(self) -> set[str]:
-        """The names of tensors of which each rank had its own, and there is none for all."""
-        return {key.partition(OWN)[0] for key in self._pieces} - self._pieces.keys()
+        return iter(self._pieces)
 
     def __contains__(self, name: str) -> bool:
-        return self._key(name) in self._pieces
-
-    def is_of_other_ranks(self, name: str) -> bool:
-        """Return whether each rank had a tensor of its own, and none belongs to this rank."""
-        return name not in self and any(key.startswith(f"{name}{OWN}") for key in self._pieces)
-
-    def _key(self, name: str) -> str:
-        key = f"{name}{OWN}{self._rank}"
-        return key if key in self._pieces else name
+        return name in self._pieces
 
     def describe(self, name: str) -> torch.Tensor:
         """Return a tensor of the stored shape and type that holds nothing (on ``meta``)."""
-        _, piece = self._pieces[self._key(name)][0]
+        _, piece = self._pieces[name][0]
         return torch.empty(piece.shape, dtype=dtype_named(piece.dtype), device="meta")
 
     def read(self, name: str, template: torch.Tensor | None = None) -> torch.Tensor:
@@ -266,7 +262,7 @@ class Reader:
         if template is not None and is_sharded(template):
             return from_local(self._box(name, *local_box(template)), template)
         shape = tuple(self.describe(name).shape)
-        return self._box(self._key(name), (0,) * len(shape), shape)
+        return self._box(name, (0,) * len(shape), shape)
 
     def _box(self, name: str, start: Shape, size: Shape) -> torch.Tensor:
         """Return a box of a tensor, from all pieces that have some of it."""

@@ -229,7 +229,7 @@ def _by_label(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any
     """
     names = dict(enumerate(params))
     groups = [[names[number] for number in group["params"]] for group in state["param_groups"]]
-    return with_keys(state, names, groups)
+    return _with_keys(state, names, groups)
 
 
 def by_number(
@@ -238,16 +238,22 @@ def by_number(
     """Undo `_by_label`; `groups` has the names in the order of the groups they are to go to,
     since torch pairs them by their places."""
     numbers = {label: number for number, label in enumerate(params)}
-    return with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
+    return _with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
 
 
-def with_keys(
+def part_of(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with the parameters of one stage, by their names."""
+    groups = [[n for n in group["params"] if n in params] for group in state["param_groups"]]
+    return _with_keys(state, {name: name for name in params}, groups)
+
+
+def _with_keys(
     state: dict[str, Any], keys: Mapping[Any, Any], groups: list[list[Any]]
 ) -> dict[str, Any]:
     """Return an optimizer's state dict with other keys, and these parameters in its groups."""
     return {
         **state,
-        "state": {keys[old]: value for old, value in state["state"].items()},
+        "state": {keys[old]: value for old, value in state["state"].items() if old in keys},
         "param_groups": [
             {**group, "params": params}
             for group, params in zip(state["param_groups"], groups, strict=True)

@@ -45,14 +45,14 @@ class Loader:
         device: torch.device,
         check: Callable[[], None],
         sync: Callable[[bool], None],
+        timed: Callable[[Iterator[Any]], Iterator[Any]] = iter,
         shuffle: bool | None = None,
         **options: Any,
     ) -> None:
         self.samples = size_of(dataset)
         self.share: MicroBatch | None = None
-        self.timed: Callable[[Iterator[Any]], Iterator[Any]] = iter
         self._cut, self._position, self._device = cut, position, device
-        self._check, self._sync = check, sync
+        self._check, self._sync, self._timed = check, sync, timed
         if self.samples is not None and not cut.steps(self.samples):
             raise UsageError(
                 f"the training set has {self.samples} samples; accepted: enough for one step"
@@ -79,7 +79,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self._check()
-        for share, batch in self.timed(watched(self._batches)):
+        for share, batch in self._timed(watched(self._batches)):
             self.share = share
             self._sync(share.ends_step)
             if share.ends_step:

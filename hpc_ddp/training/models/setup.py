@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.state import unwrap
-from hpc_ddp.training.data.loader import Shard
+from hpc_ddp.training.data.loader import Loader, Shard
 from hpc_ddp.training.data.order import MicroBatch, make_plan
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
@@ -38,11 +38,12 @@ class ModelSetup(Worker):
         super().__init__(options)
         self._wrapped: list[Any] = []
         self._mesh: DeviceMesh | None = None
+        self._loader: Loader | None = None
 
     @property
     def _share(self) -> MicroBatch | None:
         """The current micro-batch of the run's loader."""
-        raise NotImplementedError
+        return None if self._loader is None else self._loader.share
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes in the run's precision; it does nothing for fp32."""
@@ -90,15 +91,18 @@ class ModelSetup(Worker):
         self._precision.watch(model)
         if len(self.devices) == 1:
             model.to(self.device)
-            if is_accelerator(self.device):
-                options.setdefault("device_ids", [self.device.index])
         if compile:
             compile_for_resume(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        ddp = DistributedDataParallel(model, **{"process_group": group, **options})
+        return self._in_ddp(model, {"process_group": group, **options})
+
+    def _in_ddp(self, model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
+        if is_accelerator(self.device) and len(self.devices) == 1:
+            options.setdefault("device_ids", [self.device.index])
+        ddp = DistributedDataParallel(model, **options)
         fix_bucket_order(ddp)
-        self._timer.has_ddp = dims.pp == 1
+        self._timer.has_ddp = self._dims.pp == 1
         self._wrapped.append(ddp)
         return ddp
 

@@ -153,7 +153,7 @@ def test_the_best_checkpoint_stays(run: RunFolder, make: Make) -> None:
 
 def test_a_save_is_in_flight_until_it_is_durable(run: RunFolder, make: Make) -> None:
     hold, saver = threading.Event(), make()
-    saver._before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
+    saver.before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
     assert (saver.in_flight, saver.failed) == (False, False)  # nothing was begun
     saver.begin(_content(3))
     assert (saver.in_flight, saver.failed) == (True, False)
@@ -203,7 +203,7 @@ def _break(saver: Checkpoints, error: Exception | None) -> None:
         if error:
             raise error
 
-    saver._before_publishing = fail
+    saver.before_publishing = fail
 
 
 def test_failures_that_last_end_the_run(
@@ -853,7 +853,7 @@ def test_what_the_training_waits_for_at_a_save_is_its_stall(
             os.sched_yield()
         clock.now += 5.0
 
-    saver._before_publishing = linger
+    saver.before_publishing = linger
     assert _save(saver, 1) == [True]
     (event,) = _events(run, "checkpoint")
     assert (event["stall_s"], event["write_s"]) == (5.25, 5.0)
@@ -876,7 +876,7 @@ def test_a_save_begins_once_the_old_ones_are_removed(
 
     monkeypatch.setattr(files, "prune", prune)
     saver = make()
-    saver._before_publishing = publish
+    saver.before_publishing = publish
     for step in (1, 2):
         saver.begin(_content(step))
         assert saver._thread is not None
