@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import Finished, TrainingBegun
 from hpc_ddp.training.data.loader import Loader
-from hpc_ddp.training.data.order import make_plan
+from hpc_ddp.training.data.order import NO_BATCH, make_plan
 from hpc_ddp.training.models.dtensor import gathered, step_apart
 from hpc_ddp.training.models.setup import ModelSetup
 from hpc_ddp.training.options import Options
@@ -159,7 +159,7 @@ class Run(ModelSetup):
             self.position.epoch += 1
             self.position.samples = self.position.epoch_steps = 0
             if self._loader is not None:
-                self._loader.share = None
+                self._loader.share = NO_BATCH
             beat()
             self._consensus.end_pause()
             self._act(self._consensus.decide_now())
@@ -171,8 +171,7 @@ class Run(ModelSetup):
         and averaged gradient is the mean over the global batch, also where micro-batches differ
         in size at the end of an epoch. DDP averages in the last one of a step only.
         """
-        weight = 1.0 if self._share is None else self._share.weight
-        weighted = loss if weight == 1.0 else loss * weight
+        weighted = loss if self._share.weight == 1.0 else loss * self._share.weight
         self._timer.end_forward()
         self._precision.backward(weighted)
 
@@ -251,7 +250,7 @@ class Run(ModelSetup):
         steps_left = None if self._loader is None else self._loader.steps(self.position.samples)
         decision = self._consensus.step_done(self.position.step, wait_for_all=steps_left == 1)
         self._watch_weights(self._consensus.exchanges)
-        if self._ends_epoch():
+        if self._share.ends_epoch:
             # The end of the epoch comes first: a start that finds an epoch without a batch would
             # trip over what a loop leaves behind, such as the last loss. A reason to stop
             # holds there too; most stops come a step earlier, see `decide_now`.
@@ -268,7 +267,8 @@ class Run(ModelSetup):
         or behind `step`. (In the midst of a step, the checkpoint is the one after it.)
         """
         is_best = self._manager.judge(number("run.best", "value", value), higher)
-        if is_best and self._share is not None and self._stepped and not self._ends_epoch():
+        is_in_epoch = self._share is not NO_BATCH and not self._share.ends_epoch
+        if is_best and is_in_epoch and self._stepped:
             self._manager.save()
         else:
             self._save_due = self._save_due or is_best
@@ -355,16 +355,12 @@ class Run(ModelSetup):
             check_values(values)
             self._check_values = False
         if self.rank == 0:
-            samples = self._share.total if self._share else 0
-            self._metrics.add(self.position, samples, values, self._total_steps())
+            self._metrics.add(self.position, self._share.total, values, self._total_steps())
         self._profiler.step_done()
 
     def _start_batch(self, ends_step: bool) -> None:
         self._stepped = False
         self._sync_gradients(ends_step)
-
-    def _ends_epoch(self) -> bool:
-        return self._share is not None and self._share.ends_epoch
 
     def _total_steps(self) -> int | None:
         """Return the steps of the whole run, where the length of an epoch is known."""

@@ -142,7 +142,6 @@ for epoch in run.epochs(args.epochs):
     seen: list[int] = []
     for x, y in batches:
         share = batches.share
-        assert share is not None
         seen = x[:, 0].round().int().tolist() if share.weight else []
         loss = nn.functional.cross_entropy(model(x), y)
         run.backward(loss)

@@ -20,7 +20,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import order
 from hpc_ddp.training.data.batches import pinned, rows_of, to_device
 from hpc_ddp.training.data.iterable import IterableBatches
-from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position
+from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.worker_death import watched
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models import rng
@@ -32,7 +32,7 @@ class Loader:
     """Yields this rank's micro-batches of the current epoch, from the current position on.
 
     Made by `Run.loader`. Batches are on the run's device; `share` describes the one last
-    yielded. `samples` is the size of the data set, None for a stream.
+    yielded in the epoch. `samples` is the size of the data set, None for a stream.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Loader:
         **options: Any,
     ) -> None:
         self.samples = size_of(dataset)
-        self.share: MicroBatch | None = None
+        self.share = NO_BATCH
         self._cut, self._position, self._device = cut, position, device
         self._check, self._sync, self._timed = check, sync, timed
         if self.samples is not None and not cut.steps(self.samples):

@@ -40,6 +40,10 @@ class MicroBatch:
     ends_epoch: bool  # in the last step of the epoch
 
 
+# The place between two epochs, and at any time of a script that has no loader of the run.
+NO_BATCH = MicroBatch(range(0), weight=1.0, total=0, ends_step=True, ends_epoch=False)
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """How an epoch is cut into global batches of `size` samples, and those for one rank.

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.data.loader import Loader, Shard
-from hpc_ddp.training.data.order import MicroBatch, make_plan
+from hpc_ddp.training.data.order import NO_BATCH, MicroBatch, make_plan
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
@@ -41,9 +41,9 @@ class ModelSetup(Worker):
         self._loader: Loader | None = None
 
     @property
-    def _share(self) -> MicroBatch | None:
+    def _share(self) -> MicroBatch:
         """The current micro-batch of the run's loader."""
-        return None if self._loader is None else self._loader.share
+        return NO_BATCH if self._loader is None else self._loader.share
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes in the run's precision; it does nothing for fp32."""
@@ -232,7 +232,7 @@ class ModelSetup(Worker):
             self.mesh["pp"].get_group(),
             self.device,
             self.autocast,
-            lambda: 1.0 if self._share is None else self._share.weight,
+            lambda: self._share.weight,
         )
 
     def ema(self, model: torch.nn.Module, decay: float = 0.999) -> AveragedModel:
@@ -262,7 +262,7 @@ class ModelSetup(Worker):
     @property
     def ends_step(self) -> bool:
         """Whether the current micro-batch is the last one of its optimizer step."""
-        return self._share is None or self._share.ends_step
+        return self._share.ends_step
 
     @contextmanager
     def evaluating(self, model: torch.nn.Module | Pipeline) -> Iterator[Any]:

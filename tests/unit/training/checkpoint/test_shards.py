@@ -38,7 +38,7 @@ from hpc_ddp.training.data import worker_death
 from hpc_ddp.training.data.batches import to_device
 from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError, _Batch, batches_of
-from hpc_ddp.training.data.order import BatchPlan, Position
+from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
 from hpc_ddp.training.models import dtensor, rng
 from hpc_ddp.training.models.mesh import ParallelDims
 
@@ -619,7 +619,7 @@ def test_each_batch_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_before_the_first_batch_there_is_no_share() -> None:
-    assert _loader().share is None
+    assert _loader().share is NO_BATCH
     assert Shard(Numbers(), BatchPlan(4, 0, 1), seed=0, device=CPU).counts
 
 
