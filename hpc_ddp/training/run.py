@@ -171,7 +171,7 @@ class Run(ModelSetup):
         and averaged gradient is the mean over the global batch, also where micro-batches differ
         in size at the end of an epoch. DDP averages in the last one of a step only.
         """
-        weighted = loss if self._share.weight == 1.0 else loss * self._share.weight
+        weighted = self._weighted(loss)
         self._timer.end_forward()
         self._precision.backward(weighted)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -25,7 +24,7 @@ from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import process_group, run_directory
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.process.failure import FailureHook, leave_quickly, make_patient
-from hpc_ddp.training.process.watchdog import Watchdog, beat, flight_recorder
+from hpc_ddp.training.process.watchdog import Watchdog, beat
 from hpc_ddp.training.stops.consensus import (
     SaveSchedule,
     StopConsensus,
@@ -58,14 +57,14 @@ class Worker:
         Signals first: the rest takes seconds, and may wait for peers.
         """
         called = time.time()
-        FailureHook(DistEnv(), "").install()  # for a wrong environment
+        self._hook = FailureHook()
+        self._hook.install()
         self._info, env = DistEnv.from_env(), LaunchEnv.from_env()
+        self._hook.info, self._hook.node = self._info, env.node
         if env.notice is not None:
             make_patient()
         self._notices = Notices(env.notice)
         self._notices.install()
-        self._hook = FailureHook(self._info, env.node)
-        self._hook.install()
         options = options.checked(env)
         self._join(options, env, called)
         self._prepare(options, env)
@@ -116,7 +115,7 @@ class Worker:
             self.folder.attempt(attempt).node(env.node),
             self.rank,
             self.position,
-            partial(flight_recorder, self.device),
+            self.device,
             self._hook.report,
         )
         self._precision = Precision(options.precision, self.device, options.stop_on_nan, self._dims)

@@ -221,19 +221,12 @@ class ModelSetup(Worker):
         """
         from hpc_ddp.training.models.strategies import Pipeline, check_schedule
 
-        dims = self._dims
-        check_schedule(schedule, n_microbatches, dims.pp, self.device)
-        return Pipeline(
-            stage,
-            loss_fn,
-            schedule,
-            n_microbatches,
-            dims,
-            self.mesh["pp"].get_group(),
-            self.device,
-            self.autocast,
-            lambda: self._share.weight,
-        )
+        check_schedule(schedule, n_microbatches, self._dims.pp, self.device)
+        return Pipeline(self, stage, loss_fn, schedule, n_microbatches)
+
+    def _weighted(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the weight of the current micro-batch (see `backward`)."""
+        return loss if self._share.weight == 1.0 else loss * self._share.weight
 
     def ema(self, model: torch.nn.Module, decay: float = 0.999) -> AveragedModel:
         """Return a copy of the model whose weights follow it: an exponential moving average.

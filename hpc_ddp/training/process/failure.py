@@ -51,14 +51,15 @@ def make_patient() -> None:
 class FailureHook:
     """A ``sys.excepthook`` that journals, prints, and ends the process without a teardown.
 
-    `journal` is None until the run's folder is known. The exit code is 1, or an HpcDdpError's
-    own. ``sys.exit(n)`` does not pass here and keeps its code.
+    `journal` is None until the run's folder is known, and `info` and `node` may follow later. The
+    exit code is 1, or an HpcDdpError's own. ``sys.exit(n)`` does not pass here and keeps its code.
     """
 
-    def __init__(self, info: DistEnv, node: str) -> None:
+    def __init__(self, info: DistEnv | None = None, node: str = "") -> None:
         self.journal: Journal | None = None
         self.position: Position | None = None
-        self._info, self._node, self._is_reported = info, node, False
+        self.info, self.node = info or DistEnv(), node
+        self._is_reported = False
         self._pid = os.getpid()
 
     def install(self) -> None:
@@ -99,14 +100,14 @@ class FailureHook:
         if "in DataLoader worker process" in line:  # the message holds a traceback
             line = line.splitlines()[-1]
         step = self.position.step if self.position else None
-        self.journal.write(RankFailed(self._info.rank, self._node, step, line, text))
+        self.journal.write(RankFailed(self.info.rank, self.node, step, line, text))
         self.journal.drain()
 
     def _show(self, error: BaseException, text: str) -> None:
         if isinstance(error, HpcDdpError):
             text = f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else "")
-        if self._info.world_size > 1:  # they may all write to one terminal
-            text = textwrap.indent(text, f"[rank{self._info.rank}]: ", lambda line: True)
+        if self.info.world_size > 1:  # they may all write to one terminal
+            text = textwrap.indent(text, f"[rank{self.info.rank}]: ", lambda line: True)
         sys.stderr.write(text)
 
 

@@ -59,8 +59,8 @@ class Watchdog:
     ----------
     hang_after_s
         seconds without a `beat` after which this rank hangs; None or 0 for no watching
-    dump_flight
-        returns what the flight recorder holds, as bytes
+    device
+        the record of the last collectives on it is dumped
     report
         takes an error and its text, for the journal and for the log
     """
@@ -71,7 +71,7 @@ class Watchdog:
         node: NodeFolder,
         rank: int,
         position: Position,
-        dump_flight: Callable[[], bytes],
+        device: torch.device,
         report: Callable[[BaseException, str], None],
     ) -> None:
         self._hang_after_s = hang_after_s or 0.0
@@ -79,7 +79,7 @@ class Watchdog:
         self._grace_s = min(60.0, 2.0 + self._hang_after_s / 30)
         self._poll_s = self._grace_s / 6
         self._node, self._rank, self._position = node, rank, position
-        self._dump_flight, self._report = dump_flight, report
+        self._device, self._report = device, report
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._stacks: int | None = None  # the file's descriptor: what faulthandler works on
@@ -135,7 +135,7 @@ class Watchdog:
         )
         self._report(error, _traceback_of_main(error))
         try:
-            self._node.flight(self._rank).write_bytes(self._dump_flight())
+            self._node.flight(self._rank).write_bytes(flight_recorder(self._device))
         except Exception as no_dump:
             say(f"no dump of the flight recorder: {no_dump}")
         sys.stderr.flush()
