@@ -126,7 +126,7 @@ class Worker:
             self.folder,
             self._journal.attempt,
             self._control,
-            self._control.another(),
+            process_group.Control(self._info, self._control.timeout),
             self._journal,
             Retention(options.keep_last, options.keep_every),
         )

@@ -82,17 +82,14 @@ def _for_module(
     if problems:
         more = f", and {len(problems) - states.SHOWN} more" if problems[states.SHOWN :] else ""
         raise HpcDdpError(f"{name}: {', '.join(sorted(problems)[: states.SHOWN])}{more}")
-    loaded = OrderedDict[str, Any](
-        (
-            key,
-            reader.read(f"{name}.{plain}", value)
-            if f"{name}.{plain}" in reader
-            else _assemble(  # an extra_state
-                tree[plain], where := f"{name}.{plain}", reader, current=_tensors_of(value, where)
-            ),
-        )
-        for plain, (key, value) in entries.items()
-    )
+    loaded = OrderedDict[str, Any]()
+    for plain, (key, value) in entries.items():
+        stored = f"{name}.{plain}"
+        if stored in reader:
+            loaded[key] = reader.read(stored, value)
+        else:  # an extra_state
+            current = _tensors_of(value, stored)
+            loaded[key] = _assemble(tree[plain], stored, reader, current=current)
     if versions is not None:  # without, a part takes its own state for that of an older version
         parts = states.metadata_of(state)
         facts_of = {key: {**facts, "version": versions.get(part)} for key, part, facts in parts}

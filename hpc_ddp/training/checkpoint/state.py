@@ -112,18 +112,7 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
                 " load_state_dict",
                 hint="for a best value there is run.best",
             )
-        content: Any = plain.state_dict()
-        if isinstance(plain, Optimizer):
-            content = _by_label(content, params_of(plain, labels)) | {KIND: type(plain).__name__}
-            state.trained.update(_like_parameters(name, plain, labels))
-        elif isinstance(plain, torch.nn.Module):
-            content = {plain_name(key): value for key, value in content.items()} | {
-                VERSIONS: {part: facts.get("version") for _, part, facts in metadata_of(content)}
-            }
-            for key, parameter in plain.named_parameters(remove_duplicate=False):
-                names = state.trained if parameter.requires_grad else state.replicated
-                names.add(f"{name}.{plain_name(key)}")
-            state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in plain.named_buffers())
+        content = _content_of(name, plain, labels, state)
         tensors: dict[str, torch.Tensor] = {}
         tree = state.private_tree if name in per_rank else state.tree
         tree[name] = take_apart(content, name, tensors)
@@ -137,6 +126,22 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
                 state.private_tree[name] = {"state": of_rank}
     state.replicated.update(state.trained)
     return state
+
+
+def _content_of(name: str, plain: Any, labels: Mapping[int, str], state: State) -> Any:
+    """Return an object's state dict with plain names, and add to the sets of names in `state`."""
+    content: Any = plain.state_dict()
+    if isinstance(plain, Optimizer):
+        state.trained.update(_like_parameters(name, plain, labels))
+        return _by_label(content, params_of(plain, labels)) | {KIND: type(plain).__name__}
+    if not isinstance(plain, torch.nn.Module):
+        return content
+    for key, parameter in plain.named_parameters(remove_duplicate=False):
+        names = state.trained if parameter.requires_grad else state.replicated
+        names.add(f"{name}.{plain_name(key)}")
+    state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in plain.named_buffers())
+    versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
+    return {plain_name(key): value for key, value in content.items()} | {VERSIONS: versions}
 
 
 def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:

@@ -38,7 +38,7 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset[Any],
-        cut: BatchPlan,
+        plan: BatchPlan,
         *,
         seed: int,
         position: Position,
@@ -51,22 +51,22 @@ class Loader:
     ) -> None:
         self.samples = size_of(dataset)
         self.share = NO_BATCH
-        self._cut, self._position, self._device = cut, position, device
+        self._plan, self._position, self._device = plan, position, device
         self._check, self._sync, self._timed = check, sync, timed
-        if self.samples is not None and not cut.steps(self.samples):
+        if self.samples is not None and not plan.steps(self.samples):
             raise UsageError(
                 f"the training set has {self.samples} samples; accepted: enough for one step"
-                f" of {cut.size}",
+                f" of {plan.size}",
                 hint="take a smaller batch size, or no drop_last",
             )
         if shuffle is None:
             shuffle = self.samples is not None
         self._shuffle = shuffle
-        self._batches = batches_of(dataset, cut, seed, position, device, shuffle, **options)
+        self._batches = batches_of(dataset, plan, seed, position, device, shuffle, **options)
 
     def __len__(self) -> int:
         """Optimizer steps of a whole epoch, wherever in it the run is (for a scheduler)."""
-        return self._cut.steps(known(self.samples))
+        return self._plan.steps(known(self.samples))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Loader:
 
     def steps(self, start: int) -> int | None:
         """Return the steps from position `start` (in samples) to the end of an epoch, if known."""
-        return None if self.samples is None else self._cut.steps(self.samples - start)
+        return None if self.samples is None else self._plan.steps(self.samples - start)
 
     def __iter__(self) -> Iterator[Any]:
         self._check()
@@ -100,7 +100,7 @@ class Shard:
     def __init__(
         self,
         dataset: Dataset[Any],
-        cut: BatchPlan,
+        plan: BatchPlan,
         *,
         seed: int,
         device: torch.device,
@@ -110,14 +110,14 @@ class Shard:
         self.counts, self._even = True, even
         if options.pop("shuffle", False) or options.pop("drop_last", False):
             raise UsageError("a shard has every sample once, in order: no shuffle, no drop_last")
-        self._samples, self._cut, self._device = size_of(dataset), cut, device
-        self._batches = batches_of(dataset, cut, seed, Position(), device, False, **options)
+        self._samples, self._plan, self._device = size_of(dataset), plan, device
+        self._batches = batches_of(dataset, plan, seed, Position(), device, False, **options)
 
     def __len__(self) -> int:
         if self._even:
-            return self._cut.steps(known(self._samples))
-        numbers = range(self._cut.rank, known(self._samples), self._cut.world_size)
-        return len(numbers[:: self._cut.batch_size])
+            return self._plan.steps(known(self._samples))
+        numbers = range(self._plan.rank, known(self._samples), self._plan.world_size)
+        return len(numbers[:: self._plan.batch_size])
 
     def __iter__(self) -> Iterator[Any]:
         for share, batch in watched(self._batches):
@@ -148,7 +148,7 @@ def known(samples: int | None) -> int:
 
 def batches_of(
     dataset: Dataset[Any],
-    cut: BatchPlan,
+    plan: BatchPlan,
     seed: int,
     position: Position,
     device: torch.device,
@@ -175,10 +175,10 @@ def batches_of(
                 f"{name} is True; accepted with an iterable data set: False",
                 hint="let the data set shuffle itself; set_epoch(epoch) is called if it has that",
             )
-        source = IterableBatches(dataset, cut, seed, position, collate)
+        source = IterableBatches(dataset, plan, seed, position, collate)
     else:
         source = _Seeded(dataset, seed, collate)
-        options["sampler"] = _Keys(len(dataset), cut, seed, position, shuffle)  # type: ignore[arg-type]
+        options["sampler"] = _Keys(len(dataset), plan, seed, position, shuffle)  # type: ignore[arg-type]
     try:
         return DataLoader(
             source,
@@ -201,14 +201,14 @@ class _Keys:
     """The keys of batches, in order: (epoch, indices, share) from the current position on."""
 
     def __init__(
-        self, samples: int, cut: BatchPlan, seed: int, position: Position, shuffle: bool
+        self, samples: int, plan: BatchPlan, seed: int, position: Position, shuffle: bool
     ) -> None:
-        self._samples, self._cut, self._seed = samples, cut, seed
+        self._samples, self._plan, self._seed = samples, plan, seed
         self._position, self._shuffle = position, shuffle
 
     def __iter__(self) -> Iterator[tuple[int, list[int], MicroBatch]]:
         epoch = self._position.epoch
-        shares = self._cut.shares(self._samples, self._position.samples)
+        shares = self._plan.shares(self._samples, self._position.samples)
         if not self._shuffle:
             yield from ((epoch, list(share.places), share) for share in shares)
             return

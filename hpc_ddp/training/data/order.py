@@ -106,7 +106,7 @@ def make_plan(
     world_size: int,
     drop_last: bool = False,
 ) -> BatchPlan:
-    """Return the cut for a batch size per rank and micro-batch, or for one of all ranks' steps.
+    """Return the plan for a batch size per rank and micro-batch, or for one of all ranks' steps.
 
     Raises
     ------

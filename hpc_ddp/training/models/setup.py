@@ -249,8 +249,8 @@ class ModelSetup(Worker):
         `Shard`). Ranks that share a model's layers or stages get the same batches.
         """
         dims = self._dims
-        cut = make_plan(batch_size, None, 1, dims.dp_rank, dims.dp)
-        return Shard(dataset, cut, seed=self.seed, device=self.device, **options)
+        plan = make_plan(batch_size, None, 1, dims.dp_rank, dims.dp)
+        return Shard(dataset, plan, seed=self.seed, device=self.device, **options)
 
     @property
     def ends_step(self) -> bool:

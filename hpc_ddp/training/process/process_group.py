@@ -44,11 +44,9 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
         needs = f" of {per_worker} GPUs" if per_worker > 1 else ""
         words = devices.hiding_words()
         hide = f", or hide the GPUs with {words}" if words else ""
-        fitting = (
-            f"start {count // per_worker} workers per node"
-            if count >= per_worker
-            else "take fewer GPUs"
-        )
+        fitting = "take fewer GPUs"
+        if count >= per_worker:
+            fitting = f"start {count // per_worker} workers per node"
         raise HpcDdpError(
             f"{info.local_world_size} workers{needs} on this node, but {count} visible GPU(s)",
             hint=f"{fitting}{hide}",
@@ -132,18 +130,14 @@ class Control:
     """Messages of the ranks on the CPU, over a gloo group of its own.
 
     Its own group, so that a flag never waits behind gradients, needs no GPU, and can travel
-    while a step computes.
+    while a step computes. All ranks make it at the same time, one for each thread.
     """
 
     def __init__(self, info: DistEnv, timeout: timedelta) -> None:
         self.rank = info.rank
         self.world_size = info.world_size
-        self._info, self.timeout = info, timeout
+        self.timeout = timeout
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
-
-    def another(self) -> Control:
-        """Return one like it, for another thread: all ranks make it at the same time."""
-        return Control(self._info, self.timeout)
 
     def start_max(self, values: torch.Tensor) -> Any:
         """Begin to replace a CPU tensor by its maximum over ranks; `wait` on what is returned."""
