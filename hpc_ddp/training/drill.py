@@ -91,7 +91,7 @@ class DrilledRun(Run):
         if hold == "kill":
             self._manager.settle()
             self._hold("kill")
-        if not self._share.ends_epoch:
+        if not self._micro_batch.ends_epoch:
             self._act(self._consensus.decide_now())
 
     def finish(self, **results: float | torch.Tensor) -> None:

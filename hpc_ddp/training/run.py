@@ -159,7 +159,7 @@ class Run(ModelSetup):
             self.position.epoch += 1
             self.position.samples = self.position.epoch_steps = 0
             if self._loader is not None:
-                self._loader.share = NO_BATCH
+                self._loader.micro_batch = NO_BATCH
             beat()
             self._consensus.end_pause()
             self._act(self._consensus.decide_now())
@@ -250,7 +250,7 @@ class Run(ModelSetup):
         steps_left = None if self._loader is None else self._loader.steps(self.position.samples)
         decision = self._consensus.step_done(self.position.step, wait_for_all=steps_left == 1)
         self._watch_weights(self._consensus.exchanges)
-        if self._share.ends_epoch:
+        if self._micro_batch.ends_epoch:
             # The end of the epoch comes first: a start that finds an epoch without a batch would
             # trip over what a loop leaves behind, such as the last loss. A reason to stop
             # holds there too; most stops come a step earlier, see `decide_now`.
@@ -267,7 +267,7 @@ class Run(ModelSetup):
         or behind `step`. (In the midst of a step, the checkpoint is the one after it.)
         """
         is_best = self._manager.judge(number("run.best", "value", value), higher)
-        is_in_epoch = self._share is not NO_BATCH and not self._share.ends_epoch
+        is_in_epoch = self._micro_batch is not NO_BATCH and not self._micro_batch.ends_epoch
         if is_best and is_in_epoch and self._stepped:
             self._manager.save()
         else:
@@ -355,7 +355,7 @@ class Run(ModelSetup):
             check_values(values)
             self._check_values = False
         if self.rank == 0:
-            self._metrics.add(self.position, self._share.total, values, self._total_steps())
+            self._metrics.add(self.position, self._micro_batch.total, values, self._total_steps())
         self._profiler.step_done()
 
     def _start_batch(self, ends_step: bool) -> None:

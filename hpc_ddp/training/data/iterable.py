@@ -48,9 +48,9 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         torch_worker._worker_info = None
         number = count()
         for block, samples, ends_epoch in self._blocks():
-            for share in self._plan.pieces(block, ends_epoch):
+            for micro_batch in self._plan.pieces(block, ends_epoch):
                 if next(number) % turns == turn:
-                    yield share, self._batch(share, samples)
+                    yield micro_batch, self._batch(micro_batch, samples)
 
     def _blocks(self) -> Iterator[tuple[range, dict[int, Any], bool]]:
         """Yield each global batch, the samples that this rank may need, and if it is the last."""
@@ -95,9 +95,9 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         rng.seed_all(order.derive(self._seed, self._position.epoch, number))
         return next(source, _END)
 
-    def _batch(self, share: MicroBatch, samples: dict[int, Any]) -> Any:
+    def _batch(self, micro_batch: MicroBatch, samples: dict[int, Any]) -> Any:
         with rng.untouched():
-            places = share.places
+            places = micro_batch.places
             seed = order.derive(self._seed, self._position.epoch, places[0], len(places))
             rng.seed_all(seed)
             return self._collate([samples[place] for place in places])

@@ -31,7 +31,7 @@ from hpc_ddp.training.stops.signals import ignore_in_loader
 class Loader:
     """Yields this rank's micro-batches of the current epoch, from the current position on.
 
-    Made by `Run.loader`. Batches are on the run's device; `share` describes the one last
+    Made by `Run.loader`. Batches are on the run's device; `micro_batch` describes the one last
     yielded in the epoch. `samples` is the size of the data set, None for a stream.
     """
 
@@ -50,7 +50,7 @@ class Loader:
         **options: Any,
     ) -> None:
         self.samples = size_of(dataset)
-        self.share = NO_BATCH
+        self.micro_batch = NO_BATCH
         self._plan, self._position, self._device = plan, position, device
         self._check, self._sync, self._timed = check, sync, timed
         if self.samples is not None and not plan.steps(self.samples):
@@ -79,11 +79,11 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self._check()
-        for share, batch in self._timed(watched(self._batches)):
-            self.share = share
-            self._sync(share.ends_step)
-            if share.ends_step:
-                self._position.samples += share.total
+        for micro_batch, batch in self._timed(watched(self._batches)):
+            self.micro_batch = micro_batch
+            self._sync(micro_batch.ends_step)
+            if micro_batch.ends_step:
+                self._position.samples += micro_batch.total
             beat()
             yield to_device(batch, self._device)
 
@@ -120,9 +120,9 @@ class Shard:
         return len(numbers[:: self._plan.batch_size])
 
     def __iter__(self) -> Iterator[Any]:
-        for share, batch in watched(self._batches):
+        for micro_batch, batch in watched(self._batches):
             beat()
-            self.counts = share.weight > 0
+            self.counts = micro_batch.weight > 0
             if self.counts or self._even:
                 yield to_device(batch, self._device)
 
@@ -198,7 +198,7 @@ def batches_of(
 
 
 class _Keys:
-    """The keys of batches, in order: (epoch, indices, share) from the current position on."""
+    """The keys of batches, in order: (epoch, indices, micro-batch) from the current position on."""
 
     def __init__(
         self, samples: int, plan: BatchPlan, seed: int, position: Position, shuffle: bool
@@ -208,14 +208,15 @@ class _Keys:
 
     def __iter__(self) -> Iterator[tuple[int, list[int], MicroBatch]]:
         epoch = self._position.epoch
-        shares = self._plan.shares(self._samples, self._position.samples)
+        micro_batches = self._plan.micro_batches(self._samples, self._position.samples)
         if not self._shuffle:
-            yield from ((epoch, list(share.places), share) for share in shares)
+            for micro_batch in micro_batches:
+                yield epoch, list(micro_batch.places), micro_batch
             return
-        indices = order.permutation(self._samples, self._seed, epoch)
-        for share in shares:
-            places = slice(share.places.start, share.places.stop, share.places.step)
-            yield epoch, indices[places].tolist(), share
+        sequence = order.permutation(self._samples, self._seed, epoch)
+        for micro_batch in micro_batches:
+            places = micro_batch.places
+            yield epoch, sequence[places.start : places.stop : places.step].tolist(), micro_batch
 
 
 class _Seeded(Dataset[tuple[MicroBatch, Any]]):
@@ -235,13 +236,13 @@ class _Seeded(Dataset[tuple[MicroBatch, Any]]):
             self._tensors = dataset.tensors if collate is default_collate else None
 
     def __getitem__(self, key: tuple[int, list[int], MicroBatch]) -> tuple[MicroBatch, Any]:
-        epoch, indices, share = key
+        epoch, indices, micro_batch = key
         if self._tensors is not None:  # nothing is drawn, so all come at once
-            return share, [rows_of(tensor, indices) for tensor in self._tensors]
+            return micro_batch, [rows_of(tensor, indices) for tensor in self._tensors]
         if get_worker_info() is not None:
-            return share, self._batch(epoch, indices)
+            return micro_batch, self._batch(epoch, indices)
         with rng.untouched():
-            return share, self._batch(epoch, indices)
+            return micro_batch, self._batch(epoch, indices)
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         samples = [self._sample(epoch, index) for index in indices]
@@ -254,16 +255,16 @@ class _Seeded(Dataset[tuple[MicroBatch, Any]]):
 
 
 class _Batch:
-    """A batch with its share, which DataLoader's thread pins by its own method.
+    """A batch and its micro-batch, which DataLoader's thread pins by its own method.
 
     Not by torch's, which leaves dataclasses alone, and fails for a tensor that is on a device.
     """
 
-    def __init__(self, share: MicroBatch, content: Any) -> None:
-        self.share, self.content = share, content
+    def __init__(self, micro_batch: MicroBatch, content: Any) -> None:
+        self.micro_batch, self.content = micro_batch, content
 
     def pin_memory(self, device: object = None) -> _Batch:
-        return _Batch(self.share, pinned(self.content))
+        return _Batch(self.micro_batch, pinned(self.content))
 
 
 def _as_batch(pair: Any) -> _Batch:

@@ -67,7 +67,7 @@ class BatchPlan:
         """Return how many steps `samples` are worth, the same on every rank."""
         return samples // self.size if self.drop_last else _ceil(samples, self.size)
 
-    def shares(self, samples: int, start: int) -> Iterator[MicroBatch]:
+    def micro_batches(self, samples: int, start: int) -> Iterator[MicroBatch]:
         """Yield what is left of an epoch of `samples` from position `start` on."""
         stop = min(start + self.steps(samples - start) * self.size, samples)
         for first in range(start, stop, self.size):

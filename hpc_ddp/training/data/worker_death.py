@@ -37,7 +37,7 @@ def watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
         with torch.device("cpu"):  # it draws by a generator of the CPU
             iterator = iter(batches)
         for batch in iterator:
-            yield batch.share, batch.content
+            yield batch.micro_batch, batch.content
     except HpcDdpError as error:
         if "in DataLoader worker process" in error.message:  # and a traceback in front of it
             error.message = error.message.strip().splitlines()[-1].partition("Error: ")[2]

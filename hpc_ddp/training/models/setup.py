@@ -41,9 +41,9 @@ class ModelSetup(Worker):
         self._loader: Loader | None = None
 
     @property
-    def _share(self) -> MicroBatch:
+    def _micro_batch(self) -> MicroBatch:
         """The current micro-batch of the run's loader."""
-        return NO_BATCH if self._loader is None else self._loader.share
+        return NO_BATCH if self._loader is None else self._loader.micro_batch
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes in the run's precision; it does nothing for fp32."""
@@ -226,7 +226,7 @@ class ModelSetup(Worker):
 
     def _weighted(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the weight of the current micro-batch (see `backward`)."""
-        return loss if self._share.weight == 1.0 else loss * self._share.weight
+        return loss if self._micro_batch.weight == 1.0 else loss * self._micro_batch.weight
 
     def ema(self, model: torch.nn.Module, decay: float = 0.999) -> AveragedModel:
         """Return a copy of the model whose weights follow it: an exponential moving average.
@@ -255,7 +255,7 @@ class ModelSetup(Worker):
     @property
     def ends_step(self) -> bool:
         """Whether the current micro-batch is the last one of its optimizer step."""
-        return self._share.ends_step
+        return self._micro_batch.ends_step
 
     @contextmanager
     def evaluating(self, model: torch.nn.Module | Pipeline) -> Iterator[Any]:

@@ -121,8 +121,8 @@ def test_what_is_in_the_cpus_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -
     on_device, sparse = torch.ones(2, device="meta"), torch.ones(2).to_sparse()
     packed = pack_sequence([torch.ones(1)])
     sample = Sample(torch.ones(1), [torch.ones(2)], "n")
-    share: Any = None
-    content = _Batch(share, [sample, {"a": on_device, "b": sparse}, packed]).pin_memory().content
+    batch = _Batch(NO_BATCH, [sample, {"a": on_device, "b": sparse}, packed])
+    content = batch.pin_memory().content
     assert content[0].image.item() == content[0].boxes[0][0].item() == 101
     assert content[1]["a"] is on_device
     assert content[1]["b"] is sparse
@@ -618,8 +618,8 @@ def test_each_batch_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what is easily overlooked -------------------------------------------------------------
 
 
-def test_before_the_first_batch_there_is_no_share() -> None:
-    assert _loader().share is NO_BATCH
+def test_before_the_first_batch_there_is_none() -> None:
+    assert _loader().micro_batch is NO_BATCH
     assert Shard(Numbers(), BatchPlan(4, 0, 1), seed=0, device=CPU).counts
 
 

@@ -81,7 +81,7 @@ def test_the_loader_goes_on_where_it_was() -> None:
     assert len(loader) == 6
     batches = list(loader)
     assert position.samples == 23
-    assert loader.share.ends_epoch
+    assert loader.micro_batch.ends_epoch
     assert list(loader) == []
     position.samples = 8
     assert all(map(torch.equal, loader, batches[2:]))
