@@ -247,7 +247,6 @@ def main() -> None:
     _, accuracy, confusion = evaluate(run, model, test, **how)
     run.print(f"test accuracy {accuracy:.4f} of the model of step {step}")
     report(run, model, test, confusion)
-    run.print(f"exported to {run.export(model, test[0][0][None])}")
     run.finish(accuracy=accuracy)
 
 

@@ -1,4 +1,4 @@
-"""Train a small ConvNet on MNIST, keep the model that validates best, and export it.
+"""Train a small ConvNet on MNIST, and test the model that validates best.
 
 Compute nodes have no internet, so first on the login node, once::
 
@@ -11,9 +11,9 @@ Then in one process, on one node, on two nodes of a cluster, or on two nodes pla
     hpc-ddp submit --nodes 2 --gpus-per-node 4 --time 10:00 jobs/mnist.py --data ~/data
     hpc-ddp dry-run --nodes 2 --gpus-per-node 2 jobs/mnist.py
 
-Without `--data` it takes the 8x8 digits that lie beside it; see jobs/data/README.md. The best model
-is then in the run's folder: export/model.safetensors, and export/model.pt2, a program that
-`torch.export.load` reads without hpc-ddp.
+Without `--data` it takes the 8x8 digits that lie beside it; see jobs/data/README.md. The weights
+of the best model come out of the run's folder by
+`python -m hpc_ddp.training.export RUN_FOLDER model.safetensors --best`.
 """
 
 import argparse
@@ -141,7 +141,6 @@ def main() -> None:
     step = run.load_best(model)
     score = accuracy(run, model, load(False))
     run.print(f"test accuracy {score:.4f} of the model of step {step}")
-    run.print(f"exported to {run.export(model, validation_set.tensors[0])}")
     run.finish(accuracy=score)
 
 

@@ -15,7 +15,6 @@
                                 and of a hang stack-rank-<r>.txt, flight-rank-<r>
         checkpoints/step-<n>/
         tensorboard/
-        export/model.safetensors, model.pt2
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Accelerators: the one module that asks torch for devices, streams and backends.
+"""Accelerators: the one module that uses torch's devices, streams and backends.
 
 Everything goes through torch's device-independent interface (`torch.accelerator`, `torch.Event`,
 `torch.get_device_module`), so NVIDIA, AMD, Intel and Ascend devices, and the tests' own, take the
-same path. What is one vendor's own stands in `KINDS`.
+same path. `KINDS` has the facts of single vendors.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Transfer:
     """Numbers on their way from their devices to the host, in the current streams.
 
     Reading a number off a device waits for all that the stream has been given before. So values
-    are read some steps after they have been asked for.
+    are read some steps after their transfer began.
 
     Parameters
     ----------

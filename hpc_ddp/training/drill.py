@@ -29,6 +29,7 @@ from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.devices import plain
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.dtensor import is_sharded
+from hpc_ddp.training.options import Options
 from hpc_ddp.training.run import Run
 from hpc_ddp.training.stops.signals import CANCELLED, NONE
 from hpc_ddp.training.telemetry.metrics import check_values
@@ -48,8 +49,8 @@ class DrilledRun(Run):
       ``"kill"``, or ``"save"``, a kill before the save of that step is published
     """
 
-    def __init__(self, arguments: dict[str, Any], plan: Mapping[str, Any]) -> None:
-        super().__init__(arguments)
+    def __init__(self, options: Options, plan: Mapping[str, Any]) -> None:
+        super().__init__(options)
         self._plan = plan
         self._folder = self.folder.path / "drill"
         self._attempt = self._journal.attempt
@@ -57,6 +58,7 @@ class DrilledRun(Run):
         self._tracked: dict[str, Any] = {"precision": self._precision}
         self._steps = OptimizerSteps(self._tracked)
         self._began = time.monotonic()
+        self._checkpoints.before_publishing = self._hold_save
 
     def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
         super().track(per_rank=per_rank, **objects)
@@ -88,7 +90,7 @@ class DrilledRun(Run):
         if hold == "kill":
             self._manager.settle()
             self._hold("kill")
-        if not self._ends_epoch():
+        if not self._micro_batch.ends_epoch:
             self._act(self._consensus.decide_now())
 
     def finish(self, **results: float | torch.Tensor) -> None:
@@ -115,7 +117,7 @@ class DrilledRun(Run):
             while self._notices.reason == NONE and time.monotonic() < end:
                 time.sleep(0.01)
 
-    def _before_publishing(self, step: int) -> None:
+    def _hold_save(self, step: int) -> None:
         """In the saving thread of rank 0, with all files of the draft but the manifest written."""
         if self._plan.get("hold") == "save" and step == self._plan["at"]:
             self._hold("kill in a save")
@@ -138,7 +140,6 @@ class DrilledRun(Run):
             states[f"{_kind(tracked)} {name}"] = state
         for name, generator in rng.snapshot(self.devices).items():
             states[f"random {name}"] = generator
-        weights_size = size_of(weight for model in models for weight in model.parameters())
         record = DrillRecord(
             rank=self.rank,
             at=moment,
@@ -148,7 +149,10 @@ class DrilledRun(Run):
             used=digests if moment == "step" else {},
             state={part: digest_of(state) for part, state in states.items()},
             values={name: plain(scalar) for name, scalar in values.items()},
-            sizes={"gradients": gradients_size, "weights": weights_size},
+            sizes={
+                "gradients": gradients_size,
+                "weights": size_of(weight for model in models for weight in model.parameters()),
+            },
         )
         self._records.write(record)
 

@@ -1,7 +1,6 @@
-"""A model on its way out of a run, for programs that know nothing of hpc-ddp.
+"""Writes a model's weights from a checkpoint as safetensors, for programs without hpc-ddp.
 
-`Run.export` writes the weights and a program of the model in memory. From the checkpoint's files
-alone, on one process, however many ranks wrote it, comes the file of weights::
+In one process, however many ranks wrote the checkpoint::
 
     python -m hpc_ddp.training.export RUN_FOLDER model.safetensors [--step N | --best]
 """
@@ -9,11 +8,8 @@ alone, on one process, however many ranks wrote it, comes the file of weights::
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -50,14 +46,14 @@ def export(
     folder = _choose(RunFolder(run.absolute()), step, best)
     if problem := checkpoints.verify(folder):
         raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {run}")
-    _, _, reader = open_checkpoint(folder)
+    reader = open_checkpoint(folder).reader
     prefix = f"{name}."
-    if of_ranks := sorted(key for key in reader.of_ranks if key.startswith(prefix)):
+    if of_ranks := sorted(key for key in reader.of_other_ranks if key.startswith(prefix)):
         more = f" and {len(of_ranks) - 1} more" if of_ranks[1:] else ""
         raise HpcDdpError(
             f"{folder}: each rank had its own {of_ranks[0]}{more}, so there is no one {name} to"
             " write",
-            hint="let the script put them together, and write that: run.export, torch.save",
+            hint="let the script put them together, and write that: torch.save",
         )
     tensors = {key[len(prefix) :]: reader.read(key) for key in reader if key.startswith(prefix)}
     if not tensors:
@@ -67,77 +63,6 @@ def export(
     return checkpoints.step_of(folder)
 
 
-def check_export(example: object, *, is_part: bool, is_over: bool) -> None:
-    """Raise UsageError for a call of `Run.export` that makes no sense."""
-    if is_part:
-        raise UsageError(
-            "run.export was given a part of a model; accepted: one that each rank has whole",
-            hint="python -m hpc_ddp.training.export writes the weights of a checkpoint",
-        )
-    if not isinstance(example, torch.Tensor) or example.dim() < 1:
-        scalar = " of no dimension" if isinstance(example, torch.Tensor) else ""
-        raise UsageError(
-            f"run.export was given a {type(example).__name__}{scalar} as an example; accepted:"
-            " a tensor, of which the first dimension counts samples",
-            hint="run.export(model, inputs), or inputs[None] for one sample",
-        )
-    if is_over:
-        raise UsageError(
-            "run.export was called after run.finish, when the ranks have parted",
-            hint="call it before run.finish()",
-        )
-
-
-def export_model(model: torch.nn.Module, example: torch.Tensor, folder: Path) -> None:
-    """Write ``model.safetensors`` and ``model.pt2`` into `folder`, each in one step.
-
-    Both are of a copy on the CPU, so that they load where there is no GPU.
-
-    Parameters
-    ----------
-    model
-        in eval mode, without wrappers
-    example
-        a batch as `model` takes it, of any size: that of the first dimension stays open
-
-    Raises
-    ------
-    UsageError
-        torch.export can't trace the model; its weights have been written by then
-    HpcDdpError
-        a file can't be written
-    """
-    # Weights go to the CPU one by one: a copy on the device may find no room there.
-    tensors = chain(model.parameters(), model.buffers())
-    plain = copy.deepcopy(model, {id(tensor): _on_cpu(tensor) for tensor in tensors}).cpu()
-    folder.mkdir(exist_ok=True)
-    _save_tensors(plain.state_dict(), folder / "model.safetensors")
-    two = example[:1].cpu().repeat(2, *[1] * (example.dim() - 1))  # one would be taken as fixed
-    try:
-        batch = torch.export.Dim("batch")
-        program = torch.export.export(plain, (two,), dynamic_shapes=({0: batch},))
-    except Exception as error:  # of many kinds, with pages of advice behind the first line
-        why = (str(error).splitlines() or [repr(error)])[0]
-        if "required argument" in why:
-            cure = "export a module whose forward takes one tensor and passes on the rest"
-        else:
-            cure = "let its forward take no way that depends on numbers"
-        raise UsageError(
-            f"torch.export can't make a program of the model: {why}",
-            hint=f"{cure}; or leave out run.export: python -m hpc_ddp.training.export writes the"
-            " weights alone",
-        ) from error
-    with _replacing(folder / "model.pt2") as draft:
-        torch.export.save(program, draft)
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU, a parameter of a parameter."""
-    plain = tensor.detach().to("cpu", copy=True)
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    return torch.nn.Parameter(plain, tensor.requires_grad) if is_parameter else plain
-
-
 def _save_tensors(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
     try:
         from safetensors.torch import save_file
@@ -145,17 +70,10 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
         raise UsageError(
             "the package safetensors is not installed", hint="pip install safetensors"
         ) from None
-    with _replacing(out) as draft:
-        # It refuses tensors that share memory, as tied weights do.
-        save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, draft)
-
-
-@contextmanager
-def _replacing(out: Path) -> Iterator[Path]:
-    """Yield where to write what takes the place of `out` once it is complete."""
     draft = out.with_name(f".part.{out.name}")
     try:
-        yield draft
+        # It refuses tensors that share memory, as tied weights do.
+        save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, draft)
         draft.replace(out)
     except Exception as error:  # safetensors has an error of its own for a full disk, say
         raise HpcDdpError(f"{out} can't be written: {error}") from error

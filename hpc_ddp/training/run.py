@@ -15,9 +15,10 @@ from torch.utils.data import Dataset
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import Finished, TrainingBegun
 from hpc_ddp.training.data.loader import Loader
-from hpc_ddp.training.data.order import MicroBatch, make_plan
+from hpc_ddp.training.data.order import NO_BATCH, make_plan
 from hpc_ddp.training.models.dtensor import gathered, step_apart
 from hpc_ddp.training.models.setup import ModelSetup
+from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.signals import NONE
@@ -27,13 +28,12 @@ from hpc_ddp.training.telemetry.metrics import check_values, number
 class Run(ModelSetup):
     """One worker's view of a run; `start` makes it. A context manager that finishes the run."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        super().__init__(arguments)
-        self._loader: Loader | None = None
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
         self._epochs: int | None = None
         self._save_due = False
         self._stepped = True  # since the loader's last batch
-        self._check_values = True  # the first ones: on all ranks, so that all end
+        self._check_values = True
         if self.rank == 0:
             atexit.register(self._warn_unless_over)
 
@@ -49,59 +49,42 @@ class Run(ModelSetup):
     ) -> Loader:
         """Return the loader of the training data, one per run, to be iterated in `epochs`.
 
-        An iterable data set is read in whole by every rank and loader worker, each of which
-        keeps its part; so it must not split itself by rank. Let it yield references, such as
-        paths, and decode them in ``collate_fn``. After an interruption, what was consumed is
-        read again, unless the data set has a ``skip(n)`` that returns the rest of it.
+        Every rank and loader worker reads all of an iterable data set, which must not split itself
+        by rank. A resume reads it from the start, unless a ``skip(n)`` of it returns the rest.
 
         Parameters
         ----------
         dataset
-            map-style or iterable; what it draws from the global generators depends on (seed,
-            epoch, index) only
+            map-style or iterable; its random numbers depend on (seed, epoch, index) only
         batch_size
             samples per data parallel rank and micro-batch
         global_batch_size
-            in its place: samples of all ranks together per optimizer step, so that the steps
-            do not depend on the number of ranks; need not be divisible by it
+            in its place: samples of all ranks together per optimizer step
         accumulate
-            micro-batches per optimizer step: ``optimizer.step()`` belongs to those where
-            `ends_step` is true
+            micro-batches per optimizer step, which belongs to those where `ends_step` is true
         drop_last
-            drops the last incomplete global batch; without it the last step of an epoch has
-            fewer samples, on some ranks maybe none that count (see `backward`); batch norm
-            refuses a single one, so use `drop_last` with it
+            drops the last incomplete global batch, of which a rank may get one sample, or none
         options
-            ``shuffle`` (by default all but an iterable data set), ``num_workers``,
-            ``collate_fn``, and others of torch's DataLoader
+            ``shuffle`` (default: all but an iterable data set), and those of torch's DataLoader
 
         Raises
         ------
         UsageError
             the run has a loader already, or the options make no sense
         """
-        if self._loader is not None:
-            raise UsageError(
-                "the run has a training loader already, and its position belongs to that one",
-                hint="for evaluation use run.shard",
-            )
-        if self._manager.tracked:
-            raise UsageError(
-                "run.loader was called after run.track, which has to know the training set",
-                hint="make the loader first",
-            )
-        dims = self._dims
+        self._check_before_loader()
+        rank, ranks = self._dims.dp_rank, self._dims.dp
         self._loader = Loader(
             dataset,
-            make_plan(batch_size, global_batch_size, accumulate, dims.dp_rank, dims.dp, drop_last),
+            make_plan(batch_size, global_batch_size, accumulate, rank, ranks, drop_last),
             seed=self.seed,
             position=self.position,
             device=self.device,
             check=self._check_epoch,
             sync=self._start_batch,
+            timed=self._timer.batches,
             **options,
         )
-        self._loader.timed = self._timer.batches
         return self._loader
 
     def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
@@ -133,8 +116,6 @@ class Run(ModelSetup):
                 hint="run.track(model=model, loader=loader, per_rank=('loader',))",
             )
         self._check_copies(objects.values())
-        if self._dims.pp > 1:
-            self._check_stages(sorted(objects))
         data = {} if self._loader is None else self._loader.facts
         objects = {**objects, "_precision": self._precision}
         self._manager.track(objects, data, per_rank)
@@ -156,7 +137,7 @@ class Run(ModelSetup):
         """Yield the numbers of the epochs that are left, of `total`.
 
         The first one may be partly done: the loader then yields the rest of it, at least one
-        batch. What the script does at the end of an epoch is part of it: a checkpoint that falls
+        batch. The script's code at the end of an epoch is part of it: a checkpoint that falls
         due in the last step is made after that.
         """
         if not isinstance(total, int):
@@ -178,7 +159,7 @@ class Run(ModelSetup):
             self.position.epoch += 1
             self.position.samples = self.position.epoch_steps = 0
             if self._loader is not None:
-                self._loader.share = None
+                self._loader.micro_batch = NO_BATCH
             beat()
             self._consensus.end_pause()
             self._act(self._consensus.decide_now())
@@ -188,10 +169,9 @@ class Run(ModelSetup):
 
         It is weighted by the number of samples that are really in it, so that the accumulated
         and averaged gradient is the mean over the global batch, also where micro-batches differ
-        in size at the end of an epoch. DDP talks to its peers in the last one of a step only.
+        in size at the end of an epoch. DDP averages in the last one of a step only.
         """
-        weight = 1.0 if self._share is None else self._share.weight
-        weighted = loss if weight == 1.0 else loss * weight
+        weighted = self._weighted(loss)
         self._timer.end_forward()
         self._precision.backward(weighted)
 
@@ -266,21 +246,14 @@ class Run(ModelSetup):
         self.position.step += 1
         self.position.epoch_steps += 1
         self._watchdog.step_done()
-        values = {name: gathered(value) for name, value in values.items()}
-        if self._check_values:
-            check_values(values)
-            self._check_values = False
-        if self.rank == 0:
-            samples = self._share.total if self._share else 0
-            self._metrics.add(self.position, samples, values)
-        self._profiler.step_done()
+        self._measure({name: gathered(value) for name, value in values.items()})
         steps_left = None if self._loader is None else self._loader.steps(self.position.samples)
         decision = self._consensus.step_done(self.position.step, wait_for_all=steps_left == 1)
         self._watch_weights(self._consensus.exchanges)
-        if self._ends_epoch():
+        if self._micro_batch.ends_epoch:
             # The end of the epoch comes first: a start that finds an epoch without a batch would
-            # trip over what a loop leaves behind, the last loss say. What makes all ranks stop
-            # makes them stop there too; most stops come a step earlier, see `decide_now`.
+            # trip over what a loop leaves behind, such as the last loss. A reason to stop
+            # holds there too; most stops come a step earlier, see `decide_now`.
             self._save_due = self._save_due or decision.save
         else:
             self._act(decision)
@@ -294,7 +267,8 @@ class Run(ModelSetup):
         or behind `step`. (In the midst of a step, the checkpoint is the one after it.)
         """
         is_best = self._manager.judge(number("run.best", "value", value), higher)
-        if is_best and self._share is not None and self._stepped and not self._ends_epoch():
+        is_in_epoch = self._micro_batch is not NO_BATCH and not self._micro_batch.ends_epoch
+        if is_best and is_in_epoch and self._stepped:
             self._manager.save()
         else:
             self._save_due = self._save_due or is_best
@@ -341,13 +315,19 @@ class Run(ModelSetup):
         if kind is None:
             self.finish()
 
-    # -- beside the loop -------------------------------------------------------------------
-
     # -- inside ----------------------------------------------------------------------------
 
-    @property
-    def _share(self) -> MicroBatch | None:
-        return None if self._loader is None else self._loader.share
+    def _check_before_loader(self) -> None:
+        if self._loader is not None:
+            raise UsageError(
+                "the run has a training loader already, and its position belongs to that one",
+                hint="for evaluation use run.shard",
+            )
+        if self._manager.tracked:
+            raise UsageError(
+                "run.loader was called after run.track, which has to know the training set",
+                hint="make the loader first",
+            )
 
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.ends_step:
@@ -369,24 +349,28 @@ class Run(ModelSetup):
                 hint="write `for epoch in run.epochs(n):` around the loop over batches",
             )
 
+    def _measure(self, values: dict[str, Any]) -> None:
+        """Pass on a step's values; the first ones are checked on all ranks, so that all end."""
+        if self._check_values:
+            check_values(values)
+            self._check_values = False
+        if self.rank == 0:
+            self._metrics.add(self.position, self._micro_batch.total, values, self._total_steps())
+        self._profiler.step_done()
+
     def _start_batch(self, ends_step: bool) -> None:
         self._stepped = False
         self._sync_gradients(ends_step)
-
-    def _ends_epoch(self) -> bool:
-        return self._share is not None and self._share.ends_epoch
 
     def _total_steps(self) -> int | None:
         """Return the steps of the whole run, where the length of an epoch is known."""
         if self._loader is None or self._epochs is None:
             return None
         steps_left = self._loader.steps(self.position.samples)
-        later = self._epochs - self.position.epoch - 1
-        return (
-            None
-            if steps_left is None
-            else self.position.step + steps_left + later * len(self._loader)
-        )
+        if steps_left is None:
+            return None
+        later_epochs = self._epochs - self.position.epoch - 1
+        return self.position.step + steps_left + later_epochs * len(self._loader)
 
     def _act(self, decision: Decision) -> None:
         if decision.reason != NONE:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from hpc_ddp.core import process
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import JournalEvent, Stopped, WorkerStarted
 from hpc_ddp.training.checkpoint.files import Retention
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
+from hpc_ddp.training.checkpoint.restorer import non_finite_error
 from hpc_ddp.training.checkpoint.saver import Checkpoints
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.models import rng
@@ -23,9 +23,8 @@ from hpc_ddp.training.models.precision import Precision, make_deterministic
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import process_group, run_directory
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
-from hpc_ddp.training.process.failure import FailureHook, leave_quickly
-from hpc_ddp.training.process.stdio import make_patient
-from hpc_ddp.training.process.watchdog import Watchdog, beat, flight_recorder
+from hpc_ddp.training.process.failure import FailureHook, leave_quickly, make_patient
+from hpc_ddp.training.process.watchdog import Watchdog, beat
 from hpc_ddp.training.stops.consensus import (
     SaveSchedule,
     StopConsensus,
@@ -52,21 +51,21 @@ class Worker:
     training is.
     """
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        """Do what `start` promises; `arguments` are its own.
+    def __init__(self, options: Options) -> None:
+        """Do what `start` promises; `options` are the script's.
 
         Signals first: the rest takes seconds, and may wait for peers.
         """
         called = time.time()
-        FailureHook(DistEnv(), "").install()  # for a wrong environment
+        self._hook = FailureHook()
+        self._hook.install()
         self._info, env = DistEnv.from_env(), LaunchEnv.from_env()
+        self._hook.info, self._hook.node = self._info, env.node
         if env.notice is not None:
             make_patient()
         self._notices = Notices(env.notice)
         self._notices.install()
-        self._hook = FailureHook(self._info, env.node)
-        self._hook.install()
-        options = Options.chosen(env, **arguments)
+        options = options.checked(env)
         self._join(options, env, called)
         self._prepare(options, env)
         self._over = False
@@ -94,28 +93,12 @@ class Worker:
             self._notices.watch_end_time(env.end_time, self.folder.attempt(attempt).end_time)
 
     def _prepare(self, options: Options, env: LaunchEnv) -> None:
-        """Make the parts of the run that save, measure and watch."""
-        control, journal, attempt = self._control, self._journal, self._journal.attempt
-        is_first = self.rank == 0
+        """Make the parts of the run that save, stop, measure and watch."""
+        control, attempt = self._control, self._journal.attempt
         self.position = self._hook.position = Position()
-        self._checkpoints = Checkpoints(
-            self.folder,
-            attempt,
-            control,
-            control.another(),
-            journal,
-            Retention(options.keep_last, options.keep_every),
-            self._before_publishing,
-        )
-        self._manager = CheckpointManager(
-            self._checkpoints,
-            self.position,
-            self.devices,
-            options.seed,
-            self._dims,
-            options.stop_on_nan,
-        )
-        history = self.folder.events() if is_first and attempt else []
+        rng.seed_all(options.seed, self.devices)
+        self._prepare_saves(options)
+        history = self.folder.events() if self.rank == 0 and attempt else []
         self._schedule = SaveSchedule(
             self._checkpoints,
             self.rank,
@@ -125,47 +108,61 @@ class Worker:
             failure_interval_s=between_failures(history),
         )
         nodes = control.to_first(env.node)
-        rng.seed_all(options.seed, self.devices)
+        self._timer = StepTimer(control, self._journal, self.position, self.device, nodes)
+        self._consensus = StopConsensus(control, self._notices, self._schedule, self._timer)
         self._watchdog = Watchdog(
             options.hang_after,
             self.folder.attempt(attempt).node(env.node),
             self.rank,
             self.position,
-            partial(flight_recorder, self.device),
-            self._hook.tell,
+            self.device,
+            self._hook.report,
         )
-        self._timer = StepTimer(control, journal, self.position, self.device, nodes)
-        self._consensus = StopConsensus(control, self._notices, self._schedule, self._timer)
         self._precision = Precision(options.precision, self.device, options.stop_on_nan, self._dims)
-        board = self.folder.path / "tensorboard"
-        self._board = (
-            TensorBoardSink(board, self.position) if options.tensorboard and is_first else None
+        self._prepare_telemetry(options, sorted(set(nodes)))
+
+    def _prepare_saves(self, options: Options) -> None:
+        self._checkpoints = Checkpoints(
+            self.folder,
+            self._journal.attempt,
+            self._control,
+            process_group.Control(self._info, self._control.timeout),
+            self._journal,
+            Retention(options.keep_last, options.keep_every),
         )
-        self._progress = ProgressLines() if options.progress and is_first else None
-        use = use_per_sample(options, self.device, self.world_size)
-        self._metrics = Metrics(
-            journal,
-            self.world_size,
-            sorted(set(nodes)),
-            use,
-            self._total_steps,
-            [sink.show for sink in (self._board, self._progress) if sink is not None],
-        )
-        trace = f"attempt-{attempt}-rank-{self.rank}.json.gz"
-        self._profiler = Profiler(
-            options.profile, self.folder.path / "profile" / trace, announces=is_first
+        self._manager = CheckpointManager(
+            self._checkpoints,
+            self.position,
+            self.devices,
+            options.seed,
+            self._dims,
+            options.stop_on_nan,
         )
 
-    def _before_publishing(self, step: int) -> None:
-        """Called in the saving thread of rank 0 before a checkpoint appears; for the drill."""
+    def _prepare_telemetry(self, options: Options, hosts: list[str]) -> None:
+        is_first, path = self.rank == 0, self.folder.path
+        self._board = self._progress = None
+        if options.tensorboard and is_first:
+            self._board = TensorBoardSink(path / "tensorboard", self.position)
+        if options.progress and is_first:
+            self._progress = ProgressLines()
+        self._metrics = Metrics(
+            self._journal,
+            self.world_size,
+            hosts,
+            use_per_sample(options, self.device, self.world_size),
+            [sink.show for sink in (self._board, self._progress) if sink is not None],
+        )
+        trace = f"attempt-{self._journal.attempt}-rank-{self.rank}.json.gz"
+        self._profiler = Profiler(options.profile, path / "profile" / trace, announces=is_first)
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
-            print(f"hpc-ddp: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     def _refuse_non_finite(self) -> None:
         if self._precision.has_non_finite():
-            raise self._checkpoints.non_finite_error(self.position.step)
+            raise non_finite_error(self.folder, self.position.step)
 
     def _stop(self, reason: int) -> NoReturn:
         source = self._notices.source
@@ -202,13 +199,12 @@ class Worker:
 
     def _say_goodput(self) -> None:
         with suppress(OSError):  # all is done: no reason left to fail
-            line = goodput.line(goodput.account(self.folder.events(), time.time()))
-            print(f"hpc-ddp: {line}", file=sys.stderr, flush=True)
+            say(goodput.line(goodput.account(self.folder.events(), time.time())))
 
     def sum(self, *values: float | torch.Tensor) -> list[float]:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it.
 
-        Of the ranks that take the same samples one counts: the last stage's, with pipelines.
+        One of the ranks that take the same samples counts: with pipelines, one of the last stage.
         """
         counts = self._dims.counts
         numbers_here = [float(value) if counts else 0.0 for value in values]
@@ -225,18 +221,14 @@ class Worker:
 
     @property
     def tensorboard(self) -> SummaryWriter | None:
-        """TensorBoard's writer on rank 0, where `start` was asked for it; for use after `track`."""
+        """TensorBoard's writer on rank 0, with `tensorboard` of `start`; for use after `track`."""
         return self._board.writer if self._board else None
 
     def _watch_weights(self, exchanges: int) -> None:
-        """Look at the weights now and then; all ranks do so, and hear of it, at the same steps."""
+        """Look at the weights now and then, and read the result; all ranks at the same steps."""
         if self._look_answers_at is not None and exchanges >= self._look_answers_at:
             self._look_answers_at = None
             self._refuse_non_finite()
         if exchanges >= self._look_at:
             self._look_at, self._look_answers_at = exchanges + LOOK_EVERY, exchanges + 1
             self._precision.look()
-
-    def _total_steps(self) -> int | None:
-        """Return the steps of the whole run, where the length of an epoch is known."""
-        raise NotImplementedError

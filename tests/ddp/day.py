@@ -23,7 +23,8 @@ parser.add_argument("--bad-at", type=int, default=-1, help="... in this step, fr
 parser.add_argument("--kill-at", type=int, default=-1)
 parser.add_argument("--tensorboard", action="store_true")
 args = parser.parse_args()
-vars(metrics)["EVERY_S"] = 0.0  # a line for each step
+# A line for each step: the later in an attempt, the longer is the least time between two lines.
+vars(metrics).update(EVERY_S=0.0, SELDOM_S=0.0)
 
 run = start(
     precision=args.precision,

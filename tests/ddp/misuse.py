@@ -11,23 +11,7 @@ from torch.utils.data import TensorDataset
 from hpc_ddp.training import start
 from hpc_ddp.training.checkpoint import files
 
-
-class Pair(nn.Module):
-    """Takes two inputs."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x + y
-
-
-class Choosy(nn.Module):
-    """Takes a way that depends on the numbers in its input."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.sum() > 0 else -x
-
-
 NOT_NUMBERS: dict[str, Any] = {"best None": None, "best word": "1", "best two": torch.ones(2)}
-EXAMPLES: dict[str, Any] = {"export tuple": (torch.ones(1, 4),), "export scalar": torch.ones(())}
 case = sys.argv[1]
 if case == "own group":
     torch.distributed.init_process_group("gloo")
@@ -46,9 +30,8 @@ HALF = {"half shard": "fp16"}
 if case == "options":
     start(keep_last=2.5)  # type: ignore[arg-type]
 run = start(precision=HALF.get(case, "fp32"))
-if "shard" in case:
-    part = run.fully_shard(nn.Linear(4, 1), [])
-    run.export(part, torch.ones(1, 4))
+if case == "half shard":
+    run.fully_shard(nn.Linear(4, 1), [])
 data = TensorDataset(torch.randn(64, 4))
 model = run.wrap(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -99,22 +82,11 @@ if case == "no best":
     run.load_best(model)
 if case == "untracked":
     run.load_best(nn.Linear(4, 1))
-if case in EXAMPLES:
-    run.export(model, EXAMPLES[case])
-if case == "export pair":
-    run.export(Pair(), x)
-if case == "export nowhere":
-    (run.folder.path / "export").write_text("")
-    run.export(model, x)
-if case == "untraceable":
-    run.export(Choosy(), x)
 if case == "no finish":
     run._warn_unless_over()  # what happens at the exit
 else:
     results: dict[str, Any] = {"result": {"accuracy": [1.0]}, "nan": {"loss": loss * torch.nan}}
     run.finish(**results.get(case, {}))
-    if case == "export late":
-        run.export(model, x)
     if case == "two starts":
         start()
     run.finish()

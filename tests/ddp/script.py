@@ -141,9 +141,8 @@ run.track(model=model, optimizer=optimizer, scheduler=scheduler)
 for epoch in run.epochs(args.epochs):
     seen: list[int] = []
     for x, y in batches:
-        share = batches.share
-        assert share is not None
-        seen = x[:, 0].round().int().tolist() if share.weight else []
+        micro_batch = batches.micro_batch
+        seen = x[:, 0].round().int().tolist() if micro_batch.weight else []
         loss = nn.functional.cross_entropy(model(x), y)
         run.backward(loss)
         if run.ends_step:

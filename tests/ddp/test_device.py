@@ -220,10 +220,6 @@ def test_an_average_comes_before_the_model_is_sharded(make_sim_crew: Callable[[s
     assert "run.ema was called after run.fully_shard" in launch.output()
 
 
-def test_an_export_makes_no_second_copy_on_the_device(make_sim_crew: Callable[[str], Any]) -> None:
-    assert "EXPORTED" in make_sim_crew("export").go(1, script="outlet.py")
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_loss_may_travel_in_bf16_between_stages(
     make_sim_crew: Callable[[str], Any], ranks: int

@@ -72,7 +72,7 @@ def scores(crew: Any) -> list[float]:
 
 def content(crew: Any) -> dict[str, torch.Tensor]:
     newest = checkpoints.published(crew.run.checkpoints)[0]
-    reader = open_checkpoint(newest)[2]
+    reader = open_checkpoint(newest).reader
     return {name: reader.read(name).clone() for name in sorted(reader)}
 
 
@@ -158,7 +158,7 @@ def test_a_mesh_of_the_scripts_own_is_saved_in_whole(crew: Any, way: str) -> Non
     first = crew.launch(4, way, "3", script="meshes.py")
     assert first.wait() == [0] * 4, first.output()
     newest = checkpoints.published(crew.run.checkpoints)[0]
-    weight = open_checkpoint(newest)[2].read("model.weight")
+    weight = open_checkpoint(newest).reader.read("model.weight")
     assert weight.shape == (4, 8)
     assert f"SUM {weight.sum().item():.3f}"[:-1] in first.output()
 

@@ -23,7 +23,7 @@ parser.add_argument("--default-device", action="store_true", help="torch's: the 
 parser.add_argument("--save-every-steps", type=int)
 parser.add_argument("--accumulate", type=int, default=1)
 args = parser.parse_args()
-metrics.EVERY_S = 0.0  # a line of the journal after each step, but the first
+metrics.EVERY_S = metrics.SELDOM_S = 0.0  # a line of the journal after each step, but the first
 worker.LOOK_EVERY = 1 if args.look else 1 << 40
 
 C: Any = sys.modules["sim.backend"].C

@@ -160,7 +160,7 @@ class Job:
     def weights(self) -> dict[str, Any]:
         """Return the model in the newest checkpoint."""
         newest = candidates(self.run.checkpoints)[0]
-        _, _, reader = open_checkpoint(newest)
+        reader = open_checkpoint(newest).reader
         return {name: reader.read(name) for name in reader if name.startswith("model.")}
 
 

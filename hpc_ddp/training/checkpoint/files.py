@@ -133,8 +133,8 @@ def clear_drafts(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a folder, also while another process removes it.
 
-    It loses its name first, since a kill may come in between: half a checkpoint is none. What
-    can't be removed (a file that NFS keeps while a process has it open) is left lying.
+    It loses its name first, since a kill may come in between: half a checkpoint is none. A
+    file that can't be removed, as NFS keeps one while a process has it open, stays.
     """
     nameless = path.with_name(f"{path.name.partition('.')[0]}.tmp-gone")
     with suppress(OSError):

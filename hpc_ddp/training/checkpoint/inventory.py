@@ -11,25 +11,26 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.shards import OWN, LocalShard, Shape
+from hpc_ddp.training.process.process_group import Control
 
 _SHOWN = 4
 
 
 class Digest(NamedTuple):
-    """An inventory in a few numbers. Equal ones on all ranks of a stage, but for `written`."""
+    """An inventory in a few numbers, equal on all ranks of a stage but for `written`."""
 
+    objects: int  # CRC32 of their names, equal on all ranks
     stage: int
-    names: int  # CRC32 of the objects' names, and the tensors' names and shapes
-    expected: int  # sums over all tensors of their numbers, each times a weight of its name
+    tensors: int  # CRC32 of names, shapes and checksums
+    expected: int  # the sum over all tensors of their sizes, each times a weight of its name
     written: int
-    checksums: int  # CRC32
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,14 @@ class Inventory:
 
     @property
     def digest(self) -> Digest:
-        numbers = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         return Digest(
+            _crc(self.objects),
             self.stage,
-            _crc([*self._named_objects, *self.shapes.items()]),
-            _weighted(numbers),
+            _crc([*self.shapes.items(), *self.checksums.items()]),
+            _weighted(sizes),
             _weighted(self.written),
-            _crc(self.checksums.items()),
         )
-
-    @property
-    def _named_objects(self) -> list[tuple[str, None]]:
-        return [(name, None) for name in self.objects]
 
 
 def inventory_of(
@@ -124,49 +121,56 @@ def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[st
     return wait
 
 
+def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
+    """Return on all ranks the error for tensors that would not make a whole, None for a whole."""
+    digests = control.to_first(inventory.digest)
+    if control.from_first(control.rank != 0 or fit_together(digests)):
+        return None
+    inventories = control.to_first(inventory)
+    misfit: HpcDdpError = control.from_first(find_fault(inventories) if inventories else None)
+    return misfit
+
+
 def fit_together(digests: Sequence[Digest]) -> bool:
     """Return whether all ranks have what they should, and write each number of a tensor once."""
-    for stage in {digest.stage for digest in digests}:
-        members = [digest for digest in digests if digest.stage == stage]
-        first = members[0]
-        alike = {digest._replace(written=0) for digest in members}
-        if len(alike) > 1 or sum(digest.written for digest in members) != first.expected:
-            return False
-    return True
+    written = Counter[Digest]()
+    for digest in digests:
+        written[digest._replace(written=0)] += digest.written
+    return (
+        len({digest.objects for digest in digests}) == 1
+        and len({digest.stage for digest in digests}) == len(written)
+        and all(digest.expected == count for digest, count in written.items())
+    )
 
 
 def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
     """Return what keeps inventories, by rank, from fitting together; names a tensor and ranks."""
+    objects = {rank: {*inventory.objects} for rank, inventory in enumerate(inventories)}
+    fault = _different_names(objects, "shares other objects", UsageError)
     for stage in sorted({inventory.stage for inventory in inventories}):
         members = {
             rank: inventory
             for rank, inventory in enumerate(inventories)
             if inventory.stage == stage
         }
-        for look in (_other_objects, _other_tensors, _different_numbers, _uncovered):
-            if fault := look(members):
-                return fault
-    return HpcDdpError("the ranks' tensors do not fit together")
+        shapes = {rank: {*inventory.shapes.items()} for rank, inventory in members.items()}
+        fault = fault or _different_names(shapes, "has other tensors to save")
+        fault = fault or _different_numbers(members) or _uncovered(members)
+    return fault or HpcDdpError("the ranks' tensors do not fit together")
 
 
-def _other_objects(members: Mapping[int, Inventory]) -> HpcDdpError | None:
-    items = {rank: {*inventory._named_objects} for rank, inventory in members.items()}
-    return _other_items(items, "shares other objects")
-
-
-def _other_tensors(members: Mapping[int, Inventory]) -> HpcDdpError | None:
-    items = {rank: {*inventory.shapes.items()} for rank, inventory in members.items()}
-    return _other_items(items, "has other tensors to save")
-
-
-def _other_items(
-    items: Mapping[int, Set[tuple[str, Shape | None]]], difference: str
+def _different_names(
+    items: Mapping[int, Set[Any]], difference: str, kind: type[HpcDdpError] = HpcDdpError
 ) -> HpcDdpError | None:
-    """Return an error that names what some rank has, and the first has not, or the reverse."""
+    """Return an error that names what some rank has, and the first has not, or the reverse.
+
+    `items` are names, or pairs of a name and a shape.
+    """
     first = min(items)
-    for rank, pairs in items.items():
-        if names := sorted({name for name, _ in items[first] ^ pairs}):
-            return HpcDdpError(
+    for rank, items_of_rank in items.items():
+        differing = items[first] ^ items_of_rank
+        if names := sorted({item if isinstance(item, str) else item[0] for item in differing}):
+            return kind(
                 f"rank {rank} {difference} than rank {first}: {_listed(names)}",
                 hint="track the same objects on all ranks, or name those that differ in"
                 " run.track(…, per_rank=(…))",
@@ -212,7 +216,7 @@ def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:_SHOWN])) + more
 
 
-def _crc(items: Iterable[tuple[str, object]]) -> int:
+def _crc(items: Iterable[object]) -> int:
     return zlib.crc32(repr(list(items)).encode())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
 from types import MappingProxyType
@@ -47,10 +47,9 @@ def put_back(
             if isinstance(plain, torch.nn.Module):
                 plain.load_state_dict(_for_module(name, plain, tree[name], reader, stage))
             elif isinstance(plain, Optimizer):
-                stored = (
-                    _of_stage(tree[name], states.params_of(plain, labels)) if stage else tree[name]
-                )
-                plain.load_state_dict(_for_optimizer(name, plain, labels, stored, reader))
+                params = states.params_of(plain, labels)
+                stored = states.part_of(tree[name], params) if stage else tree[name]
+                plain.load_state_dict(_for_optimizer(name, plain, params, stored, reader))
             else:
                 current = _tensors_of(plain.state_dict(), name)
                 plain.load_state_dict(_assemble(tree[name], name, reader, current=current))
@@ -76,24 +75,21 @@ def _for_module(
         stored = f"{name}.{key}"
         shape = getattr(entries[key][1], "shape", None)
         saved = reader.describe(stored).shape if stored in reader else None
-        if reader.is_of_other_ranks(stored):
+        if stored in reader.of_other_ranks:
             problems.append(f"{key} was each rank's own, of as many ranks as do not run here")
         elif shape != saved:
             problems.append(f"{key} is {_shape(shape)} here and {_shape(saved)} in the checkpoint")
     if problems:
         more = f", and {len(problems) - states.SHOWN} more" if problems[states.SHOWN :] else ""
         raise HpcDdpError(f"{name}: {', '.join(sorted(problems)[: states.SHOWN])}{more}")
-    loaded = OrderedDict[str, Any](
-        (
-            key,
-            reader.read(f"{name}.{plain}", value)
-            if f"{name}.{plain}" in reader
-            else _assemble(  # an extra_state
-                tree[plain], where := f"{name}.{plain}", reader, current=_tensors_of(value, where)
-            ),
-        )
-        for plain, (key, value) in entries.items()
-    )
+    loaded = OrderedDict[str, Any]()
+    for plain, (key, value) in entries.items():
+        stored = f"{name}.{plain}"
+        if stored in reader:
+            loaded[key] = reader.read(stored, value)
+        else:  # an extra_state
+            current = _tensors_of(value, stored)
+            loaded[key] = _assemble(tree[plain], stored, reader, current=current)
     if versions is not None:  # without, a part takes its own state for that of an older version
         parts = states.metadata_of(state)
         facts_of = {key: {**facts, "version": versions.get(part)} for key, part, facts in parts}
@@ -101,22 +97,9 @@ def _for_module(
     return loaded
 
 
-def _of_stage(tree: Mapping[str, Any], params: Container[str]) -> dict[str, Any]:
-    """Return an optimizer's tree with these parameters only."""
-    return {
-        **tree,
-        "state": {label: value for label, value in tree["state"].items() if label in params},
-        "param_groups": [
-            {**group, "params": [label for label in group["params"] if label in params]}
-            for group in tree["param_groups"]
-        ],
-    }
-
-
 def _for_optimizer(
-    name: str, optimizer: Optimizer, labels: Mapping[int, str], tree: Any, reader: Reader
+    name: str, optimizer: Optimizer, params: Mapping[str, torch.Tensor], tree: Any, reader: Reader
 ) -> dict[str, Any]:
-    params = states.params_of(optimizer, labels)
     names = iter(params)
     groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     stored_groups = [group["params"] for group in tree["param_groups"]]

@@ -6,18 +6,17 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint import loading, state
-from hpc_ddp.training.checkpoint.inventory import inventory_of, start_checksums
+from hpc_ddp.training.checkpoint.inventory import find_misfit, inventory_of, start_checksums
 from hpc_ddp.training.checkpoint.restorer import Restored
 from hpc_ddp.training.checkpoint.saver import Checkpoints, Content
-from hpc_ddp.training.checkpoint.shards import StagingBuffer, as_plain
+from hpc_ddp.training.checkpoint.shards import StagingBuffer
 from hpc_ddp.training.checkpoint.state import State, joined, my_parts, unwrap
 from hpc_ddp.training.data.order import Position, derive
 from hpc_ddp.training.models import rng
@@ -56,8 +55,6 @@ class CheckpointManager:
         self._objects: dict[str, Any] = {}
         self._data: dict[str, Any] = {}
         self._per_rank: tuple[str, ...] = ()
-        self._has_begun = False  # a save, which `settle` has not waited for yet
-        self._saves = 0  # that have succeeded in this attempt
         self._rng: dict[str, Any] | None = None  # of the checkpoint, until the training starts
         self._buffer = StagingBuffer(devices[0])
         self._written: tuple[Position, Best] | None = None  # saved, or being saved
@@ -94,7 +91,7 @@ class CheckpointManager:
                     hint="start another run, or go on with the same value",
                 )
         tree = self._tree_of(checkpoint)
-        anew = self._per_rank if len(checkpoint.owns) != self._dims.world_size else ()
+        anew = self._per_rank if len(checkpoint.ranks) != self._dims.world_size else ()
         objects = {
             name: tracked for name, tracked in objects.items() if name in tree or name not in anew
         }
@@ -103,32 +100,32 @@ class CheckpointManager:
         self.best = Best(**checkpoint.shared["best"])
         self._written = self._now()
         # All ranks of a stream take up the same one, whichever of them wrote it.
-        records = (
+        records = [
             record
-            for record in checkpoint.owns
-            if record.get("stream", record["rank"]) == self._dims.stream
-        )
-        self._rng = next((record["rng"] for record in records), None)
+            for rank, record in checkpoint.ranks.items()
+            if record.get("stream", rank) == self._dims.stream
+        ]
+        self._rng = records[0]["rng"] if records else None
 
     def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
         """Return the objects' state dicts: what all ranks share, and what this rank has had."""
         tree: dict[str, Any] = checkpoint.shared["tree"]
-        ranks = len(checkpoint.owns)
-        names = sorted({name for record in checkpoint.owns for name in record.get("objects", ())})
-        if ranks == self._dims.world_size:
-            records = {record["rank"]: record for record in checkpoint.owns}
-            tree = joined(tree, records[self._dims.rank].get("objects", {}))
+        trees = {rank: record.get("objects", {}) for rank, record in checkpoint.ranks.items()}
+        if len(trees) == self._dims.world_size:
+            tree = joined(tree, trees[self._dims.rank])
             return tree
+        names = sorted({name for tree_of_rank in trees.values() for name in tree_of_rank})
         if not names:
             return tree
         text = (
-            f"each of the {ranks} ranks that wrote the checkpoint of step {checkpoint.step} had its"
-            f" own {', '.join(names)}, and {self._dims.world_size} run here"
+            f"each of the {len(trees)} ranks that wrote the checkpoint of step {checkpoint.step}"
+            f" had its own {', '.join(names)}, and {self._dims.world_size} run here"
         )
         kinds = (torch.nn.Module, torch.optim.Optimizer)
         if any(isinstance(unwrap(self._objects.get(name)), kinds) for name in names):
-            raise HpcDdpError(text, hint=f"start {ranks} workers, as before")
-        self._checkpoints.warn(f"WARNING: {text}: it begins anew")
+            raise HpcDdpError(text, hint=f"start {len(trees)} workers, as before")
+        if self._dims.rank == 0:
+            say(f"WARNING: {text}: it begins anew")
         return tree
 
     def _check(self, current: State) -> None:
@@ -136,7 +133,9 @@ class CheckpointManager:
         of them, before the training."""
         sharded = {name: tensor for name, tensor in current.shared.items() if is_sharded(tensor)}
         parts = my_parts(State(tensors=sharded), self._dims)
-        self._checkpoints.check(inventory_of(self._dims.pp_rank, sharded, parts, current.tree))
+        inventory = inventory_of(self._dims.pp_rank, sharded, parts, current.tree)
+        if misfit := find_misfit(self._checkpoints.control, inventory):
+            raise misfit
 
     def start_random(self) -> None:
         """Give the generators the state of the checkpoint, or one of this rank's own.
@@ -155,8 +154,8 @@ class CheckpointManager:
         """Copy the state and begin to write it, once the save before is done.
 
         Nothing is done where this very position is saved. A failure shows at the next call: it
-        has been printed on stderr by then. What is to be the same on all ranks is compared now and
-        then, and where `is_last` says that there may be no other save.
+        has been printed on stderr by then. Tensors that are to be the same on all ranks are
+        compared now and then, and with `is_last`, since there may be no other save.
 
         Raises
         ------
@@ -172,34 +171,36 @@ class CheckpointManager:
         self._names_best = self.best.step is None and self.best.value is not None
         if self._names_best:
             self.best.step = self._position.step
-        current = state.collect(self._objects, self._per_rank)
         # Ranks may part later, too: at saves 1, 2, 4, 8, … this costs little in all.
-        compares = is_last or (self._saves + 1).bit_count() == 1
-        compares = compares and self._dims.stage_size > 1
+        compares = is_last or (self._checkpoints.saves + 1).bit_count() == 1
+        content = self._copy(compares and self._dims.stage_size > 1)
+        self._written = self._now()
+        self._checkpoints.begin(replace(content, stall_s=time.monotonic() - began))
+
+    def _copy(self, compares: bool) -> Content:
+        """Begin to copy the state, and with `compares` to sum up what all ranks have alike."""
+        current = state.collect(self._objects, self._per_rank)
         wait_for_checksums = start_checksums(current.equal if compares else {})
         parts = my_parts(current, self._dims)
         self._buffer.fill(parts)
         inventory = inventory_of(self._dims.pp_rank, current.shared, parts, current.tree)
-        guarded = current.trained if self._only_finite else ()
-        shared = {
-            **self._facts(),
-            "position": asdict(self._position),
-            "best": asdict(self.best),
-            "tree": current.tree,
-        }
-        self._written, self._has_begun = self._now(), True
-        self._checkpoints.begin(
-            Content(
-                step=self._position.step,
-                facts={"epoch": self._position.epoch, "samples": self._position.samples}
-                | {"best": None if self.best.step is None else asdict(self.best)},
-                shared=shared,
-                rank_values=self._rank_values(current),
-                data=self._bytes,
-                inventory=lambda: replace(inventory, checksums=wait_for_checksums()),
-                is_finite=partial(self._buffer.is_finite, guarded),
-                stall_s=time.monotonic() - began,
-            )
+        return Content(
+            step=self._position.step,
+            facts={
+                "epoch": self._position.epoch,
+                "samples": self._position.samples,
+                "best": None if self.best.step is None else asdict(self.best),
+            },
+            shared={
+                **self._facts(),
+                "position": asdict(self._position),
+                "best": asdict(self.best),
+                "tree": current.tree,
+            },
+            rank_values=self._rank_values(current),
+            buffer=self._buffer,
+            trained=current.trained if self._only_finite else set(),
+            inventory=lambda: replace(inventory, checksums=wait_for_checksums()),
         )
 
     def _rank_values(self, current: State) -> dict[str, Any]:
@@ -208,23 +209,17 @@ class CheckpointManager:
             "rank": self._dims.rank,
             "stream": self._dims.stream,
             "rng": self._rng or rng.snapshot(self._devices),  # not yet put back, or living
-            "pieces": as_plain(self._buffer.pieces),
+            "pieces": list(map(tuple, self._buffer.pieces)),
             **({"objects": current.private_tree} if current.private_tree else {}),
         }
         if self._dims.pp_rank and self._dims.stage_rank == 0:
             values["tree"] = current.tree  # rank 0 knows of its own stage only
         return values
 
-    def _bytes(self) -> tuple[list[memoryview], float]:
-        """Return what the data file is to hold, and how long a device has copied it, in seconds."""
-        devices.use(self._devices[0])  # in the thread that saves
-        copy_s = self._buffer.wait()
-        return self._buffer.bytes, copy_s
-
     def judge(self, value: float, higher: bool) -> bool:
         """Compare a value (rank 0's) with the best so far; all ranks get the same answer."""
         best = self.best
-        value = self._checkpoints.agree(value)
+        value = self._checkpoints.control.from_first(value)
         beats = best.value is None or (value > best.value if higher else value < best.value)
         is_best = beats and not math.isnan(value)
         self.best = Best(value) if is_best else replace(best, stale=best.stale + 1)
@@ -257,8 +252,6 @@ class CheckpointManager:
     def settle(self) -> bool:
         """Wait for the save under way; False after a failure. Raises as `save` does."""
         done = self._checkpoints.settle()
-        self._saves += done and self._has_begun
-        self._has_begun = False
         if not done:
             self._written = None
             if self._names_best:  # it is not there, so the next one is the best checkpoint

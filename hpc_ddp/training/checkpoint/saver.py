@@ -1,8 +1,8 @@
-"""Saving and restoring a run together: every rank calls these, rank 0 decides for all.
+"""Saving a run together: every rank calls these, rank 0 decides for all.
 
-A save has two halves. The training's thread copies what is to be saved (`Content`); a thread of
-its own writes it, agrees with its peers over a process group of its own, and publishes. One save
-is under way at a time: the next waits for it.
+A save has two halves. The training's thread copies the state (`Content`); a thread of its own
+writes it, agrees with its peers over a process group of its own, and publishes. One save is under
+way at a time: the next waits for it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ import torch
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.journal.events import CheckpointSaved, SaveFailed
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import files as disk
 from hpc_ddp.training.checkpoint.files import Retention
-from hpc_ddp.training.checkpoint.inventory import Digest, Inventory, fit_together
-from hpc_ddp.training.checkpoint.restorer import STATE, Restorer, find_misfit, print_note
+from hpc_ddp.training.checkpoint.inventory import Inventory, find_misfit
+from hpc_ddp.training.checkpoint.restorer import STATE, Restorer, non_finite_error
+from hpc_ddp.training.checkpoint.shards import StagingBuffer
 from hpc_ddp.training.process.process_group import Control
 
 TRIES = 3  # failed saves in a row that end the run, if they are spread over as many seconds:
 PATIENCE_S = 30.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NON_FINITE = "non-finite"  # a rank's answer in place of its files
 
-_SAVED, _SUPERSEDED, _NON_FINITE = "saved", "superseded", "non-finite"
-_UNFIT = "unfit"  # what the ranks have does not fit together
-_FAILED, _FAILING = "failed", "failing"  # the latter for `PATIENCE_S` already
+Files = dict[str, Sequence[bytes | memoryview]]
 
 
 class SupersededError(HpcDdpError):
@@ -56,17 +57,16 @@ class Content:
     facts
         for the manifest, in plain values; ``best`` (a dict with ``step``, or None) among them
     shared
-        what is the same on all ranks, in plain values; rank 0's is written
+        plain values that are the same on all ranks; rank 0's are written
     rank_values
         this rank's own plain values, ``pieces`` of its data file among them
-    data
-        returns the bytes of the data file, in order, and for how many seconds a device was busy
-        to copy them; waits for them, behind the training
+    buffer
+        the data file's bytes; a device may still be copying them
+    trained
+        names of the tensors that have to be finite
     inventory
         returns the names, shapes and parts of all tensors, for the ranks to compare; called behind
         the training
-    is_finite
-        returns whether all of it is finite; called behind the training
     stall_s
         for how long the host has been held up so far, in seconds
     """
@@ -75,10 +75,29 @@ class Content:
     facts: dict[str, Any]
     shared: dict[str, Any]
     rank_values: dict[str, Any]
-    data: Callable[[], tuple[Sequence[memoryview], float]]
+    buffer: StagingBuffer
+    trained: set[str]
     inventory: Callable[[], Inventory]
-    is_finite: Callable[[], bool]
-    stall_s: float
+    stall_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a save, the same on all ranks.
+
+    Attributes
+    ----------
+    size
+        of the checkpoint that was published, in bytes
+    failure
+        why it could not be saved, "" where it was, and where it must not be
+    error
+        ends the run: no other try would end otherwise
+    """
+
+    size: int = 0
+    failure: str = ""
+    error: HpcDdpError | None = None
 
 
 class Failure(NamedTuple):
@@ -89,15 +108,10 @@ class Failure(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """The amount that a rank is to write, sent to rank 0: bytes, files, a digest of its tensors."""
+    """The amount that a rank is to write, sent to rank 0: bytes and files."""
 
     size: int
     files: int
-    digest: Digest
-
-
-Files = dict[str, Sequence[bytes | memoryview]]
-Outcome = tuple[str, str]  # of a save: its kind, and why or how many bytes
 
 
 class Checkpoints(Restorer):
@@ -114,39 +128,39 @@ class Checkpoints(Restorer):
         background: Control,
         journal: Journal,
         keep: Retention,
-        before_publishing: Callable[[int], None] = lambda step: None,  # on rank 0
     ) -> None:
         super().__init__(run, attempt, control, journal)
         self._background, self._keep = background, keep
+        self._is_first = background.rank == 0
         self._thread: threading.Thread | None = None
-        self._known = threading.Event()  # what has become of the save is
-        self._known.set()
-        self._outcome: Outcome = (_SAVED, "")
-        self._refusal: HpcDdpError | None = None  # no other try would end otherwise
-        self._failures = 0
-        self._failing_since: float | None = None  # on rank 0, whose clock counts
-        self._begun = False
+        self._done = threading.Event()  # the save under way has an outcome
+        self._done.set()
+        self._outcome = Outcome()
+        self._failed_at: list[float] = []  # the times of the last saves, if all have failed
+        self._is_awaited = False  # `settle` has not been called since the last `begin`
         self._awaited_since: float | None = None
+        self.saves = 0  # that have succeeded in this attempt
         self.stall_s = 0.0  # for how long the last save held the training up, in seconds
         self.slowest_save_s = 0.0  # the longest time until one was durable, in seconds
-        self._before_publishing = before_publishing
+        # Called with the step, on rank 0, when all files but the manifest are written.
+        self.before_publishing: Callable[[int], None] = lambda step: None
 
-    # -- saving ----------------------------------------------------------------------------
+    # -- the training's thread -------------------------------------------------------------
 
     @property
     def in_flight(self) -> bool:
-        return not self._known.is_set()
+        return not self._done.is_set()
 
     @property
     def failed(self) -> bool:
-        """The last save has failed, or found the run taken over; `settle` says so to all ranks."""
-        return not self.in_flight and self._outcome[0] != _SAVED
+        """The last save has published nothing; `settle` returns False or raises on all ranks."""
+        return not self.in_flight and bool(self._outcome.failure or self._outcome.error)
 
     def begin(self, content: Content) -> None:
         """Start to write; the one before has been settled."""
         self.tidy()
-        self._known.clear()
-        self._begun = True
+        self._done.clear()
+        self._is_awaited = True
         self.stall_s = content.stall_s
         self._thread = threading.Thread(target=self._save, args=(content,), daemon=True)
         self._thread.start()
@@ -168,105 +182,94 @@ class Checkpoints(Restorer):
         SupersededError
             a later attempt has started; nothing was published
         HpcDdpError
-            not all of the weights were finite, or what the ranks have does not make a whole;
+            not all of the weights were finite, or the ranks' tensors do not make a whole;
             nothing was published
         """
-        if not self._begun:
+        if not self._is_awaited:
             return True
         self._awaited_since = time.monotonic()
-        self._known.wait()
-        self._awaited_since, self._begun = None, False
-        kind, why = self._outcome
-        if kind == _SUPERSEDED:
-            raise SupersededError(
-                f"attempt {self._attempt} of {self._run.path} has been superseded by a later one"
-                " and leaves the run alone"
-            )
-        if kind == _NON_FINITE:
-            raise self.non_finite_error(why)
-        if self._refusal is not None:
-            raise self._refusal
-        self._failures = self._failures + 1 if kind in (_FAILED, _FAILING) else 0
-        if kind == _FAILING and self._failures >= TRIES:
-            raise HpcDdpError(
-                f"{self._failures} saves in a row failed in {self._run.checkpoints}: {why}",
-                hint=f"look at the folder, and for free space and quota: df -h {self._run.path}",
-            )
-        return kind == _SAVED
+        self._done.wait()
+        self._awaited_since, self._is_awaited = None, False
+        if self._outcome.error is not None:
+            raise self._outcome.error
+        return not self._outcome.failure
+
+    # -- the thread that saves -------------------------------------------------------------
 
     def _save(self, content: Content) -> None:
-        """In the thread: take part in a save, and report it."""
+        """Take part in a save, and report it."""
         began = time.monotonic()
-        first = self._background.rank == 0
-        draft = disk.draft(self._run.checkpoints, content.step, self._attempt)
         try:
-            self._outcome = self._write_together(draft, content)
+            outcome = self._write_together(content)
         except Exception as error:  # a peer is gone: the training will find that out, too
-            self._outcome = _FAILING, f"the ranks could not agree: {error}"
+            outcome = self._fail(f"the ranks could not agree: {error}", PATIENCE_S)
         took = time.monotonic() - began
+        self._outcome = outcome
         self.slowest_save_s = max(self.slowest_save_s, content.stall_s + took)
-        if first:
+        is_saved = not (outcome.failure or outcome.error)
+        if is_saved:
+            self._failed_at.clear()
+            self.saves += 1
+        if self._is_first:
             self._report(content, took)
-        self._known.set()
+        self._done.set()
         # Only now, with the new one durable; no rank waits for it, and the next start repairs a
         # kill in between.
-        if first and self._outcome[0] == _SAVED:
+        if self._is_first and is_saved:
             self._prune(content, self._keep)
 
-    def _prune(self, content: Content, keep: Retention) -> None:
-        """On rank 0: remove old checkpoints, but for the best and what `keep` names."""
-        best = content.facts.get("best") or {"step": content.step}
-        with suppress(OSError):  # a folder that is not to be had now; the next save tries again
-            disk.prune(self._run.checkpoints, keep, [content.step, best["step"]])
-
-    def _write_together(self, draft: Path, content: Content) -> Outcome:
+    def _write_together(self, content: Content) -> Outcome:
         """Write, where all ranks have what belongs together and there is room for all of it.
 
         Every rank answers each time, be it by a `Failure`, since its peers wait for it.
         """
-        background, is_first = self._background, self._background.rank == 0
-        files, claim = self._prepare(content)
-        claims = background.to_first(claim)
-        outcome = background.from_first(
-            self._refuse_early(draft, content, claims) if is_first else None
-        )
-        if outcome is None:
-            answers = background.to_first(self._write(draft, files, content))
-            outcome = background.from_first(
-                self._be_patient(self._judge(draft, content, answers)) if is_first else None
-            )
-        elif outcome[0] == _UNFIT:
-            self._refusal = find_misfit(background, content.inventory())
-            outcome = _UNFIT, self._refusal.message
-        result: Outcome = outcome
-        return result
-
-    def _prepare(self, content: Content) -> tuple[Files, Claim | Failure]:
-        """Return what this rank's files are to hold, by name, and how much that is."""
-        rank = self._background.rank
+        draft = disk.draft(self._run.checkpoints, content.step, self._attempt)
         try:
-            files: Files = {f"rank-{rank}.pt": [_dump(content.rank_values)]}
-            data, copy_s = content.data()
-            self.stall_s = content.stall_s + copy_s
-            if content.rank_values["pieces"]:  # of tensors without numbers it is empty
-                files[f"tensors-{rank}.bin"] = data
-            if rank == 0:
-                files[STATE] = [_dump(content.shared)]
-            size = sum(len(part) for parts in files.values() for part in parts)
-            return files, Claim(size, len(files), content.inventory().digest)
+            files, inventory = self._prepare(content), content.inventory()
+            sizes = [len(part) for parts in files.values() for part in parts]
+            claim: Claim | Failure = Claim(sum(sizes), len(files))
         except Exception as error:  # whatever it is, the peers wait for an answer
-            return {}, _failure(error)
+            claim = _failure(error)
+        if refusal := self._decide(self._open_draft, draft, content, claim):
+            return refusal
+        if misfit := find_misfit(self._background, inventory):
+            if self._is_first:
+                disk.remove(draft)
+            return Outcome(failure=misfit.message, error=misfit)
+        outcome = self._decide(self._publish, draft, content, self._write(draft, files, content))
+        assert outcome is not None
+        return outcome
 
-    def _refuse_early(
-        self, draft: Path, content: Content, claims: list[Claim | Failure]
+    def _decide(
+        self,
+        decide: Callable[[Path, Content, list[Any]], Outcome | None],
+        draft: Path,
+        content: Content,
+        answer: object,
     ) -> Outcome | None:
-        """On rank 0, before anything is written: return why nothing is to be, None to go on."""
-        sound = [claim for claim in claims if isinstance(claim, Claim)]
-        if len(sound) < len(claims):
-            return self._be_patient(self._drop(draft, content, claims))
-        if not fit_together([claim.digest for claim in sound]):
-            return _UNFIT, ""
-        size, files = sum(claim.size for claim in sound), sum(claim.files for claim in sound)
+        """Return on all ranks the decision of rank 0, which has the answers of all of them."""
+        answers = self._background.to_first(answer)
+        outcome: Outcome | None = None
+        if self._is_first:
+            is_failed = Failure in map(type, answers)
+            outcome = (self._drop if is_failed else decide)(draft, content, answers)
+        outcome = self._background.from_first(outcome)
+        return outcome
+
+    def _prepare(self, content: Content) -> Files:
+        """Return what this rank's files are to hold, by name."""
+        rank = self._background.rank
+        files: Files = {f"rank-{rank}.pt": [_dump(content.rank_values)]}
+        self.stall_s = content.stall_s + content.buffer.wait()
+        if content.rank_values["pieces"]:  # of tensors without numbers it is empty
+            files[f"tensors-{rank}.bin"] = content.buffer.bytes
+        if rank == 0:
+            files[STATE] = [_dump(content.shared)]
+        return files
+
+    def _open_draft(self, draft: Path, content: Content, claims: list[Claim]) -> Outcome | None:
+        """On rank 0: make the draft's folder, where there is room for all; None to go on."""
+        size, files = sum(claim.size for claim in claims), sum(claim.files for claim in claims)
         try:
             draft.mkdir(parents=True, exist_ok=True)
             try:
@@ -275,7 +278,7 @@ class Checkpoints(Restorer):
                 self._make_room(content)
                 disk.check_space(draft, size, files + 1)
         except OSError as error:
-            return self._be_patient(self._drop(draft, content, [_failure(error)]))
+            return self._drop(draft, content, [_failure(error)])
         return None
 
     def _write(
@@ -284,35 +287,20 @@ class Checkpoints(Restorer):
         """Write this rank's files of a draft; return what goes into the manifest."""
         try:
             with ThreadPoolExecutor(1) as pool:  # while the disk is busy
-                sound = pool.submit(content.is_finite)
+                is_finite = pool.submit(content.buffer.is_finite, content.trained)
                 facts = {n: disk.write_file(draft / n, *parts) for n, parts in files.items()}
-            return facts if sound.result() else _NON_FINITE
+            return facts if is_finite.result() else NON_FINITE
         except Exception as error:  # as above
             return _failure(error)
 
-    def _drop(self, draft: Path, content: Content, answers: Sequence[object]) -> Outcome:
-        """On rank 0: remove a draft of which a rank has failed; see to room if that was why."""
-        disk.remove(draft)
-        rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
-        if failure.code in NO_ROOM:
-            self._make_room(content)
-        return _FAILED, f"rank {rank}: {failure.text}"
-
-    def _make_room(self, content: Content) -> None:
-        """On rank 0: let all but the newest checkpoints, the best and the milestones give way."""
-        if self._run.is_newest(self._attempt):
-            self._prune(content, Retention(disk.LEAST, self._keep.every))
-
-    def _judge(self, draft: Path, content: Content, answers: list[Any]) -> Outcome:
+    def _publish(self, draft: Path, content: Content, answers: list[Any]) -> Outcome:
         """On rank 0: complete and publish a draft, or remove it."""
-        if _NON_FINITE in answers:
+        if NON_FINITE in answers:
             disk.remove(draft)
-            return _NON_FINITE, str(content.step)
-        if any(isinstance(answer, Failure) for answer in answers):
-            return self._drop(draft, content, answers)
-        files: dict[str, FileFacts] = {
-            n: facts for answer in answers for n, facts in answer.items()
-        }
+            return Outcome(error=non_finite_error(self._run, content.step))
+        files: dict[str, FileFacts] = {}
+        for facts_of in answers:
+            files |= facts_of
         facts = {
             "format": checkpoints.FORMAT,
             "step": content.step,
@@ -320,41 +308,66 @@ class Checkpoints(Restorer):
             **content.facts,
         }
         try:
-            self._before_publishing(content.step)
+            self.before_publishing(content.step)
             disk.write_manifest(draft, facts, files)
             # Looked at as late as can be: from the rename on, a successor would see it.
             if not self._run.is_newest(self._attempt):
                 disk.remove(draft)
-                return _SUPERSEDED, ""
+                return Outcome(error=self._superseded_error())
             disk.publish(draft, self._attempt)
         except Exception as error:  # as above
             return self._drop(draft, content, [_failure(error)])
-        return _SAVED, str(sum(file_facts.size for file_facts in files.values()))
+        return Outcome(sum(file_facts.size for file_facts in files.values()))
 
-    def _be_patient(self, outcome: Outcome) -> Outcome:
-        """On rank 0: tell apart failures that have lasted and those that may pass."""
-        kind, why = outcome
-        if kind != _FAILED:
-            self._failing_since = None
-            return outcome
-        self._failing_since = self._failing_since or time.monotonic()
-        lasted = time.monotonic() - self._failing_since >= PATIENCE_S
-        return (_FAILING if lasted else _FAILED), why
+    def _drop(self, draft: Path, content: Content, answers: Sequence[object]) -> Outcome:
+        """On rank 0: remove a draft of which a rank has failed; see to room if that was why."""
+        disk.remove(draft)
+        rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
+        if failure.code in NO_ROOM:
+            self._make_room(content)
+        return self._fail(f"rank {rank}: {failure.text}")
+
+    def _fail(self, why: str, lasted_s: float = 0.0) -> Outcome:
+        """Count a failure, which has lasted for `lasted_s` already; it may be one too many."""
+        now = time.monotonic()
+        self._failed_at.append(now - lasted_s)
+        error: HpcDdpError | None = None
+        if len(self._failed_at) >= TRIES and now - self._failed_at[0] >= PATIENCE_S:
+            error = HpcDdpError(
+                f"{len(self._failed_at)} saves in a row failed in {self._run.checkpoints}: {why}",
+                hint=f"look at the folder, and for free space and quota: df -h {self._run.path}",
+            )
+        return Outcome(failure=why, error=error)
+
+    def _prune(self, content: Content, keep: Retention) -> None:
+        """On rank 0: remove old checkpoints, but for the best and what `keep` names."""
+        best = content.facts.get("best") or {"step": content.step}
+        with suppress(OSError):  # a folder that is not to be had now; the next save tries again
+            disk.prune(self._run.checkpoints, keep, [content.step, best["step"]])
+
+    def _make_room(self, content: Content) -> None:
+        """On rank 0: let all but the newest checkpoints, the best and the milestones give way."""
+        if self._run.is_newest(self._attempt):
+            self._prune(content, Retention(disk.LEAST, self._keep.every))
+
+    def _superseded_error(self) -> SupersededError:
+        return SupersededError(
+            f"attempt {self._attempt} of {self._run.path} has been superseded by a later one"
+            " and leaves the run alone"
+        )
 
     def _report(self, content: Content, took: float) -> None:
-        kind, detail = self._outcome
-        if kind in (_FAILED, _FAILING, _UNFIT):
-            self._journal.write(SaveFailed(content.step, detail))
-            print_note(f"the checkpoint of step {content.step} could not be saved ({detail})")
-        elif kind == _SAVED:
+        outcome = self._outcome
+        if outcome.failure:
+            self._journal.write(SaveFailed(content.step, outcome.failure))
+            say(f"the checkpoint of step {content.step} could not be saved ({outcome.failure})")
+        elif outcome.error is None:
             since = self._awaited_since  # the training waits for it: that is a stall, too
             waited = 0.0 if since is None else time.monotonic() - since
             stall = self.stall_s + waited
             self._journal.write(
-                CheckpointSaved(content.step, round(stall, 4), round(took, 4), int(detail))
+                CheckpointSaved(content.step, round(stall, 4), round(took, 4), outcome.size)
             )
-
-    # -- restoring -------------------------------------------------------------------------
 
 
 def _failure(error: Exception) -> Failure:

@@ -11,6 +11,7 @@ import errno
 import math
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -26,7 +27,7 @@ from hpc_ddp.training.models.dtensor import from_local, is_sharded, local_box
 OWN = "@rank-"  # between the name of a tensor that each rank has its own of, and the rank
 ALIGNMENT = 64  # bytes, so that a mapped file can be viewed as numbers of any type
 MOST_FILES = 256  # open at a time; processes may have 1,024
-LARGEST_BLOCK, LEAST_BLOCK = 1 << 30, 1 << 20  # bytes of pinned memory; multiples of the alignment
+BLOCK = 1 << 27  # bytes of the staging memory; a multiple of the alignment
 
 Shape = tuple[int, ...]
 
@@ -79,8 +80,8 @@ class StagingBuffer:
     """Memory for one rank's parts: the bytes of its data file, in blocks.
 
     It is allocated anew only when the parts change, in practice at the first save. Where there is
-    an accelerator the blocks are pinned. Their sizes are powers of two, since torch rounds pinned
-    memory up to one, and keeps for good what it has once had.
+    an accelerator the blocks are pinned. All but the last have a power of two as their size: torch
+    rounds pinned memory up to one, and keeps for good what it has once had.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -109,14 +110,16 @@ class StagingBuffer:
 
     def wait(self) -> float:
         """Wait until the parts are here, in any thread; return how long a device copied, in s."""
+        if self._copies:
+            devices.use(self._device)  # a thread begins with the node's first one
         for _, end in self._copies:
             end.synchronize()
         return max((begin.elapsed_time(end) / 1000 for begin, end in self._copies), default=0.0)
 
     def _allocate(self, pieces: list[StoredShard], size: int) -> None:
         self._segments, self._blocks = [], []  # free the old ones first
-        pinned = devices.is_accelerator(self._device)
-        self._blocks = list(_blocks(size)) if pinned else [_allocate(size)]
+        for first in range(0, size, BLOCK):
+            self._blocks.append(_allocate(min(BLOCK, size - first), self._device))
         self._segments = [_segments(piece, self._blocks) for piece in pieces]
         self.pieces = pieces
 
@@ -138,22 +141,14 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _blocks(size: int) -> Iterator[torch.Tensor]:
-    """Yield pinned memory for at least so many bytes, shapes (bytes,), the largest blocks first."""
-    while size > 0:
-        power = 1 << (size.bit_length() - 1)
-        length = min(power, LARGEST_BLOCK) if power >= LEAST_BLOCK else size
-        try:
-            block = _allocate(length, pin_memory=True)
-        except RuntimeError:  # no more memory may be locked; the copies take longer then
-            block = _allocate(length)
-        yield block
-        size -= length
-
-
-def _allocate(size: int, pin_memory: bool = False) -> torch.Tensor:
-    """Return bytes of the host, shape (size,), whatever torch's default device is."""
-    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
+def _allocate(size: int, device: torch.device) -> torch.Tensor:
+    """Return bytes of the host, shape (size,), for copies from a device."""
+    # Named, since torch's default device may be another one.
+    memory = partial(torch.empty, size, dtype=torch.uint8, device="cpu")
+    if devices.is_accelerator(device):
+        with suppress(RuntimeError):  # no more memory may be locked; the copies take longer then
+            return memory(pin_memory=True)
+    return memory()
 
 
 def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -204,13 +199,8 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def as_plain(pieces: Iterable[StoredShard]) -> list[tuple[Any, ...]]:
-    """Return pieces as values that ``weights_only`` loads."""
-    return [tuple(piece) for piece in pieces]
-
-
 class UnreadableError(DiskError):
-    """A data file can't be read, which says nothing of what is in it."""
+    """A data file can't be read; its content may be good."""
 
 
 class Reader:
@@ -231,36 +221,32 @@ class Reader:
     def __init__(
         self, files: Iterable[tuple[Path, Iterable[tuple[Any, ...]]]], rank: int | None = None
     ) -> None:
-        self._rank = rank
         self._pieces: dict[str, list[tuple[Path, StoredShard]]] = {}
         self._files: dict[Path, FileIO] = {}
         weakref.finalize(self, _close, self._files)
+        of_this_rank: dict[str, list[tuple[Path, StoredShard]]] = {}
+        other_ranks: set[str] = set()
         for path, pieces in files:
-            for stored in pieces:
-                self._pieces.setdefault(stored[0], []).append((path, StoredShard(*stored)))
+            for piece in pieces:
+                name, _, owner = piece[0].partition(OWN)
+                if owner and owner != str(rank):
+                    other_ranks.add(name)
+                    continue
+                index = of_this_rank if owner else self._pieces
+                index.setdefault(name, []).append((path, StoredShard(*piece)))
+        self._pieces |= of_this_rank
+        # The tensors of which each rank had its own, and none belongs to this rank, or to all.
+        self.of_other_ranks = other_ranks - self._pieces.keys()
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._pieces if OWN not in name)
-
-    @property
-    def of_ranks(self) -> set[str]:
-        """The names of tensors of which each rank had its own, and there is none for all."""
-        return {key.partition(OWN)[0] for key in self._pieces} - self._pieces.keys()
+        return iter(self._pieces)
 
     def __contains__(self, name: str) -> bool:
-        return self._key(name) in self._pieces
-
-    def is_of_other_ranks(self, name: str) -> bool:
-        """Return whether each rank had a tensor of its own, and this one can't say which is its."""
-        return name not in self and any(key.startswith(f"{name}{OWN}") for key in self._pieces)
-
-    def _key(self, name: str) -> str:
-        key = f"{name}{OWN}{self._rank}"
-        return key if key in self._pieces else name
+        return name in self._pieces
 
     def describe(self, name: str) -> torch.Tensor:
         """Return a tensor of the stored shape and type that holds nothing (on ``meta``)."""
-        _, piece = self._pieces[self._key(name)][0]
+        _, piece = self._pieces[name][0]
         return torch.empty(piece.shape, dtype=dtype_named(piece.dtype), device="meta")
 
     def read(self, name: str, template: torch.Tensor | None = None) -> torch.Tensor:
@@ -276,7 +262,7 @@ class Reader:
         if template is not None and is_sharded(template):
             return from_local(self._box(name, *local_box(template)), template)
         shape = tuple(self.describe(name).shape)
-        return self._box(self._key(name), (0,) * len(shape), shape)
+        return self._box(name, (0,) * len(shape), shape)
 
     def _box(self, name: str, start: Shape, size: Shape) -> torch.Tensor:
         """Return a box of a tensor, from all pieces that have some of it."""

@@ -58,7 +58,7 @@ class State:
     trained
         those of them that the training changes
     buffers
-        names of the modules' buffers, of which each rank may have its own: running means, say
+        names of the modules' buffers; each rank may have its own (running means)
     private_tree
         the state dicts of the objects that each rank has its own of, and what an optimizer keeps
         for parameters that DDP ignores
@@ -112,18 +112,7 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
                 " load_state_dict",
                 hint="for a best value there is run.best",
             )
-        content: Any = plain.state_dict()
-        if isinstance(plain, Optimizer):
-            content = _by_label(content, params_of(plain, labels)) | {KIND: type(plain).__name__}
-            state.trained.update(_like_parameters(name, plain, labels))
-        elif isinstance(plain, torch.nn.Module):
-            content = {plain_name(key): value for key, value in content.items()} | {
-                VERSIONS: {part: facts.get("version") for _, part, facts in metadata_of(content)}
-            }
-            for key, parameter in plain.named_parameters(remove_duplicate=False):
-                names = state.trained if parameter.requires_grad else state.replicated
-                names.add(f"{name}.{plain_name(key)}")
-            state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in plain.named_buffers())
+        content = _content_of(name, plain, labels, state)
         tensors: dict[str, torch.Tensor] = {}
         tree = state.private_tree if name in per_rank else state.tree
         tree[name] = take_apart(content, name, tensors)
@@ -137,6 +126,22 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
                 state.private_tree[name] = {"state": of_rank}
     state.replicated.update(state.trained)
     return state
+
+
+def _content_of(name: str, plain: Any, labels: Mapping[int, str], state: State) -> Any:
+    """Return an object's state dict with plain names, and add to the sets of names in `state`."""
+    content: Any = plain.state_dict()
+    if isinstance(plain, Optimizer):
+        state.trained.update(_like_parameters(name, plain, labels))
+        return _by_label(content, params_of(plain, labels)) | {KIND: type(plain).__name__}
+    if not isinstance(plain, torch.nn.Module):
+        return content
+    for key, parameter in plain.named_parameters(remove_duplicate=False):
+        names = state.trained if parameter.requires_grad else state.replicated
+        names.add(f"{name}.{plain_name(key)}")
+    state.buffers.update(f"{name}.{plain_name(key)}" for key, _ in plain.named_buffers())
+    versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
+    return {plain_name(key): value for key, value in content.items()} | {VERSIONS: versions}
 
 
 def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
@@ -186,7 +191,7 @@ def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
 def joined(first: Any, second: Any, key: object = None) -> Any:
     """Return the tree of a whole model from those of two of its stages.
 
-    What both have is the same in both; the parameters in an optimizer's groups are put together.
+    An entry of both is the same in both; the parameters in an optimizer's groups are put together.
     """
     if isinstance(first, dict):
         common = {k: joined(first[k], item, k) for k, item in second.items() if k in first}
@@ -229,7 +234,7 @@ def _by_label(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any
     """
     names = dict(enumerate(params))
     groups = [[names[number] for number in group["params"]] for group in state["param_groups"]]
-    return with_keys(state, names, groups)
+    return _with_keys(state, names, groups)
 
 
 def by_number(
@@ -238,16 +243,22 @@ def by_number(
     """Undo `_by_label`; `groups` has the names in the order of the groups they are to go to,
     since torch pairs them by their places."""
     numbers = {label: number for number, label in enumerate(params)}
-    return with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
+    return _with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
 
 
-def with_keys(
+def part_of(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with the parameters of one stage, by their names."""
+    groups = [[n for n in group["params"] if n in params] for group in state["param_groups"]]
+    return _with_keys(state, {name: name for name in params}, groups)
+
+
+def _with_keys(
     state: dict[str, Any], keys: Mapping[Any, Any], groups: list[list[Any]]
 ) -> dict[str, Any]:
     """Return an optimizer's state dict with other keys, and these parameters in its groups."""
     return {
         **state,
-        "state": {keys[old]: value for old, value in state["state"].items()},
+        "state": {keys[old]: value for old, value in state["state"].items() if old in keys},
         "param_groups": [
             {**group, "params": params}
             for group, params in zip(state["param_groups"], groups, strict=True)

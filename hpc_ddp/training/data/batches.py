@@ -24,8 +24,8 @@ def rows_of(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on `device`.
 
-    They are looked for in tuples, lists, dicts, other mappings and dataclasses. What moves itself,
-    by a method ``to``, does so: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
+    They are looked for in tuples, lists, dicts, other mappings and dataclasses. An object with a
+    method ``to`` moves itself: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
     """
     return _changed(batch, partial(_moved, device=device))
 

@@ -25,20 +25,20 @@ _END = object()
 class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     """Yields batches of what is left of the epoch at `position`.
 
-    What the data set draws at random depends on (seed, epoch, number of the sample), and
-    what `collate` draws on that of the batch. Worker w of n makes the batches w, w + n, …,
+    Random numbers of the data set depend on (seed, epoch, number of the sample), and
+    those of `collate` on the samples of the batch. Worker w of n makes the batches w, w + n, …,
     in which order torch's DataLoader puts them together again.
     """
 
     def __init__(
         self,
         dataset: IterableDataset[Any],
-        cut: BatchPlan,
+        plan: BatchPlan,
         seed: int,
         position: Position,
         collate: Callable[[list[Any]], Any],
     ) -> None:
-        self._dataset, self._cut, self._seed = dataset, cut, seed
+        self._dataset, self._plan, self._seed = dataset, plan, seed
         self._position, self._collate = position, collate
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
@@ -48,17 +48,17 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         torch_worker._worker_info = None
         number = count()
         for block, samples, ends_epoch in self._blocks():
-            for share in self._cut.pieces(block, ends_epoch):
+            for micro_batch in self._plan.pieces(block, ends_epoch):
                 if next(number) % turns == turn:
-                    yield share, self._batch(share, samples)
+                    yield micro_batch, self._batch(micro_batch, samples)
 
     def _blocks(self) -> Iterator[tuple[range, dict[int, Any], bool]]:
         """Yield each global batch, the samples that this rank may need, and if it is the last."""
         source = self._open()
         block, samples = self._read(source, self._position.samples)
-        while self._cut.steps(len(block)):
+        while self._plan.steps(len(block)):
             later, its_samples = self._read(source, block.stop)
-            yield block, samples, not self._cut.steps(len(later))
+            yield block, samples, not self._plan.steps(len(later))
             block, samples = later, its_samples
 
     def _open(self) -> Iterator[Any]:
@@ -79,14 +79,14 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
 
     def _read(self, source: Iterator[Any], first: int) -> tuple[range, dict[int, Any]]:
         """Read one global batch, less at the end; return its numbers and what may be needed."""
-        cut, samples, number = self._cut, dict[int, Any](), first
+        plan, samples, number = self._plan, dict[int, Any](), first
         with rng.untouched():
-            while number < first + cut.size:
+            while number < first + plan.size:
                 sample = self._next(source, number)
                 if sample is _END:
                     break
                 place = number - first
-                if place % cut.world_size == cut.rank or place < 2:  # two to repeat
+                if place % plan.world_size == plan.rank or place < 2:  # two to repeat
                     samples[number] = sample
                 number += 1
         return range(first, number), samples
@@ -95,9 +95,9 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         rng.seed_all(order.derive(self._seed, self._position.epoch, number))
         return next(source, _END)
 
-    def _batch(self, share: MicroBatch, samples: dict[int, Any]) -> Any:
+    def _batch(self, micro_batch: MicroBatch, samples: dict[int, Any]) -> Any:
         with rng.untouched():
-            places = share.places
+            places = micro_batch.places
             seed = order.derive(self._seed, self._position.epoch, places[0], len(places))
             rng.seed_all(seed)
             return self._collate([samples[place] for place in places])

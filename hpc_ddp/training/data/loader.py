@@ -1,4 +1,4 @@
-"""The loaders of a run: what `order` says, through torch's DataLoader."""
+"""The loaders of a run: the batches of `order`, through torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import order
 from hpc_ddp.training.data.batches import pinned, rows_of, to_device
 from hpc_ddp.training.data.iterable import IterableBatches
-from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position
+from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.worker_death import watched
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models import rng
@@ -32,42 +32,42 @@ from hpc_ddp.training.stops.signals import ignore_in_loader
 class Loader:
     """Yields this rank's micro-batches of the current epoch, from the current position on.
 
-    Made by `Run.loader`. Batches are on the run's device; `share` describes the one last
-    yielded. `samples` is the size of the data set, None for a stream.
+    Made by `Run.loader`. Batches are on the run's device; `micro_batch` describes the one last
+    yielded in the epoch. `samples` is the size of the data set, None for a stream.
     """
 
     def __init__(
         self,
         dataset: Dataset[Any],
-        cut: BatchPlan,
+        plan: BatchPlan,
         *,
         seed: int,
         position: Position,
         device: torch.device,
         check: Callable[[], None],
         sync: Callable[[bool], None],
+        timed: Callable[[Iterator[Any]], Iterator[Any]] = iter,
         shuffle: bool | None = None,
         **options: Any,
     ) -> None:
         self.samples = size_of(dataset)
-        self.share: MicroBatch | None = None
-        self.timed: Callable[[Iterator[Any]], Iterator[Any]] = iter
-        self._cut, self._position, self._device = cut, position, device
-        self._check, self._sync = check, sync
-        if self.samples is not None and not cut.steps(self.samples):
+        self.micro_batch = NO_BATCH
+        self._plan, self._position, self._device = plan, position, device
+        self._check, self._sync, self._timed = check, sync, timed
+        if self.samples is not None and not plan.steps(self.samples):
             raise UsageError(
                 f"the training set has {self.samples} samples; accepted: enough for one step"
-                f" of {cut.size}",
+                f" of {plan.size}",
                 hint="take a smaller batch size, or no drop_last",
             )
         if shuffle is None:
             shuffle = self.samples is not None
         self._shuffle = shuffle
-        self._batches = batches_of(dataset, cut, seed, position, device, shuffle, **options)
+        self._batches = batches_of(dataset, plan, seed, position, device, shuffle, **options)
 
     def __len__(self) -> int:
         """Optimizer steps of a whole epoch, wherever in it the run is (for a scheduler)."""
-        return self._cut.steps(known(self.samples))
+        return self._plan.steps(known(self.samples))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -76,15 +76,15 @@ class Loader:
 
     def steps(self, start: int) -> int | None:
         """Return the steps from position `start` (in samples) to the end of an epoch, if known."""
-        return None if self.samples is None else self._cut.steps(self.samples - start)
+        return None if self.samples is None else self._plan.steps(self.samples - start)
 
     def __iter__(self) -> Iterator[Any]:
         self._check()
-        for share, batch in self.timed(watched(self._batches)):
-            self.share = share
-            self._sync(share.ends_step)
-            if share.ends_step:
-                self._position.samples += share.total
+        for micro_batch, batch in self._timed(watched(self._batches)):
+            self.micro_batch = micro_batch
+            self._sync(micro_batch.ends_step)
+            if micro_batch.ends_step:
+                self._position.samples += micro_batch.total
             beat()
             yield to_device(batch, self._device)
 
@@ -101,7 +101,7 @@ class Shard:
     def __init__(
         self,
         dataset: Dataset[Any],
-        cut: BatchPlan,
+        plan: BatchPlan,
         *,
         seed: int,
         device: torch.device,
@@ -111,25 +111,25 @@ class Shard:
         self.counts, self._even = True, even
         if options.pop("shuffle", False) or options.pop("drop_last", False):
             raise UsageError("a shard has every sample once, in order: no shuffle, no drop_last")
-        self._samples, self._cut, self._device = size_of(dataset), cut, device
-        self._batches = batches_of(dataset, cut, seed, Position(), device, False, **options)
+        self._samples, self._plan, self._device = size_of(dataset), plan, device
+        self._batches = batches_of(dataset, plan, seed, Position(), device, False, **options)
 
     def __len__(self) -> int:
         if self._even:
-            return self._cut.steps(known(self._samples))
-        numbers = range(self._cut.rank, known(self._samples), self._cut.world_size)
-        return len(numbers[:: self._cut.batch_size])
+            return self._plan.steps(known(self._samples))
+        numbers = range(self._plan.rank, known(self._samples), self._plan.world_size)
+        return len(numbers[:: self._plan.batch_size])
 
     def __iter__(self) -> Iterator[Any]:
-        for share, batch in watched(self._batches):
+        for micro_batch, batch in watched(self._batches):
             beat()
-            self.counts = share.weight > 0
+            self.counts = micro_batch.weight > 0
             if self.counts or self._even:
                 yield to_device(batch, self._device)
 
 
 class UnknownLengthError(UsageError, TypeError):
-    """A stream was asked for its length. A TypeError, so that `list` and tqdm do without."""
+    """A stream has no length. A TypeError, so that `list` and tqdm do without."""
 
 
 def size_of(dataset: Dataset[Any]) -> int | None:
@@ -149,7 +149,7 @@ def known(samples: int | None) -> int:
 
 def batches_of(
     dataset: Dataset[Any],
-    cut: BatchPlan,
+    plan: BatchPlan,
     seed: int,
     position: Position,
     device: torch.device,
@@ -176,10 +176,10 @@ def batches_of(
                 f"{name} is True; accepted with an iterable data set: False",
                 hint="let the data set shuffle itself; set_epoch(epoch) is called if it has that",
             )
-        source = IterableBatches(dataset, cut, seed, position, collate)
+        source = IterableBatches(dataset, plan, seed, position, collate)
     else:
         source = _Seeded(dataset, seed, collate)
-        options["sampler"] = _Keys(len(dataset), cut, seed, position, shuffle)  # type: ignore[arg-type]
+        options["sampler"] = _Keys(len(dataset), plan, seed, position, shuffle)  # type: ignore[arg-type]
     if num_workers and _may_fork():
         options.setdefault("multiprocessing_context", "fork")
     try:
@@ -211,24 +211,25 @@ def _may_fork() -> bool:
 
 
 class _Keys:
-    """The keys of batches, in order: (epoch, indices, share) from the current position on."""
+    """The keys of batches, in order: (epoch, indices, micro-batch) from the current position on."""
 
     def __init__(
-        self, samples: int, cut: BatchPlan, seed: int, position: Position, shuffle: bool
+        self, samples: int, plan: BatchPlan, seed: int, position: Position, shuffle: bool
     ) -> None:
-        self._samples, self._cut, self._seed = samples, cut, seed
+        self._samples, self._plan, self._seed = samples, plan, seed
         self._position, self._shuffle = position, shuffle
 
     def __iter__(self) -> Iterator[tuple[int, list[int], MicroBatch]]:
         epoch = self._position.epoch
-        shares = self._cut.shares(self._samples, self._position.samples)
+        micro_batches = self._plan.micro_batches(self._samples, self._position.samples)
         if not self._shuffle:
-            yield from ((epoch, list(share.places), share) for share in shares)
+            for micro_batch in micro_batches:
+                yield epoch, list(micro_batch.places), micro_batch
             return
-        indices = order.permutation(self._samples, self._seed, epoch)
-        for share in shares:
-            places = slice(share.places.start, share.places.stop, share.places.step)
-            yield epoch, indices[places].tolist(), share
+        sequence = order.permutation(self._samples, self._seed, epoch)
+        for micro_batch in micro_batches:
+            places = micro_batch.places
+            yield epoch, sequence[places.start : places.stop : places.step].tolist(), micro_batch
 
 
 class _Seeded(Dataset[tuple[MicroBatch, Any]]):
@@ -248,13 +249,13 @@ class _Seeded(Dataset[tuple[MicroBatch, Any]]):
             self._tensors = dataset.tensors if collate is default_collate else None
 
     def __getitem__(self, key: tuple[int, list[int], MicroBatch]) -> tuple[MicroBatch, Any]:
-        epoch, indices, share = key
+        epoch, indices, micro_batch = key
         if self._tensors is not None:  # nothing is drawn, so all come at once
-            return share, [rows_of(tensor, indices) for tensor in self._tensors]
+            return micro_batch, [rows_of(tensor, indices) for tensor in self._tensors]
         if get_worker_info() is not None:
-            return share, self._batch(epoch, indices)
+            return micro_batch, self._batch(epoch, indices)
         with rng.untouched():
-            return share, self._batch(epoch, indices)
+            return micro_batch, self._batch(epoch, indices)
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         samples = [self._sample(epoch, index) for index in indices]
@@ -267,16 +268,16 @@ class _Seeded(Dataset[tuple[MicroBatch, Any]]):
 
 
 class _Batch:
-    """A batch with its share, which DataLoader's thread pins by its own method.
+    """A batch and its micro-batch, which DataLoader's thread pins by its own method.
 
     Not by torch's, which leaves dataclasses alone, and fails for a tensor that is on a device.
     """
 
-    def __init__(self, share: MicroBatch, content: Any) -> None:
-        self.share, self.content = share, content
+    def __init__(self, micro_batch: MicroBatch, content: Any) -> None:
+        self.micro_batch, self.content = micro_batch, content
 
     def pin_memory(self, device: object = None) -> _Batch:
-        return _Batch(self.share, pinned(self.content))
+        return _Batch(self.micro_batch, pinned(self.content))
 
 
 def _as_batch(pair: Any) -> _Batch:

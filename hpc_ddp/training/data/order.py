@@ -40,6 +40,10 @@ class MicroBatch:
     ends_epoch: bool  # in the last step of the epoch
 
 
+# The place between two epochs, and at any time of a script that has no loader of the run.
+NO_BATCH = MicroBatch(range(0), weight=1.0, total=0, ends_step=True, ends_epoch=False)
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """How an epoch is cut into global batches of `size` samples, and those for one rank.
@@ -63,7 +67,7 @@ class BatchPlan:
         """Return how many steps `samples` are worth, the same on every rank."""
         return samples // self.size if self.drop_last else _ceil(samples, self.size)
 
-    def shares(self, samples: int, start: int) -> Iterator[MicroBatch]:
+    def micro_batches(self, samples: int, start: int) -> Iterator[MicroBatch]:
         """Yield what is left of an epoch of `samples` from position `start` on."""
         stop = min(start + self.steps(samples - start) * self.size, samples)
         for first in range(start, stop, self.size):
@@ -102,7 +106,7 @@ def make_plan(
     world_size: int,
     drop_last: bool = False,
 ) -> BatchPlan:
-    """Return the cut for a batch size per rank and micro-batch, or for one of all ranks' steps.
+    """Return the plan for a batch size per rank and micro-batch, or for one of all ranks' steps.
 
     Raises
     ------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing.connection
 import re
 import signal
 import time
@@ -16,104 +15,74 @@ from torch.utils.data import DataLoader
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.data.order import MicroBatch
 
-_SHOWN_HERE = "num_workers=0 shows where: the data set then runs in this process"
-
-
 DEATH_S = 10.0  # the connection to a worker may break before the kernel says that it has ended
+POLL_S = 0.01
+HINTS = {
+    "is killed by signal: Killed": "was it out of memory? try fewer num_workers, or more memory for"
+    " the job",
+    "is killed by signal: Bus error": "is /dev/shm full? try fewer num_workers, or smaller batches",
+}
+# torch's own words.
+_REPORT = re.compile(
+    r"DataLoader worker \(pid.*?\) (is killed by signal: [^.]+|exited unexpectedly)"
+    r"(?: with exit (code \d+))?"
+)
 
 
 def watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
     """Yield the batches; raise an error that explains how a loader worker has died."""
-    iterator: Any = None
+    # Workers that persist may fail before there is an iterator.
+    iterator: Any = getattr(batches, "_iterator", None)
     try:
-        try:
-            with torch.device("cpu"):  # it draws by a generator of the CPU
-                iterator = iter(batches)
-            for batch in iterator:
-                yield batch.share, batch.content
-        except HpcDdpError as error:
-            if "in DataLoader worker process" in error.message:  # and a traceback in front of it
-                error.message = error.message.strip().splitlines()[-1].partition("Error: ")[2]
-            raise
-        except (ConnectionError, EOFError) as error:
-            _raise_death(error, _workers(batches, iterator))
-            raise
-    except RuntimeError as error:  # torch's own; its handler may interrupt what is done above
-        _raise_death(error, _workers(batches, iterator))
+        with torch.device("cpu"):  # it draws by a generator of the CPU
+            iterator = iter(batches)
+        for batch in iterator:
+            yield batch.micro_batch, batch.content
+    except HpcDdpError as error:
+        if "in DataLoader worker process" in error.message:  # and a traceback in front of it
+            error.message = error.message.strip().splitlines()[-1].partition("Error: ")[2]
         raise
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        death = _explain(error, getattr(iterator, "_workers", ()))
+        if death is None:
+            raise
+        raise death from error
 
 
-def _workers(batches: DataLoader[Any], iterator: Any) -> Sequence[BaseProcess]:
-    """Return the worker processes; those that persist may fail before there is an iterator."""
-    if iterator is None:
-        iterator = getattr(batches, "_iterator", None)
-    return getattr(iterator, "_workers", ())
-
-
-def _raise_death(error: BaseException, workers: Sequence[BaseProcess]) -> None:
-    """Raise an HpcDdpError that says how a loader worker has ended, if that is what `error` is."""
-    try:
-        _explain_death(error, workers)
-    except RuntimeError as later:  # torch's handler, which raises once for each loader
-        _explain_death(later, workers)
-
-
-def _explain_death(error: BaseException, workers: Sequence[BaseProcess]) -> None:
-    """Raise the HpcDdpError, or return.
+def _explain(error: BaseException, workers: Sequence[BaseProcess]) -> HpcDdpError | None:
+    """Return the error for the death of a loader worker, None if `error` is of another kind.
 
     torch's handler of SIGCHLD names the signal, also of another loader's worker, if it is the first
     to notice. It raises wherever the main thread happens to be, also where Python drops the
     exception; then the exit codes of this loader's workers show it.
     """
-    texts = (str(error.__cause__), str(error))
-    report = next((text for text in texts if text.startswith("DataLoader worker (pid")), "")
-    killed = re.search(r"killed by signal: ([^.]+)\.", report)
-    exited = re.search(r"with exit code (\d+)", report)
-    if killed:
-        raise _killed(killed[1]) from error
-    if exited:
-        raise _exited(f" with code {exited[1]}") from error
-    raised_by_data_set = "in DataLoader worker process" in str(error)
-    if not report and (raised_by_data_set or isinstance(error, RuntimeError)):
-        return
-    code = _exit_code(workers)
-    if code is not None and code < 0:
-        raise _killed(signal.strsignal(-code) or f"signal {-code}") from error
-    if code is not None:
-        raise _exited(f" with code {code}") from error
-    if report:
-        raise _exited("") from error
+    report = _REPORT.match(str(error.__cause__)) or _REPORT.match(str(error))
+    if report is not None:
+        how = report[1] + (f" with {report[2]}" if report[2] else "")
+    elif isinstance(error, RuntimeError) or "in DataLoader worker process" in str(error):
+        return None  # the data set has raised it
+    else:
+        how = ""
+    if how in ("", "exited unexpectedly"):
+        try:
+            how = _exit_of(workers) or how
+        except RuntimeError as later:  # torch's handler, which raises once for each loader
+            return _explain(later, ())
+    hint = HINTS.get(how, "num_workers=0 shows where: the data set then runs in this process")
+    return HpcDdpError(f"DataLoader worker {how}", hint=hint) if how else None
 
 
-def _exit_code(workers: Sequence[BaseProcess]) -> int | None:
-    """Return the exit code of a worker that has failed, None where none fails within `DEATH_S`.
+def _exit_of(workers: Sequence[BaseProcess]) -> str:
+    """Return how a worker has failed, "" where none fails within `DEATH_S`.
 
     One that has reached the end of its part of a stream ends with 0.
     """
     deadline = time.monotonic() + DEATH_S
-    while candidates := [worker for worker in workers if worker.exitcode != 0]:
-        sentinels = [worker.sentinel for worker in candidates]
-        left_s = max(deadline - time.monotonic(), 0.0)
-        ended = multiprocessing.connection.wait(sentinels, left_s)
-        if not ended:
-            return None
-        for worker in candidates:
-            if worker.sentinel in ended:
-                worker.join()
-                if worker.exitcode:
-                    return worker.exitcode
-    return None
-
-
-def _killed(name: str) -> HpcDdpError:
-    hints = {
-        "Killed": "was it out of memory? try fewer num_workers, or more memory for the job",
-        "Bus error": "is /dev/shm full? try fewer num_workers, or smaller batches",
-    }
-    return HpcDdpError(
-        f"DataLoader worker is killed by signal: {name}", hint=hints.get(name, _SHOWN_HERE)
-    )
-
-
-def _exited(how: str) -> HpcDdpError:
-    return HpcDdpError(f"DataLoader worker exited unexpectedly{how}", hint=_SHOWN_HERE)
+    codes = [worker.exitcode for worker in workers]
+    while None in codes and not any(codes) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        codes = [worker.exitcode for worker in workers]
+    code = next(filter(None, codes), 0)
+    if code < 0:
+        return f"is killed by signal: {signal.strsignal(-code) or -code}"
+    return f"exited unexpectedly with code {code}" if code else ""

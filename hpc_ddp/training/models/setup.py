@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.state import unwrap
-from hpc_ddp.training.data.loader import Shard
-from hpc_ddp.training.data.order import MicroBatch, make_plan
+from hpc_ddp.training.data.loader import Loader, Shard
+from hpc_ddp.training.data.order import NO_BATCH, MicroBatch, make_plan
 from hpc_ddp.training.devices import is_accelerator
-from hpc_ddp.training.models.ddp_buckets import fix_bucket_order
-from hpc_ddp.training.models.dtensor import is_sharded
+from hpc_ddp.training.models.ddp import compile_for_resume, fix_bucket_order
 from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
 from hpc_ddp.training.models.meta import Init, materialize
+from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.watchdog import beat
 from hpc_ddp.training.worker import Worker
 
@@ -36,15 +34,16 @@ if TYPE_CHECKING:
 class ModelSetup(Worker):
     """The methods of a `Run` on models."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        super().__init__(arguments)
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
         self._wrapped: list[Any] = []
         self._mesh: DeviceMesh | None = None
+        self._loader: Loader | None = None
 
     @property
-    def _share(self) -> MicroBatch | None:
+    def _micro_batch(self) -> MicroBatch:
         """The current micro-batch of the run's loader."""
-        raise NotImplementedError
+        return NO_BATCH if self._loader is None else self._loader.micro_batch
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes in the run's precision; it does nothing for fp32."""
@@ -60,7 +59,7 @@ class ModelSetup(Worker):
         """Move a model to the device and wrap it in DistributedDataParallel.
 
         `options` go to DDP as they are. A model with nothing to train is only moved; one over
-        several devices of the worker stays where it is. Of a pipeline it takes the stage.
+        several devices of the worker stays where it is. A pipeline's `model` is this rank's stage.
 
         Parameters
         ----------
@@ -82,28 +81,28 @@ class ModelSetup(Worker):
                 " run.fully_shard for the data parallel ranks",
                 hint="fully_shard(model, units) works with any number of ranks, also with one",
             )
+        # The ranks of other stages have other layers.
+        group = self.mesh["dp"].get_group() if dims.pp > 1 else None
         if sync_batchnorm and is_accelerator(self.device):
             convert: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm
-            # Of a stage's ranks: the others have other layers.
-            model = convert(model, self.mesh["dp"].get_group() if dims.pp > 1 else None)
+            model = convert(model, group)
         elif sync_batchnorm:
             self._say("sync_batchnorm is off: torch has it for GPUs only")
-        self._take(model)
+        self._precision.watch(model)
+        if len(self.devices) == 1:
+            model.to(self.device)
         if compile:
-            # Else a kernel for any shape, made at the epoch's shorter last batch, would take over
-            # from then on, and a process resumed later would compute with another one.
-            # And kernels that are chosen by their speed, here and now, add up in other orders.
-            can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
-            model.compile(dynamic=False, options={"deterministic": True} if can else None)
+            compile_for_resume(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        if dims.pp > 1:
-            options["process_group"] = self.mesh["dp"].get_group()
+        return self._in_ddp(model, {"process_group": group, **options})
+
+    def _in_ddp(self, model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
         if is_accelerator(self.device) and len(self.devices) == 1:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
         fix_bucket_order(ddp)
-        self._timer.has_ddp = dims.pp == 1
+        self._timer.has_ddp = self._dims.pp == 1
         self._wrapped.append(ddp)
         return ddp
 
@@ -123,7 +122,7 @@ class ModelSetup(Worker):
         *,
         init: Init | None = None,
     ) -> torch.nn.Module:
-        """MicroBatch a model's layers among the tensor parallel ranks, on the device.
+        """Split a model's layers among the tensor parallel ranks, on the device.
 
         `fully_shard` comes after it, and is needed where there are data parallel ranks as well:
         what the plan does not name stays where it is until then.
@@ -159,8 +158,8 @@ class ModelSetup(Worker):
     ) -> torch.nn.Module:
         """Shard a model over the data parallel ranks (FSDP2), each part of it on its device.
 
-        In place, and in the run's precision: computing gathers the weights in bf16, say, and the
-        optimizer sees fp32. One unit after the other comes to the device, so the model may be
+        In place, and in the run's precision: with "bf16" computing gathers the weights in bf16, and
+        the optimizer sees fp32. One unit after the other comes to the device, so the model may be
         larger than that. If it is made on ``torch.device("meta")``, it does not need the CPU's
         memory either: its numbers are drawn here, on all ranks the same.
 
@@ -222,19 +221,12 @@ class ModelSetup(Worker):
         """
         from hpc_ddp.training.models.strategies import Pipeline, check_schedule
 
-        dims = self._dims
-        check_schedule(schedule, n_microbatches, dims.pp, self.device)
-        return Pipeline(
-            stage,
-            loss_fn,
-            schedule,
-            n_microbatches,
-            dims,
-            self.mesh["pp"].get_group(),
-            self.device,
-            self.autocast,
-            lambda: 1.0 if self._share is None else self._share.weight,
-        )
+        check_schedule(schedule, n_microbatches, self._dims.pp, self.device)
+        return Pipeline(self, stage, loss_fn, schedule, n_microbatches)
+
+    def _weighted(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the weight of the current micro-batch (see `backward`)."""
+        return loss if self._micro_batch.weight == 1.0 else loss * self._micro_batch.weight
 
     def ema(self, model: torch.nn.Module, decay: float = 0.999) -> AveragedModel:
         """Return a copy of the model whose weights follow it: an exponential moving average.
@@ -253,26 +245,26 @@ class ModelSetup(Worker):
 
         In order. An iterable data set is read by every rank. `options`: ``num_workers``,
         ``collate_fn``, and others of torch's DataLoader; and ``even=True``, with which all ranks
-        get the same number of batches, for a forward that talks to its peers, as FSDP's does (see
+        get the same number of batches, for a forward with collectives, as FSDP's has (see
         `Shard`). Ranks that share a model's layers or stages get the same batches.
         """
         dims = self._dims
-        cut = make_plan(batch_size, None, 1, dims.dp_rank, dims.dp)
-        return Shard(dataset, cut, seed=self.seed, device=self.device, **options)
+        plan = make_plan(batch_size, None, 1, dims.dp_rank, dims.dp)
+        return Shard(dataset, plan, seed=self.seed, device=self.device, **options)
 
     @property
     def ends_step(self) -> bool:
         """Whether the current micro-batch is the last one of its optimizer step."""
-        return self._share is None or self._share.ends_step
+        return self._micro_batch.ends_step
 
     @contextmanager
     def evaluating(self, model: torch.nn.Module | Pipeline) -> Iterator[Any]:
         """Give the plain model, in eval mode and without gradients, the same on all ranks.
 
-        The plain one, because the DDP wrapper may talk to its peers in every forward, and
+        The plain one, because the DDP wrapper may have collectives in every forward, and
         they may have fewer batches. Buffers (running means of batch norm, say) are rank 0's,
-        as in a checkpoint. All ranks must enter. A sharded model's forward and a pipeline's talk
-        to peers nevertheless: give them ``run.shard(..., even=True)``.
+        as in a checkpoint. All ranks must enter. A sharded model's forward and a pipeline's has
+        collectives nevertheless: give it ``run.shard(..., even=True)``.
         """
         plain: torch.nn.Module = unwrap(getattr(model, "stage", model))
         for buffer in plain.buffers():
@@ -284,11 +276,6 @@ class ModelSetup(Worker):
             yield plain if isinstance(model, torch.nn.Module) else model
         self._timer.start_step()  # no part of a step
         self._consensus.end_pause()
-
-    def _take(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to the device, and have an eye on its weights from now on."""
-        self._precision.watch(model)
-        return model.to(self.device) if len(self.devices) == 1 else model
 
     def _check_copies(self, objects: Iterable[Any]) -> None:
         """Refuse to train copies of a model that would go different ways; DDP alone is as it is."""
@@ -306,67 +293,16 @@ class ModelSetup(Worker):
                     hint="run.fully_shard(model, units) after run.parallelize, or run.wrap(stage)",
                 )
 
-    def _check_stages(self, names: list[str]) -> None:
-        """Refuse stages of a pipeline that track other objects: a checkpoint would lack them."""
-        control = self._control
-        for rank, peer_names in enumerate(control.from_first(control.to_first(names))):
-            if peer_names != names:
-                raise UsageError(
-                    f"run.track was given {', '.join(names) or 'nothing'} on rank {self.rank}, and"
-                    f" {', '.join(peer_names) or 'nothing'} on rank {rank}; accepted: the same"
-                    " names on all ranks",
-                    hint="each stage has its own model and optimizer, under the same names",
-                )
-
     def _sync_gradients(self, on: bool) -> None:
-        """Say if the gradients of the coming micro-batch are to be averaged over ranks.
+        """Choose whether the gradients of the coming micro-batch are averaged over ranks.
 
-        For DDP what its `no_sync` switches, which counts in forward already.
+        For DDP by what its `no_sync` switches, which counts in forward already.
         """
         for model in self._wrapped:
             if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
                 model.set_requires_gradient_sync(on)
             else:
                 model.require_backward_grad_sync = on
-
-    def export(self, model: torch.nn.Module, example: torch.Tensor) -> Path:
-        """Write the model, as it is now, for programs without hpc-ddp; return the folder.
-
-        ``<run folder>/export`` then has ``model.safetensors``, the weights, and ``model.pt2``,
-        which `torch.export.load` reads, for batches of any size. Rank 0 writes; all ranks call it.
-
-        Parameters
-        ----------
-        example
-            a batch of inputs, on any device
-
-        Raises
-        ------
-        UsageError
-            torch.export can't trace the model, or it is in parts (FSDP2, tensor parallel, stages);
-            the example is no batch; or the run is finished
-        HpcDdpError
-            a file can't be written
-        """
-        from hpc_ddp.training.export import check_export, export_model  # a program of its own, too
-
-        is_part = self._dims.pp > 1 or any(map(is_sharded, model.parameters()))
-        check_export(example, is_part=is_part, is_over=self._over)
-        folder = self.folder.path / "export"
-        failure: HpcDdpError | None = None
-        with self.evaluating(model) as plain:
-            if self.rank == 0:
-                try:
-                    export_model(plain, example, folder)
-                except HpcDdpError as error:
-                    failure = error
-                except Exception as error:  # the other ranks wait for an answer
-                    failure = HpcDdpError(f"the model can't be exported into {folder}: {error}")
-        failure = self._control.from_first(failure)
-        beat()
-        if failure is not None:
-            raise failure
-        return folder
 
     def load_best(self, model: torch.nn.Module) -> int:
         """Put the weights of the best checkpoint (see `best`) into the model; return its step.

@@ -6,10 +6,9 @@ Imported where a script asks for one of them only: torch's part takes a second.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,9 @@ from hpc_ddp.training.checkpoint.state import unwrap
 from hpc_ddp.training.models.evaluation import in_eval_mode
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.meta import Init, materialize
+
+if TYPE_CHECKING:
+    from hpc_ddp.training.models.setup import ModelSetup
 
 SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
 
@@ -116,20 +118,18 @@ class Pipeline:
 
     def __init__(
         self,
+        run: ModelSetup,
         stage: nn.Module,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         schedule: str,
         n_microbatches: int,
-        dims: ParallelDims,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        weight: Callable[[], float],
     ) -> None:
         self.stage = stage
         self._schedule, self._count = schedule, n_microbatches
-        self._group, self._device, self._autocast = group, device, autocast
-        self._index, self._last = dims.pp_rank, dims.pp - 1
+        self._device, self._autocast = run.device, run.autocast
+        mesh = run.mesh["pp"]
+        self._group = mesh.get_group()
+        self._index, self._last = mesh.get_local_rank(), mesh.size() - 1
         self._losses: list[torch.Tensor] = []
         self._shapes: dict[Any, list[Any]] = {}
         self._schedules: dict[Any, Any] = {}
@@ -137,7 +137,7 @@ class Pipeline:
         def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             loss = loss_fn(output, target)
             self._losses.append(loss.detach())
-            return loss * weight()
+            return run._weighted(loss)
 
         self._loss_fn = weighted
 

@@ -1,4 +1,4 @@
-"""How a worker ends early: say it once, and be gone.
+"""How a worker prints, and how it ends early: report it once, and be gone.
 
 After an error an ordinary exit would wait for the process group, and that for peers which may
 never come. After a stop it would take torch apart object by object, a second or more of a grace
@@ -8,11 +8,13 @@ time that may be short.
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import sys
 import textwrap
 import traceback
 from types import TracebackType
+from typing import Any
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.journal.events import RankFailed
@@ -22,17 +24,42 @@ from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.process.environment import DistEnv
 
 
+class _Patient(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:  # the text is lost
+            return memoryview(data).nbytes
+
+
+def make_patient() -> None:
+    """Let this process's prints pass over an error of the disk, which holds the log under hpc-ddp.
+
+    A stream of the script's own in their place is left alone.
+    """
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        if old is not getattr(sys, f"__{name}__"):
+            continue
+        # TextIOWrapper takes a raw file, as `python -u` does.
+        raw: Any = _Patient(number, "wb", closefd=False)
+        new = io.TextIOWrapper(raw, old.encoding, old.errors, write_through=True)
+        old.flush()
+        setattr(sys, name, new)
+
+
 class FailureHook:
     """A ``sys.excepthook`` that journals, prints, and ends the process without a teardown.
 
-    `journal` is None until the run's folder is known. The exit code is 1, or an HpcDdpError's
-    own. ``sys.exit(n)`` does not pass here and keeps its code.
+    `journal` is None until the run's folder is known, and `info` and `node` may follow later. The
+    exit code is 1, or an HpcDdpError's own. ``sys.exit(n)`` does not pass here and keeps its code.
     """
 
-    def __init__(self, info: DistEnv, node: str) -> None:
+    def __init__(self, info: DistEnv | None = None, node: str = "") -> None:
         self.journal: Journal | None = None
         self.position: Position | None = None
-        self._info, self._node, self._told = info, node, False
+        self.info, self.node = info or DistEnv(), node
+        self._is_reported = False
         self._pid = os.getpid()
 
     def install(self) -> None:
@@ -50,18 +77,18 @@ class FailureHook:
             return
         code = error.exit_code if isinstance(error, HpcDdpError) else 1
         try:
-            self.tell(error, "".join(traceback.format_exception(kind, error, trace)))
+            self.report(error, "".join(traceback.format_exception(kind, error, trace)))
         finally:
             os._exit(code)
 
-    def tell(self, error: BaseException, text: str) -> None:
+    def report(self, error: BaseException, text: str) -> None:
         """Journal and print an error and its traceback, unless another one came before it."""
-        if self._told:
+        if self._is_reported:
             return
-        self._told = True
+        self._is_reported = True
         self._write(error, text)
         self._show(error, text)
-        _tell_torchrun(error)
+        _report_to_torchrun(error)
         sys.stdout.flush()
         sys.stderr.flush()
 
@@ -73,14 +100,14 @@ class FailureHook:
         if "in DataLoader worker process" in line:  # the message holds a traceback
             line = line.splitlines()[-1]
         step = self.position.step if self.position else None
-        self.journal.write(RankFailed(self._info.rank, self._node, step, line, text))
+        self.journal.write(RankFailed(self.info.rank, self.node, step, line, text))
         self.journal.drain()
 
     def _show(self, error: BaseException, text: str) -> None:
         if isinstance(error, HpcDdpError):
             text = f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else "")
-        if self._info.world_size > 1:  # they may all write to one terminal
-            text = textwrap.indent(text, f"[rank{self._info.rank}]: ", lambda line: True)
+        if self.info.world_size > 1:  # they may all write to one terminal
+            text = textwrap.indent(text, f"[rank{self.info.rank}]: ", lambda line: True)
         sys.stderr.write(text)
 
 
@@ -97,7 +124,7 @@ def leave_quickly() -> None:
     atexit.register(leave)  # the last one registered is the first to run
 
 
-def _tell_torchrun(error: BaseException) -> None:
+def _report_to_torchrun(error: BaseException) -> None:
     """Leave the error where torchrun's own summary of a failure finds it."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return

@@ -1,21 +1,24 @@
-"""The process group, and the small talk between ranks beside the gradients."""
+"""The process group, and messages between ranks beside the gradients."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore  # torch.distributed re-exports it untyped
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.process.environment import DistEnv
+
+T = TypeVar("T")
 
 TEARDOWN_S = 10.0
 TIMEOUT_S = 1800.0  # torch's own for gloo
@@ -41,11 +44,9 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
         needs = f" of {per_worker} GPUs" if per_worker > 1 else ""
         words = devices.hiding_words()
         hide = f", or hide the GPUs with {words}" if words else ""
-        fitting = (
-            f"start {count // per_worker} workers per node"
-            if count >= per_worker
-            else "take fewer GPUs"
-        )
+        fitting = "take fewer GPUs"
+        if count >= per_worker:
+            fitting = f"start {count // per_worker} workers per node"
         raise HpcDdpError(
             f"{info.local_world_size} workers{needs} on this node, but {count} visible GPU(s)",
             hint=f"{fitting}{hide}",
@@ -54,13 +55,13 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
 
 
 def choose_backend(requested: str | None, device: torch.device) -> str:
-    """Return what carries gradients: as asked, else the device's own: NCCL for NVIDIA and AMD,
+    """Return what carries gradients: `requested`, else the device's own: NCCL for NVIDIA and AMD,
     XCCL for Intel, HCCL for Ascend, Gloo for the CPU.
 
     Raises
     ------
     HpcDdpError
-        this torch was built without it, or NCCL is asked for and there is no GPU
+        this torch was built without it, or NCCL is requested and there is no GPU
     """
     backend = requested or devices.default_backend(device)
     why = ""
@@ -86,7 +87,7 @@ def join(
 ) -> Control:
     """Create the default process group and return the control group beside it.
 
-    Collectives wait longer than `hang_after_s`: the watchdog comes first, which says more.
+    Collectives wait longer than `hang_after_s`: the watchdog comes first, and reports more.
     `requested` names the backend, None for the device's own.
 
     Raises
@@ -129,18 +130,14 @@ class Control:
     """Messages of the ranks on the CPU, over a gloo group of its own.
 
     Its own group, so that a flag never waits behind gradients, needs no GPU, and can travel
-    while a step computes.
+    while a step computes. All ranks make it at the same time, one for each thread.
     """
 
     def __init__(self, info: DistEnv, timeout: timedelta) -> None:
         self.rank = info.rank
         self.world_size = info.world_size
-        self._info, self.timeout = info, timeout
+        self.timeout = timeout
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
-
-    def another(self) -> Control:
-        """Return one like it, for another thread: all ranks make it at the same time."""
-        return Control(self._info, self.timeout)
 
     def start_max(self, values: torch.Tensor) -> Any:
         """Begin to replace a CPU tensor by its maximum over ranks; `wait` on what is returned."""
@@ -181,6 +178,21 @@ class Control:
         dist.barrier(group=self._group)
 
 
+def on_first(control: Control, act: Callable[[], T]) -> T:
+    """Return on all ranks what `act` returns on rank 0; an HpcDdpError of it is raised on all."""
+    answer: Any = None
+    if control.rank == 0:
+        try:
+            answer = act()
+        except HpcDdpError as error:  # the other ranks wait for an answer
+            answer = error
+    answer = control.from_first(answer)
+    if isinstance(answer, HpcDdpError):
+        raise answer
+    result: T = answer
+    return result
+
+
 def leave(control: Control, device: torch.device, then_exit: bool) -> None:
     """Tear the process group down once all ranks are here; never longer than `TEARDOWN_S`.
 
@@ -198,7 +210,7 @@ def leave(control: Control, device: torch.device, then_exit: bool) -> None:
     thread.start()
     thread.join(TEARDOWN_S)
     if thread.is_alive():
-        print("hpc-ddp: the process group did not come down; left as it is", file=sys.stderr)
+        say("the process group did not come down; left as it is")
         sys.stdout.flush()
         sys.stderr.flush()
         if then_exit:

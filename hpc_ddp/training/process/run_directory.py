@@ -6,18 +6,19 @@ import os
 import re
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hpc_ddp.core import process
 from hpc_ddp.core.checkpoints import published
-from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
-from hpc_ddp.training.process.process_group import Control
+from hpc_ddp.training.process.process_group import Control, on_first
 
 
 def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder, int]:
@@ -30,17 +31,7 @@ def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder
     """
     if env.run is not None and env.attempt is not None:
         return RunFolder(env.run), env.attempt
-    # Rank 0 alone claims it; its error has to reach the other ranks, which wait for a folder.
-    answer: Any = None
-    if dist_env.rank == 0:
-        try:
-            answer = _claim_local(env, dist_env)
-        except HpcDdpError as error:
-            answer = error
-    answer = control.from_first(answer)
-    if isinstance(answer, HpcDdpError):
-        raise answer
-    path, attempt = answer
+    path, attempt = on_first(control, partial(_claim_local, env, dist_env))
     return RunFolder(path), attempt
 
 
@@ -63,7 +54,7 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
     else:
         _compare(run, JobSpec.from_json(run.job_json.read_text()), job)
     moved = f" (the finished one is now {finished})" if finished else ""
-    print(f"hpc-ddp: run: {run.path}{moved}", file=sys.stderr, flush=True)
+    say(f"run: {run.path}{moved}")
     run.journal("rank-0", attempt.number).write(Started(backend="local", **process.identity()))
     return run.path, attempt.number
 
@@ -81,10 +72,9 @@ def _compare(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
     write_json(run.job_json, asdict(replace(begun, args=job.args, chdir=job.chdir)))
     if published(run.checkpoints):
         args = " ".join(begun.args) or "none"
-        print(
-            f"hpc-ddp: {run.path} was last started with other arguments ({args}); it goes on with"
-            " the new ones; remove or rename the folder to start afresh",
-            file=sys.stderr,
+        say(
+            f"{run.path} was last started with other arguments ({args}); it goes on with the new"
+            " ones; remove or rename the folder to start afresh"
         )
 
 

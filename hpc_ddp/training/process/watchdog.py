@@ -22,6 +22,7 @@ import torch.distributed as torch_distributed
 from torch._C import _distributed_c10d
 
 from hpc_ddp.core import process
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.run_folder import NodeFolder
 from hpc_ddp.training.data.order import Position
 
@@ -58,10 +59,10 @@ class Watchdog:
     ----------
     hang_after_s
         seconds without a `beat` after which this rank hangs; None or 0 for no watching
-    dump_flight
-        returns what the flight recorder holds, as bytes
-    tell
-        takes an error and its text, for the journal and for people
+    device
+        the record of the last collectives on it is dumped
+    report
+        takes an error and its text, for the journal and for the log
     """
 
     def __init__(
@@ -70,15 +71,15 @@ class Watchdog:
         node: NodeFolder,
         rank: int,
         position: Position,
-        dump_flight: Callable[[], bytes],
-        tell: Callable[[BaseException, str], None],
+        device: torch.device,
+        report: Callable[[BaseException, str], None],
     ) -> None:
         self._hang_after_s = hang_after_s or 0.0
         # The ranks' last beats lie up to a step apart, and the first one to exit ends all.
         self._grace_s = min(60.0, 2.0 + self._hang_after_s / 30)
         self._poll_s = self._grace_s / 6
         self._node, self._rank, self._position = node, rank, position
-        self._dump_flight, self._tell = dump_flight, tell
+        self._device, self._report = device, report
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._stacks: int | None = None  # the file's descriptor: what faulthandler works on
@@ -132,11 +133,11 @@ class Watchdog:
             f"no step for {self._hang_after_s:g} s at step {self._position.step};"
             f" stacks in {self._node.stacks(self._rank)}"
         )
-        self._tell(error, _traceback_of_main(error))
+        self._report(error, _traceback_of_main(error))
         try:
-            self._node.flight(self._rank).write_bytes(self._dump_flight())
+            self._node.flight(self._rank).write_bytes(flight_recorder(self._device))
         except Exception as no_dump:
-            print(f"hpc-ddp: no dump of the flight recorder: {no_dump}", file=sys.stderr)
+            say(f"no dump of the flight recorder: {no_dump}")
         sys.stderr.flush()
         time.sleep(max(ends_at - time.monotonic(), 0.0))
         os._exit(1)

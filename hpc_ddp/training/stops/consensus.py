@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.journal.events import (
     CheckpointSaved,
     Finished,
@@ -99,7 +99,7 @@ class StepTimes:
 class StopConsensus:
     """Turns what each rank knows into decisions that all ranks share.
 
-    A few integers travel by a MAX all-reduce while steps compute. What is sent at one exchange is
+    A few integers travel by a MAX all-reduce while steps compute. A value sent at one exchange is
     read at the next, so that no step waits for it; both happen at the same steps on all ranks,
     since the period comes from reduced values only.
 
@@ -150,7 +150,7 @@ class StopConsensus:
         return Decision(max(first.reason, second.reason), first.save or second.save)
 
     def restart_step(self) -> None:
-        """Start the clock of a step, after a save, say, which is no part of it."""
+        """Start the clock of a step, after something that is no part of it, such as a save."""
         self._stepped_at = time.monotonic()
 
     def end_pause(self) -> None:
@@ -299,10 +299,8 @@ class SaveSchedule:
         # The disk is to be idle for most of the time, whatever the formula says.
         self._every = every = min(max(best, 4 * self._checkpoints.slowest_save_s), LONGEST_AUTO_S)
         cost = stall_s / every + every / 2 / self._between_failures_s
-        print(
-            f"hpc-ddp: saving every {every:.0f} s: a save holds the training up for"
-            f" {stall_s:.3f} s, and a failure is expected every"
-            f" {self._between_failures_s / 3600:.1f} h; together {100 * cost:.2g} % of the time",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"saving every {every:.0f} s: a save holds the training up for {stall_s:.3f} s, and a"
+            f" failure is expected every {self._between_failures_s / 3600:.1f} h; together"
+            f" {100 * cost:.2g} % of the time"
         )

@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.file_io import read_seconds, read_word
 from hpc_ddp.core.journal.vocabulary import StopReason
-from hpc_ddp.training.process.stdio import say
 
 NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
 REASONS = {
@@ -44,7 +44,7 @@ class Notices:
 
     The signal handler sets nothing but a flag; a thread does the rest, since the main thread
     may sit in a collective for as long as its peers like. The thread also looks at the files
-    once a second, so a notice without a signal works, and no step ever asks a file system.
+    once a second, so a notice without a signal works, and no step ever reads a file.
 
     `end_time`, in unix seconds, is when the attempt's time is over: None without a limit, and on a
     rank that does not watch the time.
@@ -100,7 +100,7 @@ class Notices:
             self._look()
             ready, _, _ = select.select([self._reader], [], [], POLL_S)
             for number in self._reader.recv(4096) if ready else b"":
-                if number in SIGNALS:  # the socket hears of all handled ones: SIGCHLD, for one
+                if number in SIGNALS:  # the socket gets all handled ones: SIGCHLD, for one
                     self._signalled(signal.Signals(number))
 
     def _signalled(self, number: signal.Signals) -> None:
@@ -153,7 +153,7 @@ def _give_back() -> None:
 def ignore_in_loader(worker: int) -> None:
     """``worker_init_fn``: outlive a notice, since the rank still needs its batches until it stops.
 
-    A loader worker ends when its parent is gone, or says so: multiprocessing does it by a
+    A loader worker ends when its parent is gone, or ends it: multiprocessing does that by a
     SIGTERM, for which it then waits without end.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):

@@ -32,28 +32,34 @@ class Metrics:
         world_size: int,
         hosts: list[str],
         use_per_sample_s: float | None = None,  # one sample per second, as a share of the peak
-        total_steps: Callable[[], int | None] = lambda: None,
         listeners: Sequence[Callable[[dict[str, Any]], None]] = (),  # each gets the lines
     ) -> None:
         self._journal, self._use_per_sample_s = journal, use_per_sample_s
-        self._total_steps, self._listeners = total_steps, listeners
+        self._listeners = listeners
         self._first: dict[str, Any] = {"world_size": world_size, "hosts": hosts}
         self._began = self._written_at = time.monotonic()
         self._due = self._began + EVERY_S
         self._samples = 0
-        self._latest: tuple[int, int, dict[str, Any]] | None = None
-        self._line: tuple[dict[str, Any], Transfer] | None = None  # under way to the journal
+        self._latest: dict[str, Any] | None = None
+        self._line: Transfer | None = None  # the fields of a line under way to the journal
 
-    def add(self, position: Position, samples: int, values: dict[str, Any]) -> None:
+    def add(
+        self,
+        position: Position,
+        samples: int,
+        values: dict[str, Any],
+        total_steps: int | None = None,
+    ) -> None:
         """Take in a step's values; `samples` is the size of its global batch."""
         if self._first:
             self._journal.write(FirstStep(position.step, **self._first))
             self._first = {}
         self._samples += samples
-        self._latest = position.step, position.epoch, values
+        head = {"step": position.step, "total_steps": total_steps, "epoch": position.epoch}
+        self._latest = {**head, **values}
         if time.monotonic() >= self._due:
             self._begin_line()
-        if self._line is not None and self._line[1].is_over():
+        if self._line is not None and self._line.is_over():
             self._write_line()
 
     def flush(self) -> None:
@@ -68,21 +74,18 @@ class Metrics:
         self._write_line()  # of half a second ago: waits for no step but that one
         now = time.monotonic()
         speed = self._samples / max(now - self._written_at, 1e-9)
-        step, epoch, values = self._latest
-        head = {"step": step, "total_steps": self._total_steps(), "epoch": epoch}
-        tail = {"samples_per_s": round(speed, 1)}
+        fields = {**self._latest, "samples_per_s": round(speed, 1)}
         if self._use_per_sample_s is not None:
-            tail["mfu"] = round(speed * self._use_per_sample_s, 4)
-        self._line = {**head, **values, **tail}, Transfer(values)
+            fields["mfu"] = round(speed * self._use_per_sample_s, 4)
+        self._line = Transfer(fields)
         self._written_at, self._samples, self._latest = now, 0, None
         self._due = now + min(max(EVERY_S, (now - self._began) / 1000), SELDOM_S)
 
     def _write_line(self) -> None:
         if self._line is None:
             return
-        fields, transfer = self._line
-        fields |= transfer.numbers()
-        fields = {name: value for name, value in fields.items() if value is not None}
+        numbers = self._line.numbers()
+        fields = {name: number for name, number in numbers.items() if number is not None}
         self._line = None
         self._journal.write_later(MetricsLine(fields))
         for listener in self._listeners:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.training import devices
 from hpc_ddp.training.options import Options
 
@@ -50,7 +50,7 @@ class Profiler:
 
     def __init__(self, window: tuple[int, ...] | None, path: Path, announces: bool) -> None:
         self._first, self._last = window or (0, 0)
-        self._path, self._told = path, announces
+        self._path, self._announces = path, announces
         self._steps = 0
         self._profile: torch.profiler.profile | None = None
 
@@ -70,6 +70,6 @@ class Profiler:
         self._path.parent.mkdir(exist_ok=True)
         self._profile.export_chrome_trace(str(self._path))
         self._profile = None
-        if self._told:
+        if self._announces:
             steps = f"steps {self._first} to {min(self._steps, self._last)} of this attempt"
-            print(f"hpc-ddp: profile of {steps}: {self._path}", file=sys.stderr, flush=True)
+            say(f"profile of {steps}: {self._path}")

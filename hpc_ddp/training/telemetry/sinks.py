@@ -63,7 +63,7 @@ def _scalars(fields: dict[str, Any]) -> dict[str, float]:
 class TensorBoardSink:
     """TensorBoard's writer, made at its first use, after the checkpoint is restored.
 
-    What an earlier attempt wrote of the steps that are now done again is purged.
+    Values that an earlier attempt wrote for steps that are now done again are purged.
     """
 
     def __init__(self, folder: Path, position: Position) -> None:

@@ -50,8 +50,7 @@ class StepTimer:
         self._device, self._on_gpu = device, devices.is_accelerator(device)
         self.has_ddp = self._is_sampled = False
         self._forward_start: Mark = None
-        self._forwards: list[tuple[Mark, Mark]] = []  # of this step
-        self._measured: list[list[tuple[Mark, Mark]]] = []  # the same of earlier steps
+        self._forwards: list[tuple[Mark, Mark]] = []  # of the last sampled step
         self._gathered: tuple[int, Any, Any] | None = None
         self._next_sample = self._step_start = 0.0
         self._began = time.monotonic()
@@ -66,20 +65,21 @@ class StepTimer:
         """Start the clock: between two steps may lie a save, or the end of an epoch."""
         self._step_start = time.perf_counter()
         is_measured = self.has_ddp and self._control.world_size > 1
-        self._is_sampled = is_measured and self._step_start >= self._next_sample
+        if self._is_sampled:  # and not ended
+            self._forwards = []
+        is_due = self._step_start >= self._next_sample and not self._forwards
+        self._is_sampled = is_measured and is_due
         if self._is_sampled:
             self._next_sample = self._step_start + SAMPLE_S
-            self._forwards, self._forward_start = [], self._mark()
+            self._forward_start = self._mark()
 
     def end_step(self) -> None:
         if not self._step_start:
             return
         self._steps += 1
         self._wall_s += time.perf_counter() - self._step_start
-        if self._is_sampled and self._forwards:
-            self._measured.append(self._forwards)
-            self._add_measured()
         self._is_sampled, self._step_start = False, 0.0
+        self._add_forwards()
 
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """Pass batches on, and count the time that they are waited for."""
@@ -104,15 +104,13 @@ class StepTimer:
     def _mark(self) -> Mark:
         return devices.mark(self._device, timed=True) if self._on_gpu else time.perf_counter()
 
-    def _add_measured(self) -> None:
-        """Add up the measured steps that are over; the GPU may be behind."""
-        while self._measured:
-            forwards = self._measured[0]
-            if self._on_gpu and not forwards[-1][1].query():
-                return
-            self._forward_s += sum(self._between(start, end) for start, end in forwards)
-            self._samples += 1
-            del self._measured[0]
+    def _add_forwards(self) -> None:
+        """Add up the forwards of the last sampled step, if it is over; the GPU may be behind."""
+        if not self._forwards or (self._on_gpu and not self._forwards[-1][1].query()):
+            return
+        self._forward_s += sum(self._between(start, end) for start, end in self._forwards)
+        self._samples += 1
+        self._forwards = []
 
     def _between(self, start: Mark, end: Mark) -> float:
         return float(start.elapsed_time(end) / 1000 if self._on_gpu else end - start)

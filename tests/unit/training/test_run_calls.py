@@ -29,10 +29,21 @@ from tests.waiting import LIMIT_S
 CPU = torch.device("cpu")
 
 
-def options(**asked: Any) -> Options:
+def options(**arguments: Any) -> Options:
     """Return what `start` makes of its arguments."""
-    parameters = inspect.signature(start).parameters.values()
-    return Options(**{each.name: each.default for each in parameters} | asked)
+    return Options(**arguments).checked(LaunchEnv.from_env({}))
+
+
+def test_start_shows_its_parameters() -> None:
+    parameters = inspect.signature(start).parameters
+    assert parameters == inspect.signature(Options).parameters
+    assert [parameters[name].default for name in ("seed", "save_every")] == [0, 300.0]
+
+
+def test_variables_of_the_environment_win() -> None:
+    env = LaunchEnv.from_env({"HPC_DDP_SAVE_EVERY": "20"})
+    checked = Options(save_every=10, hang_after=30).checked(env)
+    assert (checked.save_every, checked.hang_after) == (20, 30)
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,10 @@ def test_other_tensors_are_named_with_the_rank() -> None:
 def test_an_object_that_only_some_ranks_track_is_named() -> None:
     """Also one without tensors."""
     one, other = (Inventory(0, {}, objects=names) for names in (["meter", "model"], ["model"]))
-    assert _fit(one, one, replace(other, stage=1))
-    assert _fault(one, one, other) == "rank 2 shares other objects than rank 0: meter"
+    assert _fit(one, one, replace(one, stage=1))
+    for stage in (0, 1):
+        fault = _fault(one, one, replace(other, stage=stage))
+        assert fault == "rank 2 shares other objects than rank 0: meter"
 
 
 def test_different_numbers_are_named_with_the_ranks() -> None:

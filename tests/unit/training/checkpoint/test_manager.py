@@ -25,10 +25,17 @@ from hpc_ddp.training.checkpoint import files
 from hpc_ddp.training.checkpoint import manager as manager_module
 from hpc_ddp.training.checkpoint import saver as saver_module
 from hpc_ddp.training.checkpoint.files import Retention
-from hpc_ddp.training.checkpoint.inventory import Inventory
+from hpc_ddp.training.checkpoint.inventory import Digest, Inventory
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.restorer import Restored, open_checkpoint
-from hpc_ddp.training.checkpoint.saver import Checkpoints, Claim, Content, Failure, SupersededError
+from hpc_ddp.training.checkpoint.saver import (
+    Checkpoints,
+    Claim,
+    Content,
+    Failure,
+    Outcome,
+    SupersededError,
+)
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.export import export
@@ -41,8 +48,8 @@ CPU = torch.device("cpu")
 
 
 class Alone:
-    """The talk of a world of one rank. `peers` are the answers of others, if there are some, and
-    `claims` what they are about to write; `inventories` come where these do not fit together."""
+    """The talk of a world of one rank. `peers` are the answers of others, if there are some,
+    `claims` what they are about to write, and `inventories` their tensors."""
 
     rank, world_size = 0, 1
 
@@ -59,6 +66,8 @@ class Alone:
             return [value, *(self.claims or [value] * len(self.peers))]
         if isinstance(value, Inventory):
             return [value, *self.inventories]
+        if isinstance(value, Digest):
+            return [value, *(inventory.digest for inventory in self.inventories)]
         return [value, *self.peers]
 
 
@@ -82,11 +91,16 @@ def make(run: RunFolder) -> Make:
     return build
 
 
+def _buffer(*content: bytes, copy_s: float = 0.0, is_finite: bool = True) -> Any:
+    """Return what holds these bytes, and was copied by a device in this time."""
+    return SimpleNamespace(bytes=content, wait=lambda: copy_s, is_finite=lambda names: is_finite)
+
+
 def _content(step: int, **values: Any) -> Content:
     fields: dict[str, Any] = {
         **{"facts": {"epoch": 1, "best": None}, "shared": {"tree": {"a": step}}},
-        **{"rank_values": {"rank": 0, "pieces": {}}, "data": lambda: ([memoryview(b"")], 0.0)},
-        **{"inventory": lambda: Inventory(0, {}), "is_finite": lambda: True, "stall_s": 0.25},
+        **{"rank_values": {"rank": 0, "pieces": {}}, "buffer": _buffer(), "trained": set()},
+        **{"inventory": lambda: Inventory(0, {}), "stall_s": 0.25},
     }
     return Content(step, **{**fields, **values})
 
@@ -128,7 +142,7 @@ def test_what_is_saved_is_restored(run: RunFolder, make: Make) -> None:
     restored = make().restore()
     assert restored is not None
     assert (restored.step, restored.shared) == (9, {"tree": {"a": 9}})
-    assert [item["rank"] for item in restored.owns] == [0]
+    assert list(restored.ranks) == [0]
 
 
 def test_the_best_checkpoint_stays(run: RunFolder, make: Make) -> None:
@@ -140,7 +154,7 @@ def test_the_best_checkpoint_stays(run: RunFolder, make: Make) -> None:
 
 def test_a_save_is_in_flight_until_it_is_durable(run: RunFolder, make: Make) -> None:
     hold, saver = threading.Event(), make()
-    saver._before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
+    saver.before_publishing = lambda step: hold.wait(60)  # type: ignore[assignment]
     assert (saver.in_flight, saver.failed) == (False, False)  # nothing was begun
     saver.begin(_content(3))
     assert (saver.in_flight, saver.failed) == (True, False)
@@ -153,7 +167,7 @@ def test_a_save_that_a_step_waits_for_is_a_stall(run: RunFolder, make: Make) -> 
     saver = make()
     saver.stall_s = 0.25
     saver._awaited_since = saver_module.time.monotonic() - 5  # type: ignore[attr-defined]
-    saver._outcome = ("saved", "10")
+    saver._outcome = Outcome(10)
     saver._report(_content(3), 1.23456)
     (event,) = _events(run, "checkpoint")
     assert (event["write_s"], event["bytes"]) == (1.2346, 10)
@@ -163,7 +177,7 @@ def test_a_save_that_a_step_waits_for_is_a_stall(run: RunFolder, make: Make) -> 
 def test_what_is_not_finite_is_not_published(run: RunFolder, make: Make) -> None:
     saver = make()
     _save(saver, 3)
-    saver.begin(_content(5, is_finite=lambda: False))
+    saver.begin(_content(5, buffer=_buffer(is_finite=False)))
     with pytest.raises(HpcDdpError, match="at or before step 5; last checkpoint: step-3"):
         saver.settle()
     assert _names(run) == ["step-3"]
@@ -190,7 +204,7 @@ def _break(saver: Checkpoints, error: Exception | None) -> None:
         if error:
             raise error
 
-    saver._before_publishing = fail
+    saver.before_publishing = fail
 
 
 def test_failures_that_last_end_the_run(
@@ -253,7 +267,6 @@ def test_ranks_whose_tensors_do_not_fit_together_write_nothing(
     monkeypatch.setattr(files, "write_file", refuse)
     other = Inventory(0, {"model.w": (4,)}, {"model.w": 4})
     background = Alone()
-    background.claims = [Claim(9, 1, other.digest)]
     background.inventories = [other]
     saver = make(background=background)
     for _ in range(2):  # no later try ends otherwise
@@ -306,10 +319,10 @@ def test_room_is_made_before_it_is_written(
     saver = make(Retention(9, every=3), background)
     assert _save(saver, 1, 2, 3, 4) == [True] * 4
     background.peers = [{}]
-    background.claims = [Claim(1000, 1, Inventory(0, {}).digest)]
+    background.claims = [Claim(1000, 1)]
     assert _save(saver, 5) == [True]
     assert _names(run) == ["step-1", "step-3", "step-4", "step-5"]
-    background.claims = [Claim(1500, 1, Inventory(0, {}).digest)]
+    background.claims = [Claim(1500, 1)]
     assert _save(saver, 6) == [False]
     assert "No space left for" in _events(run, "save_failed")[0]["error"]
     assert _names(run) == ["step-1", "step-3", "step-4", "step-5"]
@@ -320,12 +333,12 @@ def test_space_is_looked_for_once_and_for_what_ranks_really_write(
 ) -> None:
     background = Alone()
     background.peers = [{}] * 3
-    background.claims = [Claim(size, 2, Inventory(0, {}).digest) for size in (70, 0, 5)]
+    background.claims = [Claim(size, 2) for size in (70, 0, 5)]
     own = {"rank": 0, "pieces": [("x", "uint8", (1000,), (0,), (1000,), 0)]}
     _save(
         make(background=background),
         1,
-        data=lambda: ([b"x" * 400, b"x" * 600], 0.5),
+        buffer=_buffer(b"x" * 400, b"x" * 600),
         rank_values=own,
     )
     folder = run.checkpoints / "step-1"
@@ -676,8 +689,8 @@ def test_random_numbers_go_on(make: Make) -> None:
 
 def test_a_save_that_nobody_waits_for_is_no_longer_stall(run: RunFolder, make: Make) -> None:
     saver = make()
-    _save(saver, 3, data=lambda: ([b""], 0.5))  # a device was busy for half a second
-    saver._outcome = ("saved", "10")
+    _save(saver, 3, buffer=_buffer(copy_s=0.5))  # a device was busy for half a second
+    saver._outcome = Outcome(10)
     saver._awaited_since = None
     saver._report(_content(3), 1.0)
     event = _events(run, "checkpoint")[-1]
@@ -707,17 +720,19 @@ class Begun:
     def __init__(self) -> None:
         self.content: Content | None = None
         self.good = True
-
-    def check(self, inventory: Inventory) -> None: ...
+        self.saves, self.in_flight = 0, False
+        self.control = Alone()
 
     def restore(self) -> None:
         return None
 
     def settle(self) -> bool:
+        self.saves += self.good and self.in_flight
+        self.in_flight = False
         return self.good
 
     def begin(self, content: Content) -> None:
-        self.content = content
+        self.content, self.in_flight = content, True
 
 
 @pytest.mark.parametrize(
@@ -772,8 +787,8 @@ def test_each_rank_s_optimizer_state_of_its_expert_is_kept(rank: int) -> None:
     keeper.save()
     shared, own = begun.content.shared["tree"]["optimizer"]["state"], begun.content.rank_values
     assert shared.keys() == {"model.0.weight", "model.0.bias"}
-    owns = [own, {**own, "rank": 1 - rank}]
-    tree = keeper._tree_of(Restored(1, begun.content.shared, owns, Reader([])))
+    ranks = {rank: own, 1 - rank: {**own, "rank": 1 - rank}}
+    tree = keeper._tree_of(Restored(1, begun.content.shared, ranks, Reader([])))
     assert len(tree["optimizer"]["state"]) == 2 + 2 * rank
 
 
@@ -839,7 +854,7 @@ def test_what_the_training_waits_for_at_a_save_is_its_stall(
             os.sched_yield()
         clock.now += 5.0
 
-    saver._before_publishing = linger
+    saver.before_publishing = linger
     assert _save(saver, 1) == [True]
     (event,) = _events(run, "checkpoint")
     assert (event["stall_s"], event["write_s"]) == (5.25, 5.0)
@@ -862,7 +877,7 @@ def test_a_save_begins_once_the_old_ones_are_removed(
 
     monkeypatch.setattr(files, "prune", prune)
     saver = make()
-    saver._before_publishing = publish
+    saver.before_publishing = publish
     for step in (1, 2):
         saver.begin(_content(step))
         assert saver._thread is not None
@@ -888,7 +903,7 @@ def test_rank_0_alone_removes_old_checkpoints(
             return [] if rank else [value, value]
 
     Ranked.rank = rank
-    answers = [None, (saver_module._SAVED, "")]
+    answers = [None, True, Outcome(1)]
     steps: list[int] = []
     monkeypatch.setattr(files, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
     saver = make(background=Ranked())
@@ -950,7 +965,7 @@ def test_what_a_peer_can_not_read_fails_all_ranks(
 ) -> None:
     saver = make()
     _save(saver, 1)
-    peers: Any = saver._control
+    peers: Any = saver.control
     peers.peers = [HpcDdpError("step-1 can't be read on rank 1")]
     _find(monkeypatch, "damaged")
     with pytest.raises(HpcDdpError, match="can't be read on rank 1"):

@@ -30,7 +30,6 @@ from hpc_ddp.training.checkpoint.shards import (
     Reader,
     StagingBuffer,
     StoredShard,
-    as_plain,
     rows,
     whole,
 )
@@ -39,7 +38,7 @@ from hpc_ddp.training.data import worker_death
 from hpc_ddp.training.data.batches import to_device
 from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError, _Batch, batches_of
-from hpc_ddp.training.data.order import BatchPlan, Position
+from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
 from hpc_ddp.training.models import dtensor, rng
 from hpc_ddp.training.models.mesh import ParallelDims
 
@@ -122,8 +121,8 @@ def test_what_is_in_the_cpus_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -
     on_device, sparse = torch.ones(2, device="meta"), torch.ones(2).to_sparse()
     packed = pack_sequence([torch.ones(1)])
     sample = Sample(torch.ones(1), [torch.ones(2)], "n")
-    share: Any = None
-    content = _Batch(share, [sample, {"a": on_device, "b": sparse}, packed]).pin_memory().content
+    batch = _Batch(NO_BATCH, [sample, {"a": on_device, "b": sparse}, packed])
+    content = batch.pin_memory().content
     assert content[0].image.item() == content[0].boxes[0][0].item() == 101
     assert content[1]["a"] is on_device
     assert content[1]["b"] is sparse
@@ -219,18 +218,7 @@ class Worker:
     """A loader worker: it has ended with `exitcode`, or lives where that is None."""
 
     def __init__(self, exitcode: int | None) -> None:
-        self.sentinel, other = os.pipe()
         self.exitcode = exitcode
-        self.open = [self.sentinel, other]
-        if exitcode is not None:  # as at a process's end, which makes the sentinel readable
-            os.close(self.open.pop())
-
-    def join(self) -> None:
-        assert self.exitcode is not None
-
-    def close(self) -> None:
-        for descriptor in self.open:
-            os.close(descriptor)
 
 
 class Batches:
@@ -255,8 +243,6 @@ def _watch(error: BaseException, *exit_codes: int | None) -> BaseException:
         list(worker_death.watched(cast(Any, Batches(error, *workers))))
     except Exception as raised:
         seen = raised
-    for worker in workers:
-        worker.close()
     assert seen is not None
     return seen
 
@@ -297,7 +283,7 @@ def test_a_worker_that_has_died_is_named_by_its_exit_code(
 def test_no_worker_is_waited_for_where_torch_has_named_the_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_death, "_exit_code", pytest.fail)
+    monkeypatch.setattr(worker_death, "_exit_of", pytest.fail)
     assert "signal: Killed" in str(_watch(RuntimeError(KILLED), None))
 
 
@@ -306,12 +292,10 @@ def test_workers_that_persist_may_fail_before_there_is_an_iterator() -> None:
         def __iter__(self) -> Batches:
             raise self._error
 
-    worker = Worker(-9)
     batches = Persistent(RuntimeError(GONE))
-    batches._iterator = Batches(KeyError(), worker)
+    batches._iterator = Batches(KeyError(), Worker(-9))
     with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
         list(worker_death.watched(cast(Any, batches)))
-    worker.close()
 
 
 def test_the_cause_of_an_error_may_name_the_worker() -> None:
@@ -451,7 +435,7 @@ def _put_back(
     buffer = StagingBuffer(CPU)
     buffer.fill(state.my_parts(result, ParallelDims()))
     (folder / "data").write_bytes(b"".join(buffer.bytes))
-    reader = Reader([(folder / "data", as_plain(buffer.pieces))])
+    reader = Reader([(folder / "data", buffer.pieces)])
     loading.put_back(objects, result.tree, reader, 7, stage)
 
 
@@ -550,7 +534,7 @@ def test_a_tensor_is_put_together_from_boxes(tmp_path: Path) -> None:
         assert part is not None
         buffer.fill({**{k: p for k, p in parts.items() if index == 0 and p}, "t": part})
         (tmp_path / str(index)).write_bytes(b"".join(buffer.bytes))
-        files.append((tmp_path / str(index), as_plain(buffer.pieces)))
+        files.append((tmp_path / str(index), buffer.pieces))
     reader = Reader(files)
     assert torch.equal(reader.read("t"), full)
     assert reader.read("u").shape == (0, 3)
@@ -569,7 +553,7 @@ def test_each_ranks_own_is_read_where_there_is_one(tmp_path: Path) -> None:
     buffer = StagingBuffer(CPU)
     buffer.fill({"b": whole(torch.tensor(1)), f"b{OWN}2": whole(torch.tensor(2))})
     (tmp_path / "data").write_bytes(b"".join(buffer.bytes))
-    files = [(tmp_path / "data", as_plain(buffer.pieces))]
+    files = [(tmp_path / "data", buffer.pieces)]
     assert [Reader(files, rank).read("b").item() for rank in (0, 2, None)] == [1, 2, 1]
     assert list(Reader(files)) == ["b"]
     assert buffer.pieces[1].offset == 64
@@ -605,8 +589,7 @@ def test_memory_in_blocks_holds_the_same_file(
     }
     one = StagingBuffer(CPU)
     one.fill(parts)
-    monkeypatch.setattr(shards, "LEAST_BLOCK", 64)
-    monkeypatch.setattr(shards, "LARGEST_BLOCK", 256)
+    monkeypatch.setattr(shards, "BLOCK", 256)
     blocks = StagingBuffer(torch.device("cuda"))
     blocks.fill(parts)
     blocks.wait()
@@ -614,7 +597,7 @@ def test_memory_in_blocks_holds_the_same_file(
     readers = []
     for name, buffer in {"one": one, "blocks": blocks}.items():
         (tmp_path / name).write_bytes(b"".join(buffer.bytes))
-        readers.append(Reader([(tmp_path / name, as_plain(buffer.pieces))]))
+        readers.append(Reader([(tmp_path / name, buffer.pieces)]))
     assert all(torch.equal(*(reader.read(name) for reader in readers)) for name in parts)
     assert [len(block) for block in blocks.bytes] == [256, 256, 256, 256, 128]
     assert blocks.is_finite(parts)
@@ -635,27 +618,26 @@ def test_each_batch_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what is easily overlooked -------------------------------------------------------------
 
 
-def test_before_the_first_batch_there_is_no_share() -> None:
-    assert _loader().share is None
+def test_before_the_first_batch_there_is_none() -> None:
+    assert _loader().micro_batch is NO_BATCH
     assert Shard(Numbers(), BatchPlan(4, 0, 1), seed=0, device=CPU).counts
 
 
 class Late(Worker):
-    """A loader worker whose exit code is known only once it has been waited for."""
+    """A loader worker whose exit code is known only a moment later."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.exitcode, self._code = None, code
+        self._codes = iter([None, None])
+        self._code = code
 
-    def join(self) -> None:
-        self.exitcode = self._code
+    @property
+    def exitcode(self) -> int | None:  # type: ignore[override]
+        return next(self._codes, self._code)
 
 
 def test_a_worker_that_has_just_ended_is_waited_for() -> None:
-    worker = Late(-9)
     with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
-        list(worker_death.watched(cast(Any, Batches(RuntimeError(GONE), worker))))
-    worker.close()
+        list(worker_death.watched(cast(Any, Batches(RuntimeError(GONE), Late(-9)))))
 
 
 class Interrupted:
@@ -699,7 +681,7 @@ def test_any_box_of_a_tensor_is_read(tmp_path: Path) -> None:
         assert part is not None
         buffer.fill({"t": part})
         (tmp_path / str(index)).write_bytes(b"".join(buffer.bytes))
-        files.append((tmp_path / str(index), as_plain(buffer.pieces)))
+        files.append((tmp_path / str(index), buffer.pieces))
     boxes = [((0, 0), (2, 3)), ((1, 0), (2, 3)), ((1, 1), (4, 2)), ((4, 2), (2, 1))]
     boxes += [((6, 0), (0, 3)), ((3, 0), (0, 3))]
     for start, size in boxes:
@@ -713,7 +695,7 @@ def _stored(folder: Path) -> Reader:
     buffer = StagingBuffer(CPU)
     buffer.fill({"t": whole(torch.arange(6.0).view(3, 2))})
     (folder / "data").write_bytes(b"".join(buffer.bytes))
-    return Reader([(folder / "data", as_plain(buffer.pieces))])
+    return Reader([(folder / "data", buffer.pieces)])
 
 
 def test_a_data_file_that_is_away_is_waited_for(
@@ -751,7 +733,7 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
         buffer = StagingBuffer(CPU)
         buffer.fill({f"t{index}": whole(torch.tensor(index))})
         (tmp_path / str(index)).write_bytes(b"".join(buffer.bytes))
-        files.append((tmp_path / str(index), as_plain(buffer.pieces)))
+        files.append((tmp_path / str(index), buffer.pieces))
     reader = Reader(files)
     for _ in range(2):
         assert [int(reader.read(f"t{index}")) for index in range(5)] == [0, 1, 2, 3, 4]

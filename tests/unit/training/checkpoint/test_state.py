@@ -16,7 +16,7 @@ from training_fakes import Holds, give_gpus
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint import loading, state
-from hpc_ddp.training.checkpoint.shards import OWN, Reader, StagingBuffer, as_plain
+from hpc_ddp.training.checkpoint.shards import OWN, Reader, StagingBuffer
 from hpc_ddp.training.data.batches import to_device
 from hpc_ddp.training.data.loader import Loader, Shard
 from hpc_ddp.training.data.order import BatchPlan, Position
@@ -81,8 +81,7 @@ def test_the_loader_goes_on_where_it_was() -> None:
     assert len(loader) == 6
     batches = list(loader)
     assert position.samples == 23
-    assert loader.share is not None
-    assert loader.share.ends_epoch
+    assert loader.micro_batch.ends_epoch
     assert list(loader) == []
     position.samples = 8
     assert all(map(torch.equal, loader, batches[2:]))
@@ -171,7 +170,7 @@ def store(folder: Path, objects: dict[str, Any], world_size: int = 1) -> None:
         buffer = StagingBuffer(CPU)
         buffer.fill(state.my_parts(found, ParallelDims(rank, world_size)))
         (folder / f"tensors-{rank}.bin").write_bytes(b"".join(buffer.bytes))
-        torch.save(as_plain(buffer.pieces), folder / f"pieces-{rank}")
+        torch.save(list(map(tuple, buffer.pieces)), folder / f"pieces-{rank}")
     torch.save(found.tree, folder / "tree")
 
 
@@ -408,7 +407,7 @@ def test_each_rank_has_its_buffers_and_others_take_the_first_one_s(
         buffer = StagingBuffer(CPU)
         buffer.fill(state.my_parts(found, ParallelDims(rank, 2)))
         (tmp_path / f"tensors-{rank}.bin").write_bytes(b"".join(buffer.bytes))
-        torch.save(as_plain(buffer.pieces), tmp_path / f"pieces-{rank}")
+        torch.save(list(map(tuple, buffer.pieces)), tmp_path / f"pieces-{rank}")
     files = [
         (path, torch.load(path.with_name(f"pieces-{path.stem[8:]}"), weights_only=True))
         for path in tmp_path.glob("tensors-*")

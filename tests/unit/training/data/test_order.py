@@ -64,7 +64,7 @@ def test_each_sample_is_taken_once_whoever_goes_on(
     position = 0
     for way, world_size, stop in [*attempts, (*last, samples)]:
         mine = cuts(way, world_size, drop_last)
-        walks = [steps(list(cut.shares(samples, position)))[:stop] for cut in mine]
+        walks = [steps(list(cut.micro_batches(samples, position)))[:stop] for cut in mine]
         assert len({len(walk) for walk in walks}) == 1  # all ranks take the same steps
         for step in zip(*walks, strict=True):
             assert len({len(pieces) for pieces in step}) == 1  # and the same micro-batches
@@ -84,7 +84,7 @@ def test_the_last_step_of_an_epoch_is_told(
 ) -> None:
     start = min(start, samples)
     for cut in cuts(way, world_size, drop_last):
-        walk = steps(list(cut.shares(samples, start)))
+        walk = steps(list(cut.micro_batches(samples, start)))
         assert len(walk) == cut.steps(samples - start)
         flags = [{share.ends_epoch for share in pieces} for pieces in walk]
         assert flags == [{i == len(walk) - 1} for i in range(len(walk))]
@@ -97,7 +97,7 @@ def test_weighted_means_add_up_to_the_mean_of_the_global_batch(
     samples: int, way: dict[str, Any], world_size: int
 ) -> None:
     values = torch.randn(samples, dtype=torch.float64)
-    walks = [steps(list(cut.shares(samples, 0))) for cut in cuts(way, world_size)]
+    walks = [steps(list(cut.micro_batches(samples, 0))) for cut in cuts(way, world_size)]
     first = 0
     for step in zip(*walks, strict=True):
         block = values[first : (first := first + step[0][0].total)]
@@ -113,7 +113,7 @@ def test_steps_of_a_global_batch_do_not_depend_on_the_ranks(
 ) -> None:
     def blocks(world_size: int) -> list[list[int]]:
         way = {"batch_size": None, "global_batch_size": size, "accumulate": 2}
-        walks = [steps(list(cut.shares(samples, 0))) for cut in cuts(way, world_size)]
+        walks = [steps(list(cut.micro_batches(samples, 0))) for cut in cuts(way, world_size)]
         return [
             sorted(i for pieces in step for share in pieces if share.weight for i in share.places)
             for step in zip(*walks, strict=True)
@@ -124,12 +124,12 @@ def test_steps_of_a_global_batch_do_not_depend_on_the_ranks(
 
 def test_a_full_batch_weighs_exactly_one() -> None:
     for world_size in range(1, 50):
-        (share,) = BatchPlan(world_size * 7, 0, world_size).shares(world_size * 7, 0)
+        (share,) = BatchPlan(world_size * 7, 0, world_size).micro_batches(world_size * 7, 0)
         assert share.weight == 1.0
 
 
 def test_micro_batches_differ_by_one_sample_at_most() -> None:
-    (*_, tail) = steps(list(BatchPlan(64, 0, 2, accumulate=4).shares(64 + 18, 0)))
+    (*_, tail) = steps(list(BatchPlan(64, 0, 2, accumulate=4).micro_batches(64 + 18, 0)))
     assert [len(share.places) for share in tail] == [5, 4]  # not 8 and a single one
 
 
@@ -157,7 +157,7 @@ def test_a_stream_is_cut_like_a_data_set(
 ) -> None:
     position = Position(samples=min(start, samples))
     for cut in cuts(way, world_size, drop_last):
-        expected = list(cut.shares(samples, position.samples))
+        expected = list(cut.micro_batches(samples, position.samples))
         for dataset in (Numbers(samples), Skipping(samples)):
             walk = list(IterableBatches(dataset, cut, 0, position, list))
             assert [share for share, _ in walk] == expected

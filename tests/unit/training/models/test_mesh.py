@@ -10,7 +10,7 @@ from torch import nn
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint import loading, state
-from hpc_ddp.training.checkpoint.shards import Reader, StagingBuffer, as_plain
+from hpc_ddp.training.checkpoint.shards import Reader, StagingBuffer
 from hpc_ddp.training.models.mesh import ParallelDims
 
 
@@ -86,7 +86,7 @@ def test_stages_make_a_whole_and_a_whole_makes_stages(tmp_path: Any) -> None:
         buffer.fill(state.my_parts(found, ParallelDims(rank, 4, pp=2)))
         path = tmp_path / f"tensors-{rank}"
         path.write_bytes(b"".join(buffer.bytes))
-        files.append((path, as_plain(buffer.pieces)))
+        files.append((path, buffer.pieces))
     tree, reader = state.joined(trees[0], trees[2]), Reader(files)
 
     whole = objects_of(range(4))

@@ -528,7 +528,7 @@ def test_a_process_joins_its_group(
     else:
         assert (values["rank"], values["world_size"]) == (0, 1)
     group: Any = {"backend": "gloo", "timeout": timeout}
-    for item in (group_of_all, group_of_all.another()):
+    for item in (group_of_all, process_group.Control(info, group_of_all.timeout)):
         assert (item.rank, item.world_size, item._group) == (1, 2, group)
     if launched:
         with pytest.raises(UsageError, match="start\\(\\) was called again"):

@@ -1,19 +1,20 @@
-"""Fix the order in which DistributedDataParallel adds gradients up.
-
-DDP packs gradients into buckets, and after the first backward of every process packs them
-anew in the order in which they arrived. A resumed process so takes its first step with the
-first packing, where the undisturbed run had the second, and from three ranks on the same
-numbers added in another order give other bits. The cure is to let every process, the first
-one too, see its "first backward" before training: on a stand-in whose gradients are zero
-and arrive in an order that depends on nothing but the model.
-"""
+"""Kernels and buckets of a model under DistributedDataParallel that resume bit for bit."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+
+def compile_for_resume(model: torch.nn.Module) -> None:
+    """Compile a model in place, so that a resumed process computes with the same kernels."""
+    # Static shapes: a kernel for any shape, made at the epoch's shorter last batch, would take over
+    # from then on. Deterministic: kernels that are chosen by their speed add up in other orders.
+    can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
+    model.compile(dynamic=False, options={"deterministic": True} if can else None)
 
 
 class _StandIn(torch.nn.Module):
@@ -34,6 +35,13 @@ class _StandIn(torch.nn.Module):
 
 def fix_bucket_order(ddp: DistributedDataParallel) -> None:
     """Run one forward and backward of `ddp` that changes nothing but the packing of gradients.
+
+    DDP packs gradients into buckets, and after the first backward of every process packs them
+    anew in the order in which they arrived. A resumed process so takes its first step with the
+    first packing, where the undisturbed run had the second, and from three ranks on the same
+    numbers added in another order give other bits. So every process, the first one too, has its
+    "first backward" before training: on a stand-in whose gradients are zero and arrive in an
+    order that depends on nothing but the model.
 
     All ranks must call it. Leaves parameters, buffers, generators as they are and gradients
     None. Does nothing under ``static_graph``, which would take the stand-in's graph for the
