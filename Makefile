@@ -12,9 +12,9 @@ KEY := $(shell { sed -n '/^\[build/,/^$$/p; /^requires-/p; /^dependencies/,/^]/p
 DEPS := $(CACHE)/deps-$(KEY)$(TORCH:%=-torch-%)
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
-# The tests mostly wait, for Slurm above all: twice as many processes as cores take tests from one
+# The tests mostly wait, for Slurm above all: more processes than cores take tests from one
 # list, each with a cluster of its own.
-PARALLEL := --numprocesses=4 --maxschedchunk=1
+PARALLEL := --numprocesses=5 --maxschedchunk=1
 
 .PHONY: demo test test-slurm test-device test-gpu lint types cluster docs bench test-more soak mutants flakes \
 	device-faults constraints clean size coverage versions version
