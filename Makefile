@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 PARALLEL := --numprocesses=4 --maxschedchunk=1
 
 .PHONY: demo test test-slurm test-device test-gpu lint types cluster docs bench test-more soak mutants flakes \
-	device-faults constraints clean size
+	device-faults constraints clean size coverage versions version
 
 demo: $(VENV)/demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/demo.sh
@@ -86,6 +86,24 @@ device-faults: $(VENV)/ready
 # Which tests fail now and then? Each of tests/unit, cli and ddp N times, half of them under load.
 flakes: $(VENV)/ready
 	@$(TOOL) tools.flakes --count $(or $(N),20) $(if $(TEST),--test "$(TEST)") $(TOOL_WORDS)
+
+# Which lines and branches of hpc_ddp run in the tests, also in the workers and jobs that they start.
+# (Not those of a process that is killed.)
+coverage: export COVERAGE_FILE = $(CURDIR)/.coverage/data
+coverage: $(VENV)/ready
+	@rm -rf .coverage && mkdir .coverage
+	$(BIN)/python -m coverage run -m pytest $(PARALLEL)
+	@$(BIN)/python -m coverage combine --quiet
+	@{ git log -1 --format='%h of %cs'; $(BIN)/python -m coverage report; } > docs/results/coverage.txt
+	@tail -1 docs/results/coverage.txt
+
+# The oldest Python with the oldest torch, and the newest Python: each has an environment of its own.
+versions:
+	$(MAKE) version PYTHON=python3.10 TORCH=2.9 VENV=.venv-torch-2.9-py3.10
+	$(MAKE) version PYTHON=python3.14 VENV=.venv-torch-py3.14
+
+version: $(VENV)/ready
+	$(BIN)/python -m pytest tests/unit tests/cli tests/ddp $(PARALLEL)
 
 # How large the code is, room by room, and how many of its names say nothing.
 size:

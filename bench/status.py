@@ -27,7 +27,8 @@ ROUNDS = 7
 def make(root: Path, number: int) -> None:
     """Make one run: its folders, settings and journal."""
     from hpc_ddp.core.job.spec import JobSpec
-    from hpc_ddp.core.run_folder import RunFolder, link_job
+    from hpc_ddp.core.run_folder import RunFolder
+    from hpc_ddp.core.run_index import link_job
 
     draw = random.Random(number)
     began = 1.75e9 + 3600 * number
@@ -104,7 +105,7 @@ def main() -> None:
             subprocess.run(["ls", "-lR", folder], check=True, capture_output=True)
 
         def first() -> None:
-            (root / ".status.json").unlink(missing_ok=True)
+            (root / f".status-{os.geteuid()}.json").unlink(missing_ok=True)
             ask("status", "--all")
 
         rows = {

@@ -18,6 +18,7 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.options import default_of, key_of
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
@@ -28,6 +29,7 @@ from hpc_ddp.submission import backends
 from hpc_ddp.submission import sweep as launch_sweep
 from hpc_ddp.submission.plan import plan_new
 from hpc_ddp.submission.settings import config
+from hpc_ddp.submission.settings.runs_dir import run_of, runs_root
 
 __all__ = ["Handle", "HpcDdpError", "JobSpec", "Status", "UsageError", "find", "submit"]
 
@@ -111,7 +113,7 @@ class Handle:
         if self._process:
             return self._process.poll() is None
         try:
-            queue = Queue(slurm.queue() if self.job_id else {}, ())
+            queue = Queue(slurm.queue() if self.job_id else {})
         except slurm.NoAnswerError:  # it will come back
             return True
         return bool(describe_work(self._run, queue))
@@ -141,7 +143,7 @@ class Handle:
         True
         """
         files = log_files(self._run, rank, None)
-        return "".join(path.read_text(errors="replace") for path in files)
+        return "".join(map(read_text, files))
 
 
 def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
@@ -182,7 +184,7 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     layer = (_set_fields(spec) if spec else {}) | settings
     sweep = layer.pop("sweep", None)
     merged = config.load(_as_file(layer) | _sweep(sweep), cwd, Path.home())
-    root = config.runs_dir(merged, os.environ)
+    root = runs_root(merged)
     prepared = plan_new(merged, cwd, root).write()
     with contextlib.ExitStack() as stack:
         output = None
@@ -205,7 +207,7 @@ def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
     UsageError
         there is no such run
     """
-    return Handle(config.run_of(os.fspath(run), runs_dir).path)
+    return Handle(run_of(os.fspath(run), runs_dir).path)
 
 
 def _set_fields(spec: JobSpec) -> dict[str, Any]:

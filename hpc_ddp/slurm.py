@@ -438,12 +438,21 @@ LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A line of the queue; `reason` is Slurm's word for why a job waits."""
+    """A line of the queue.
+
+    Attributes
+    ----------
+    reason
+        Slurm's word for why it waits
+    script
+        a real path; ``(null)`` for one that came through a pipe
+    """
 
     state: str
     reason: str
     nodes: str
     time_left: str
+    script: str = ""
 
 
 def queue() -> dict[str, QueuedJob]:
@@ -453,14 +462,17 @@ def queue() -> dict[str, QueuedJob]:
     array's id. When that one has ended, the array would look finished while others still run; so
     the array's id then maps to a task that is live.
     """
-    printed = _run(["squeue", "--me", "--noheader", "--format=%F|%A|%T|%r|%N|%L", "--states=all"])
+    columns = "--format=%F|%A|%T|%r|%N|%L|%Z|%o"
+    printed = _run(["squeue", "--me", "--noheader", columns, "--states=all"])
     jobs: dict[str, QueuedJob] = {}
     live_tasks: dict[str, QueuedJob] = {}
-    for fields in (line.split("|") for line in printed.splitlines()):
-        if len(fields) != 6:
+    for fields in (line.split("|", 7) for line in printed.splitlines()):
+        if len(fields) != 8:
             continue
-        array_id, job_id, state, *details = fields
-        jobs[job_id] = job = QueuedJob(_state(state), *details)
+        array_id, job_id, state, reason, nodes, time_left, folder, script = fields
+        if script != "(null)":
+            script = os.path.realpath(os.path.join(folder, script))
+        jobs[job_id] = job = QueuedJob(_state(state), reason, nodes, time_left, script)
         if job.state in LIVE:
             live_tasks[array_id] = job
     for array_id, job in live_tasks.items():
@@ -474,20 +486,6 @@ OVER = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"),
     *("OUT_OF_MEMORY", "REVOKED"),
 )
-
-
-def queued_scripts() -> set[str]:
-    """Return the scripts of those of my jobs that are not over, whoever has submitted them.
-
-    They are given as real paths; ``(null)`` stands for one that came through a pipe.
-    """
-    printed = _run(["squeue", "--me", "--noheader", "--format=%T|%Z|%o", "--states=all"])
-    rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
-    return {
-        script if script == "(null)" else os.path.realpath(os.path.join(folder, script))
-        for state, folder, script in rows
-        if state not in OVER
-    }
 
 
 @dataclass(frozen=True)

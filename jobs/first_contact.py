@@ -31,7 +31,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import hpc_ddp
-from hpc_ddp.core.run_folder import read_json, write_json
+from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.training import Run, UsageError, devices, start
 
 Details = dict[str, Any]

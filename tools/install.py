@@ -10,6 +10,7 @@ that there is when this runs.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -22,6 +23,16 @@ CONSTRAINTS = REPO / "constraints.txt"
 EXTRAS = ".[test,docs,dev]"
 # How pip's report of a conflict names a line of a constraints file.
 PIN_IN_REPORT = re.compile(r"\(constraint\) ([A-Za-z0-9._-]+)==")
+# A pinned version that has no build for an older Python carries the oldest that it has one for:
+# without it, pip tries all old versions of other packages before it reports the conflict.
+OLDEST = 10  # minor version of Python
+MARKER = re.compile(r' ; python_version >= "3\.(\d+)"$')
+REQUIRED = """
+import json
+from importlib.metadata import distributions
+required = {package.name: package.metadata["Requires-Python"] for package in distributions()}
+print(json.dumps({name: versions or "" for name, versions in required.items()}))
+"""
 NO_ANSWER = re.compile(r"WARNING: Retrying|Could not fetch URL|Connection broken|Max retries")
 
 
@@ -37,22 +48,34 @@ def main(argv: list[str]) -> int:
 def install(env: Path, packages: list[str], pins: list[str]) -> int:
     """Install packages, giving up pins until pip finds versions; return pip's exit code."""
     if not (env / "bin" / "python").exists():
-        venv.create(env, with_pip=True)
+        # Python 3.10 comes with a pip that tries old versions for an hour.
+        venv.create(env, with_pip=True, upgrade_deps=True)
     print(f"installing into {env} (PyTorch takes some minutes; log: {env}.log)", flush=True)
+    newer = [pin for pin in pins if is_for_newer_python(pin, sys.version_info.minor)]
+    pins = leave_out(pins, newer)
     while True:
         code, printed = run_pip(env, packages, pins)
         if code == 0:
             return 0
         unavailable = {normalize(name) for name in PIN_IN_REPORT.findall(printed)}
-        kept = [pin for pin in pins if normalize(pin.partition("==")[0]) not in unavailable]
+        refused = [pin for pin in pins if normalize(pin.partition("==")[0]) in unavailable]
         # An index that does not answer looks like one that has no such version.
-        if len(kept) == len(pins) or NO_ANSWER.search(printed):
+        if not refused or NO_ANSWER.search(printed):
             print(*printed.splitlines()[-20:], sep="\n", file=sys.stderr)
             return code
-        for pin in pins:
-            if pin not in kept:
-                print(f"{pin} can't be had here with the rest: the newest that fits is taken")
-        pins = kept
+        pins = leave_out(pins, refused)
+
+
+def is_for_newer_python(pin: str, minor: int) -> bool:
+    marker = MARKER.search(pin)
+    return marker is not None and int(marker[1]) > minor
+
+
+def leave_out(pins: list[str], refused: list[str]) -> list[str]:
+    """Return the pins without some, each of which is printed."""
+    for pin in refused:
+        print(f"{MARKER.sub('', pin)} can't be had here: the newest version that fits is taken")
+    return [pin for pin in pins if pin not in refused]
 
 
 def run_pip(env: Path, packages: list[str], pins: list[str]) -> tuple[int, str]:
@@ -75,9 +98,29 @@ def renew() -> int:
             return code
         freeze = [str(env / "bin" / "python"), "-m", "pip", "freeze", "--exclude", "hpc-ddp"]
         frozen = subprocess.run(freeze, capture_output=True, text=True, check=True).stdout
+        required = json.loads(
+            subprocess.run(
+                [freeze[0], "-c", REQUIRED], capture_output=True, text=True, check=True
+            ).stdout
+        )
     head = CONSTRAINTS.read_text().partition("\n\n")[0]
-    CONSTRAINTS.write_text(f"{head}\n\n{frozen}")
+    pins = [with_marker(pin, required) for pin in frozen.splitlines()]
+    CONSTRAINTS.write_text("\n".join([head, "", *pins, ""]))
     return 0
+
+
+def with_marker(pin: str, required: dict[str, str]) -> str:
+    """Return a pin with the oldest Python that its version has a build for, if not every one.
+
+    Parameters
+    ----------
+    required
+        Requires-Python of each package, by its name
+    """
+    by_name = {normalize(name): versions for name, versions in required.items()}
+    versions = by_name.get(normalize(pin.partition("==")[0]), "")
+    minor = max([int(minor) for minor in re.findall(r">=\s*3\.(\d+)", versions)], default=0)
+    return f'{pin} ; python_version >= "3.{minor}"' if minor > OLDEST else pin
 
 
 def normalize(name: str) -> str:

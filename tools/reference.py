@@ -7,7 +7,7 @@ it with the declarations.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from pathlib import Path
 
 import click
@@ -51,7 +51,7 @@ def _events() -> Iterator[str]:
     for kind in EVENTS:
         names = [
             f"`{item.name}`" if item.default is MISSING else f"[`{item.name}`]"
-            for item in fields(kind)
+            for item in kind.own_fields()
         ]
         meaning = " ".join((kind.__doc__ or "").split())
         yield f"| `{kind.event}` | {kind.writer} | {', '.join(names)} | {meaning} |\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
@@ -11,10 +12,11 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem, FishComplete, ZshComplete
 
-from hpc_ddp.cli.common import folder_of
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.settings.runs_dir import runs_folder
 
+_PLAIN = re.compile(r"\w[\w.+=,@-]*")
 VARIABLE = "_HPC_DDP_COMPLETE"  # click's name for it: set while a shell asks
 
 
@@ -37,15 +39,19 @@ def teach(command: click.Command) -> click.Command:
 
 
 def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-    """Offer names, then ids, newest first; by listing folders alone, since that is quick."""
+    """Offer names, then ids, newest first; by listing folders alone, since that is quick.
+
+    The shell inserts the text as it is, so only names that hpc-ddp gives are offered: another
+    user's folder may be called like a command.
+    """
     if incomplete.startswith((".", "/", "~")):
         return [CompletionItem(incomplete, type="dir")]
     names: dict[str, str] = {}  # name: its newest id
     ids: dict[str, str] = {}
     with suppress(HpcDdpError, OSError), redirect_stderr(io.StringIO()):
-        for name in os.scandir(folder_of(ctx.params.get("runs_dir"))):
-            if name.is_dir() and not name.name.startswith("."):
-                run_ids = [run.name for run in os.scandir(name) if run.is_dir()]
+        for name in os.scandir(runs_folder(ctx.params.get("runs_dir"))):
+            if name.is_dir() and _PLAIN.fullmatch(name.name):
+                run_ids = [run.name for run in os.scandir(name) if _PLAIN.fullmatch(run.name)]
                 ids |= dict.fromkeys(run_ids, name.name)
                 names |= {name.name: max(run_ids)} if run_ids else {}
     offered = sorted(names, key=lambda name: names[name], reverse=True)

@@ -12,13 +12,14 @@ import click
 
 from hpc_ddp import slurm
 from hpc_ddp.cli import completing
-from hpc_ddp.cli.common import folder_of, folder_option, json_option, run_of, say
+from hpc_ddp.cli.common import folder_option, json_option, say
 from hpc_ddp.core.console.units import byte_count
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.run_folder import find_run
+from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import bundle as report_bundle
 from hpc_ddp.report import clean as report_clean
-from hpc_ddp.submission import attach as launch_attach
+from hpc_ddp.submission import attach_command
+from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder
 
 OLD = "30d"
 
@@ -54,15 +55,15 @@ def clean(
 ) -> None:
     """Delete old runs, or the RUNs that are named, of any age; lists them and asks first.
 
-    A finished run is deleted completely. Of an unfinished one, the checkpoints before the last good
-    one are deleted; all that it needs to go on stays. Queued and live runs are never touched. With
+    A finished run is deleted completely. An unfinished one loses the checkpoints before the last
+    good one; all that it needs to go on stays. Queued and live runs are never touched. With
     --json there is no question: it only lists, unless there is --yes.
     """
     # Without one of the settings it might be another folder, whose runs would be deleted.
-    root = folder_of(runs_dir, is_strict=True)
+    root = runs_folder(runs_dir, is_strict=True)
     named = list(dict.fromkeys(find_run(root, text) for text in runs))
     older_than_s = report_clean.parse_age(older_than or (OLD if not runs else "0h"))
-    deletions = report_clean.plan(root, named, older_than_s, states, checkpoints_only)
+    deletions = report_clean.find_deletions(root, named, older_than_s, states, checkpoints_only)
     if not as_json and deletions:
         click.echo(report_clean.table(deletions))
     elif not deletions:
@@ -116,7 +117,7 @@ def attach(
         )
     words = ["stacks"] if py_spy else ["run", *(command or ("bash",))]
     terminal = not py_spy and sys.stdin.isatty() and sys.stdout.isatty()
-    argv = launch_attach.command(run_of(run, runs_dir), node, rank, words, terminal)
+    argv = attach_command.command(run_of(run, runs_dir), node, rank, words, terminal)
     os.execvpe(argv[0], argv, slurm.clean_env(os.environ))
 
 

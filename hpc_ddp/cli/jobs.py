@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import click
 
-from hpc_ddp.cli.common import root_of, say
-from hpc_ddp.cli.options import (
+from hpc_ddp.cli.common import say
+from hpc_ddp.cli.job_options import (
     Grouped,
     again_options,
     job_options,
@@ -24,23 +24,16 @@ from hpc_ddp.cli.options import (
     settings_of,
 )
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
-from hpc_ddp.core.run_folder import find_run
+from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import tables
 from hpc_ddp.submission import backends
-from hpc_ddp.submission import drill as rehearsal
 from hpc_ddp.submission import preflight as launch_preflight
 from hpc_ddp.submission import sweep as launch_sweep
-from hpc_ddp.submission.plan import (
-    Plan,
-    PreparedRun,
-    bring_back,
-    find_mistakes,
-    plan_continuation,
-    plan_new,
-    plan_rerun,
-    set_aside,
-)
+from hpc_ddp.submission.drill.runs import drill as run_drill
+from hpc_ddp.submission.plan import Plan, PreparedRun, find_mistakes, plan_new
+from hpc_ddp.submission.restart import bring_back, plan_continuation, plan_rerun, set_aside
 from hpc_ddp.submission.settings import config, origin
+from hpc_ddp.submission.settings.runs_dir import runs_root
 
 PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
 
@@ -74,7 +67,7 @@ def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
 
 
 def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
-    """Say where an option of ours stands behind SCRIPT: it is the script's then, silently."""
+    """Warn of an option of ours behind SCRIPT: it goes to the script."""
     names = {n for p in click.get_current_context().command.params for n in p.opts if n[:2] == "--"}
     for word in args:
         name = word.partition("=")[0]
@@ -94,9 +87,9 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Plan, config.Settings
     if settings.recognised:
         say(f"site: {settings.recognised}")
     if run_text is None:
-        plan = plan_new(settings, cwd, root_of(settings))
+        plan = plan_new(settings, cwd, runs_root(settings))
     else:
-        run = find_run(root_of(settings), run_text)
+        run = find_run(runs_root(settings), run_text)
         plan = plan_continuation(run, layer, settings, cwd)
     for text in (*plan.rendering.left_out(), *find_mistakes(plan.spec)):
         say(f"warning: {text}")
@@ -197,10 +190,10 @@ def drill(as_json: bool, steps: int | None, **options: Any) -> None:
     writes, it writes here, too.
     """
     cwd = Path.cwd()
-    # What it kills has to end: a project file may have workers started again within an attempt.
+    # A killed attempt has to end: a project file may restart workers within one.
     forced = {"backend": "local", "max-restarts": 0, "elastic": False}
     settings = config.load(settings_of(options) | forced, cwd, Path.home())
-    report = rehearsal.drill(settings, cwd, root_of(settings), steps, say)
+    report = run_drill(settings, cwd, runs_root(settings), steps, say)
     click.echo(json.dumps(report.to_dict()) if as_json else report.text())
     if not report.ok:
         say(f"its runs: {report.folder}")
@@ -217,25 +210,25 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
 
     Run it inside a salloc. Exit code 1 where a node is not. `submit --preflight` does the same as
     the first thing in a job, and leaves bad nodes out of the next attempt. With --train a tiny
-    model is trained on all GPUs of the allocation, or of this machine, and killed once; a table to
-    be pasted into an issue says what works. Exit code 1 where something does not.
+    model is trained on all GPUs of the allocation, or of this machine, and killed once; a table
+    for an issue shows what works. Exit code 1 where something does not.
     """
     settings = config.load(settings_of(options), Path.cwd(), Path.home())
     if settings.recognised:
         say(f"site: {settings.recognised}")
     if train:
         _first_contact(settings, as_json)
-    event = launch_preflight.look(settings, Path.cwd(), root_of(settings))
+    event = launch_preflight.look(settings, Path.cwd(), runs_root(settings))
     if as_json:
-        click.echo(json.dumps(event))
-    elif event["report"]:
+        click.echo(json.dumps(event.to_line()))
+    elif event.report:
         click.echo(tables.preflight_table(event))
-    sys.exit(not event["ok"])
+    sys.exit(not event.ok)
 
 
 def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
     os.environ[backends.SHOW_DEVICES] = "1"  # unlike a dry run, this one is about them
-    prepared = launch_preflight.first_contact(settings, Path.cwd(), root_of(settings))
+    prepared = launch_preflight.first_contact(settings, Path.cwd(), runs_root(settings))
     say(f"run: {prepared.run.path}; this takes a minute or two")
     code = _foreground(backends.start(prepared, subprocess.DEVNULL))
     table = launch_preflight.table_of(prepared)
@@ -253,8 +246,8 @@ def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
 def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **options: Any) -> None:
     """Run the job of RUN once more, from its beginning and as a new run.
 
-    Script, arguments, options and back-end are as they were, but for what is said here. Of a
-    task of a sweep (SWEEP/task-3) it is that point alone.
+    Script, arguments, options and back-end are as they were, but for the options here. A task
+    of a sweep (SWEEP/task-3) is repeated alone.
     """
     changes: dict[str, str] = {}
     for text in sets:
@@ -267,7 +260,7 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
         changes[name] = value
     layer, cwd = settings_of(options), Path.cwd()
     settings = config.load(layer, cwd, Path.home())
-    root = root_of(settings)
+    root = runs_root(settings)
     old = find_run(root, run)
     plan = plan_rerun(old, changes, layer, settings, cwd, root, same_code)
     _start(plan.write(), as_json)

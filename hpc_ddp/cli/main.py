@@ -21,11 +21,9 @@ COMMANDS = {
     **dict.fromkeys(
         ("submit", "sweep", "render", "dry-run", "drill", "preflight", "rerun"), "jobs"
     ),
-    **dict.fromkeys(("status", "explain", "logs", "verify", "cancel"), "runs"),
+    **dict.fromkeys(("status", "explain", "logs", "verify", "cancel", "report"), "runs"),
     **dict.fromkeys(("attach", "bundle", "clean", "completion"), "handy"),
-    "report": "report",
-    "site": "site",
-    "trust": "trust",
+    **dict.fromkeys(("site", "trust"), "site"),
 }
 
 

@@ -1,16 +1,18 @@
-"""Site files: detect, list, show."""
+"""Settings files: detect, list, show those of sites; trust those of others."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from hpc_ddp.cli.common import say
 from hpc_ddp.submission.settings import config, operators, sites
-from hpc_ddp.submission.site_detect import infer, probe
+from hpc_ddp.submission.settings import trust as settings_trust
+from hpc_ddp.submission.site_detect import cluster, infer
 
 
 @click.group()
@@ -35,7 +37,7 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
     shipped = sites.shipped_keys(name)
     if shipped:
         say(f"{name} is known (hpc-ddp site show {name}): its keys are left out here")
-    description = infer.describe(probe.probe(os.environ), shipped)
+    description = infer.describe(cluster.probe(os.environ), shipped)
     text = description.to_toml(time.strftime("%Y-%m-%d"))
     if only_print:
         click.echo(text, nl=False)
@@ -68,3 +70,16 @@ def _chosen(home: Path) -> str | None:
     recognised = sites.recognised(home, os.environ)
     named: str | None = config.load({}, Path.cwd(), home).get("site")
     return named or (recognised[0] if recognised else None)
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=Path)
+def trust(paths: Sequence[Path]) -> None:
+    """Accept settings files or templates of another user, as they are now.
+
+    Read them first: they decide what your jobs run. A file that changes afterwards, or gets another
+    owner, is refused again. The list is ~/.config/hpc-ddp/trusted.json.
+    """
+    for path in paths:
+        settings_trust.accept(path)
+        click.echo(path.absolute())

@@ -100,7 +100,7 @@ def _pci_vendor(device: Path) -> str:
 
 
 def carries(torch: Any, backend: str, kind: str) -> bool:
-    """Tell whether a backend sends tensors of a type of device, as far as torch knows of it."""
+    """Whether a backend sends tensors of a type of device, as far as torch knows of it."""
     return kind in torch.distributed.Backend.backend_capability.get(backend, [kind])
 
 

@@ -41,7 +41,7 @@ class AttemptEnv:
     restarts, cpus
         how often Slurm has requeued the job; CPUs of the smallest node
     node_index
-        this node's place among `nodes`, where Slurm does not tell; None elsewhere
+        this node's place among `nodes`, where Slurm does not set it; None elsewhere
     """
 
     run: str = ""

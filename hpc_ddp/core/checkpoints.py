@@ -30,8 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.console.progress import ProgressBar
-from hpc_ddp.core.journal.events import Fresh
-from hpc_ddp.core.run_folder import RunFolder, read_json
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.journal.events import CheckpointSaved, Fresh
+from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.run_folder import RunFolder
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of what is in the files; another one can't be read
@@ -72,7 +74,7 @@ def verify(
 ) -> str | None:
     """Return why a checkpoint can't be trusted, or None when every byte is as it was written.
 
-    An I/O error counts as a reason; `find_damage` tells it from damage.
+    An I/O error counts as a reason; `find_damage` raises it.
     """
     try:
         return find_damage(folder, rank, world_size, read)
@@ -193,9 +195,10 @@ def lost(run: RunFolder) -> list[str]:
     if bad:
         return [f"{name}: it was found damaged by an earlier attempt" for name in bad]
     events = run.events()
-    first = ([0] + [e["first_attempt"] for e in events if e["event"] == "fresh"])[-1]
-    saved = [e for e in events if e["event"] == "checkpoint" and e["attempt"] >= first]
-    return [f"step-{saved[-1]['step']}: it was saved, and is gone"] if saved else []
+    fresh, saved = last_event(events, Fresh), last_event(events, CheckpointSaved)
+    if saved is None or (fresh and saved.attempt < fresh.first_attempt):
+        return []
+    return [f"step-{saved.step}: it was saved, and is gone"]
 
 
 def fresh_command(run: RunFolder) -> str:

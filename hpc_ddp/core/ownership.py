@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import ROOT, check_links
 from hpc_ddp.core.run_folder import RunFolder
-
-ROOT = 0
 
 
 def file_fault(file: os.stat_result, folder: os.stat_result, uid: int) -> str:
@@ -63,9 +62,9 @@ def _is_private(gid: int, uid: int) -> bool:
 def _is_shared(gid: int, uid: int) -> bool:
     """Return whether it is the primary group of another user: a group does not list those.
 
-    Only all accounts tell. A directory such as LDAP may take seconds for them, so they are asked
-    for once, and for a namesake's group alone; many show local accounts only. That is accepted: who
-    gives a user another one's group as the primary one has root, and `gr_mem` is read in any case.
+    All accounts have to be read. A directory such as LDAP may take seconds for them, so they are
+    read once, and for a namesake's group alone; many show local accounts only. That is accepted:
+    only root gives a user another one's group as the primary one, and `gr_mem` is read in any case.
     """
     return any(user.pw_gid == gid and user.pw_uid != uid for user in pwd.getpwall())
 
@@ -94,7 +93,9 @@ def run_fault(status: os.stat_result, uid: int) -> str:
 def check_folder(run: RunFolder) -> None:
     """Refuse to make or continue a run where another user could put a folder in its place.
 
-    The folder of the runs, and the one of the run's name in it, are looked at; not those above.
+    The folder of the runs, and the one of the run's name in it, are looked at; of those above,
+    whether one is a link of another user. In a project's folder the group may rename what is
+    above: so the batch script looks again at the owner of what it executes.
 
     Raises
     ------
@@ -103,7 +104,14 @@ def check_folder(run: RunFolder) -> None:
     """
     uid = os.geteuid()
     for folder, owners in ((run.whole.parent, (uid,)), (run.root, (uid, ROOT))):
-        status = folder.stat()
+        try:
+            check_links(folder)
+            status = folder.stat()
+        except OSError as error:
+            raise UsageError(
+                f"runs are not made in {folder}: {error.filename}: {error.strerror}",
+                hint="--runs-dir, or export HPC_DDP_RUNS=/a/folder/of/yours",
+            ) from None
         is_sticky = status.st_mode & stat.S_ISVTX
         if status.st_uid not in owners:
             fault = f"belongs to {user_name(status.st_uid)}"
@@ -121,8 +129,8 @@ def check_folder(run: RunFolder) -> None:
 
 
 def check_executable(run: RunFolder) -> None:
-    """Refuse a run of which nothing may be started, nor any process or job be signalled by what it
-    says; everything may be read.
+    """Refuse a run of which nothing may be started, nor any process or job be signalled by its
+    files; everything may be read.
 
     Raises
     ------

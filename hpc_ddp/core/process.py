@@ -1,4 +1,4 @@
-"""Whether a process that somebody wrote down still runs, and how one is asked where it stands."""
+"""Whether a recorded process still runs, and the signal on which a worker shows its stacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def identity(pid: int | None = None) -> dict[str, Any]:
 
 
 def is_live(info: dict[str, Any]) -> bool:
-    """Tell whether the process with this identity still runs; unknown on another host: no."""
+    """Whether the process with this identity still runs; False on another host."""
     pid = info.get("pid")
     if info.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False
@@ -38,7 +38,7 @@ def recorded(path: Path) -> int | None:
     """Return the id of the process that a worker's pid file names; None when it is gone.
 
     The file has the id and when the process began: the id may be another process's by now, of
-    another job of the user, say. It is not there, or empty, while the worker starts.
+    another job of the user. The file is missing or empty while the worker starts.
     """
     try:
         pid, began = path.read_text().split()

@@ -3,7 +3,7 @@
 ::
 
     <runs>/<name>/<run id>/
-        job.json job.sbatch          what was asked for, and the script that runs
+        job.json job.sbatch          the job, and the script that runs
         code/<n>/                    the snapshot of the n-th submit
         lib/hpc_ddp/                 the node-side part of hpc-ddp, so that no upgrade and no
                                      environment on the nodes can get in between
@@ -19,28 +19,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import glob
 import json
 import math
-import os
-import re
 import secrets
 import shutil
-import stat
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.core.journal.journal import Event, Journal, is_finished, node_seconds, read_events
-
-_RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
+from hpc_ddp.core.journal.journal import Journal, is_finished, node_seconds, read_events
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ class NodeFolder:
 
     @property
     def failures(self) -> Path:
-        """Which workers failed, as torchrun has told the supervisor; or why there are none."""
+        """The failed workers, by torchrun's report to the supervisor; or why there are none."""
         return self.path / f"failures{self._task}.json"
 
     @property
@@ -276,21 +269,21 @@ class RunFolder:
     def journal(self, writer: str, attempt: int = 0) -> Journal:
         return Journal(self.journal_folder, writer, attempt)
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[JournalEvent]:
         return read_events(self.journal_folder)
 
-    def job_ids(self, events: Sequence[Event]) -> list[str]:
+    def job_ids(self, events: Sequence[JournalEvent]) -> list[str]:
         """Return all job ids of the run, oldest first, a chain's waiting link included.
 
-        `events` is its journal, which whoever asks has read already, or reads for this.
+        `events` is the run's journal.
         """
-        ids = [event["job_id"] for event in events if event.get("job_id")]
+        ids = [event.job_id for event in events if isinstance(event, (Queued, Started))]
         ids += [read_json(a.path / "next.json").get("job_id") for a in self.attempts()]
         ids += read_json(self.early_links).values()
         return list(dict.fromkeys(id for id in ids if id and isinstance(id, str)))
 
     def finished(self) -> bool:
-        """Tell whether the run has reached its end, so that there is nothing to go on with."""
+        """Whether the run has reached its end, so that there is nothing to go on with."""
         return is_finished(self.events())
 
     def gpu_hours(self, gpus_per_node: int, now: float | None = None) -> float:
@@ -319,14 +312,14 @@ class RunFolder:
     def claim_attempt(
         self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
     ) -> AttemptFolder:
-        """Take the next attempt's number for the caller, whoever else tries at the same time.
+        """Take the next attempt's number for the caller; safe against others at the same time.
 
         Parameters
         ----------
         info
-            who the caller is; kept in ``attempt.json``
+            the caller's identity; kept in ``attempt.json``
         is_live
-            tells from such an `info` whether that attempt still runs
+            whether the attempt with such an `info` still runs
 
         Raises
         ------
@@ -346,7 +339,7 @@ class RunFolder:
                 return attempt
 
     def _create(self, attempt: AttemptFolder, info: dict[str, Any]) -> bool:
-        """Put the attempt's folder in place in one step; False when somebody was faster."""
+        """Put the attempt's folder in place in one step; False when another process was faster."""
         self.logs.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
         (draft / "attempt.json").write_text(json.dumps(info))
@@ -364,7 +357,7 @@ class RunFolder:
         return True
 
     def is_newest(self, attempt: int) -> bool:
-        """Tell whether no later attempt has started: only then may this one change the run."""
+        """Whether no later attempt has started: only then may this one change the run."""
         # By listing the folder: a look-up of a missing name may be answered from an NFS cache.
         return all(later.number <= attempt for later in self.attempts())
 
@@ -377,164 +370,3 @@ def _describe(attempt: AttemptFolder) -> str:
     info = attempt.info
     process = f"job {info['job_id']}" if info.get("job_id") else f"process {info.get('pid')}"
     return f"attempt {attempt.number}, {process} on {info.get('host')}"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an absent, torn or foreign one reads as empty."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-@contextlib.contextmanager
-def written_by_owner() -> Iterator[None]:
-    """Let nobody but the owner write what is made meanwhile, also with the umask 002 of a project's
-    group: an owner may open a run to be read, and what is in it is executed and believed.
-
-    Not for a whole process: a job gets the umask of who submits it, and so do the files of its
-    script.
-    """
-    umask = os.umask(0o022)
-    os.umask(umask | 0o022)
-    try:
-        yield
-    finally:
-        os.umask(umask)
-
-
-def close_to_others(top: Path) -> None:
-    """Let nobody but the owner write what is there: a copy has its original's mode, whatever the
-    umask."""
-    for path in (top, *top.rglob("*")):
-        mode = path.lstat().st_mode
-        if not stat.S_ISLNK(mode) and mode & 0o022:
-            path.chmod(stat.S_IMODE(mode) & ~0o022)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file so that a reader sees all of it or none."""
-    write_whole(path, json.dumps(value, indent=1) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file by a draft and a rename; a link that lies there is replaced, and not followed.
-
-    The draft has a random name and is new: others may write to the folder.
-    """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with open(draft, "x", encoding="utf-8") as file:  # x: it follows no link
-            file.write(text)
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-
-
-def read_word(path: Path) -> str:
-    """Return what a `notice` or `failed` file holds, '' when it is empty or can't be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def read_seconds(path: Path) -> float | None:
-    """Return the number that a file like `end-time` holds, None where there is none."""
-    try:
-        return float(read_word(path))
-    except ValueError:
-        return None
-
-
-def read_tail(path: Path, size: int) -> str:
-    """Return the last `size` bytes of a log, without torch's and our own mark of the rank in
-    front of its lines; '' when it can't be read."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - size))
-            text = file.read(size).decode(errors="replace")
-    except (OSError, ValueError):
-        return ""
-    return _RANK_MARK.sub("", text)
-
-
-def link_job(job_id: str, run: RunFolder) -> None:
-    """Note below ``<runs>/.jobs`` which run a job id belongs to, so that a look-up is one step.
-
-    The job does as well without the note, so a disk that takes none is reported, and no error.
-    """
-    index = run.root / ".jobs"
-    try:
-        index.mkdir(parents=True, exist_ok=True)
-        link = index / job_id
-        link.unlink(missing_ok=True)
-        link.symlink_to(os.path.relpath(run.path, index))
-    except OSError as error:
-        say(f"job {job_id} can't be found by its id: {error}")
-
-
-def find_run(root: Path, text: str) -> RunFolder:
-    """Return the run that a person means: a folder, a run id, a run's name (newest), a job id.
-
-    A folder in the working directory comes first, whichever user made it. It is read as data;
-    `ownership.check_executable` keeps what is in it from being started.
-
-    Raises
-    ------
-    UsageError
-        there is no such run
-    """
-    candidates = [Path(text).absolute()] if text else []
-    if text and not set(text) & {"/", "\0"}:
-        name = glob.escape(text)
-        job, _, task = text.partition("_")  # as Slurm names a task of an array
-        linked = [root / ".jobs" / job / f"task-{task}", root / ".jobs" / text]
-        candidates += [
-            *(path for path in linked if _has_job(path, job)),
-            *_newest(root.glob(f"[!.]*/{name}")),  # a plain start's are all called `local`
-        ]
-        # One that was only rendered means less than one that somebody has started.
-        named = _newest(root.glob(f"{name}/*"))
-        candidates += sorted(named, key=lambda run: not any(run.glob("journal/*.jsonl")))
-    if re.fullmatch(r"[^/\0]+/task-\d+", text):  # an id, as `hpc-ddp status` shows it
-        candidates += root.glob(f"[!.]*/{glob.escape(text)}")
-    for path in candidates:
-        if "\0" not in text and (path / "job.json").is_file():
-            return RunFolder(path.resolve())
-    raise UsageError(
-        f"no run {text!r}: not a run folder, and no run id, run name or job id in {root}",
-        hint="list the runs with `hpc-ddp status`",
-    )
-
-
-def _has_job(path: Path, job_id: str) -> bool:
-    """Return whether the run behind a link of ``.jobs`` had this job: others may write links."""
-    if not (path / "job.json").is_file():
-        return False
-    run = RunFolder(path.resolve())
-    runs = {run.path: run, run.whole: RunFolder(run.whole)}.values()
-    return any(job_id in part.job_ids(part.events()) for part in runs)
-
-
-def all_runs(root: Path) -> list[RunFolder]:
-    """Return the runs below `root`, newest first."""
-    paths = (path.parent for path in root.glob("[!.]*/*/job.json"))
-    return [RunFolder(path) for path in _newest(paths)]
-
-
-def _newest(runs: Iterable[Path]) -> list[Path]:
-    return sorted(runs, key=_begun, reverse=True)
-
-
-def _begun(run: Path) -> tuple[str, float, str]:
-    """Return what sorts runs by when they began: their id has it, or else their job.json."""
-    if re.match(r"\d{8}-\d{6}-", run.name):
-        return run.name[:15], 0.0, run.name
-    try:
-        when = (run / "job.json").stat().st_mtime
-    except OSError:
-        return "", 0.0, run.name
-    return time.strftime("%Y%m%d-%H%M%S", time.localtime(when)), when, run.name

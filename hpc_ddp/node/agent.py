@@ -36,8 +36,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from hpc_ddp.core.retry import patiently
-from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, read_word, write_json
+from hpc_ddp.core.file_io import patiently, read_word, write_json
+from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder
 from hpc_ddp.node.supervisor import Place, split
 from hpc_ddp.node.worker import die_with_parent, started_by
 

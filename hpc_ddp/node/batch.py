@@ -26,12 +26,12 @@ from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.file_io import patiently, read_seconds
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.events import Started, VerdictGiven
-from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.journal.events import JournalEvent, Started, Submitted, VerdictGiven
 from hpc_ddp.core.journal.vocabulary import Action, Cause, NoticeSource
-from hpc_ddp.core.retry import patiently
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, link_job, read_seconds
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_index import link_job
 from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.outcome import requeue
 from hpc_ddp.node.outcome.requeue import ask
@@ -374,18 +374,19 @@ def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
     return 0.0 if spec.budget_gpu_hours is None else run.gpu_hours(spec.gpus_in_use)
 
 
-def _since_submit(events: list[Event]) -> list[Event]:
+def _since_submit(events: list[JournalEvent]) -> list[JournalEvent]:
     """Drop what lies before the newest submit: mended code has its budgets anew.
 
     By attempt and not by time, since the login node's clock is another one.
     """
     first = _first_attempt(events)
-    return [event for event in events if event["attempt"] >= first]
+    return [event for event in events if event.attempt >= first]
 
 
-def _first_attempt(events: list[Event]) -> int:
+def _first_attempt(events: list[JournalEvent]) -> int:
     """Return the number of the attempt that the newest submit began."""
-    return max((e.get("first_attempt", 0) for e in events if e["event"] == "submitted"), default=0)
+    submits = [event for event in events if isinstance(event, Submitted)]
+    return max((submit.first_attempt for submit in submits), default=0)
 
 
 def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict) -> None:

@@ -33,9 +33,10 @@ from hpc_ddp.core.attempt_env import AttemptEnv, variable
 from hpc_ddp.core.checkpoints import published, read_manifest
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_word
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import PreflightEnded
-from hpc_ddp.core.run_folder import RunFolder, read_word
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.checks import MARK, holds
 
 # How long a stage may take after the last node that has come to it, in seconds. All but the import

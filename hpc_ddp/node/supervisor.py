@@ -29,19 +29,11 @@ from typing import Any
 
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, write_json
 from hpc_ddp.core.journal.events import FabricChosen, NoticeGiven
 from hpc_ddp.core.journal.vocabulary import NoticeSource
 from hpc_ddp.core.process import signal_recorded
-from hpc_ddp.core.retry import patiently
-from hpc_ddp.core.run_folder import (
-    AttemptFolder,
-    NodeFolder,
-    RunFolder,
-    read_json,
-    read_seconds,
-    read_word,
-    write_json,
-)
+from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, RunFolder
 from hpc_ddp.node.log_offsets import Growth
 from hpc_ddp.node.net import fabric as fabrics
 from hpc_ddp.node.net.network import LOOPBACK, interface_to, reach

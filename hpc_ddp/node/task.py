@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.attempt_env import AttemptEnv
-from hpc_ddp.core.run_folder import NodeFolder, read_json
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.run_folder import NodeFolder
 from hpc_ddp.node.supervisor import Supervisor, expand, supervise
 from hpc_ddp.node.worker import started_by
 

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from hpc_ddp import __version__, slurm
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_io import open_data, read_text
 from hpc_ddp.core.job.checks import SECRET_NAME
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
@@ -104,7 +105,7 @@ def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
         the archive exists already, or the run's job.json is broken
     """
     top = RunFolder(run.whole)
-    redaction = Redaction(JobSpec.from_json(top.job_json.read_text()), os.environ)
+    redaction = Redaction(JobSpec.from_json(read_text(top.job_json)), os.environ)
     names = (*JOB_FILES, *FOLDERS)
     omissions = [f"{path.name} (by rule)" for path in top.path.iterdir() if path.name not in names]
     entries: list[str] = []
@@ -144,7 +145,11 @@ def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str
             omissions.append(f"{name} (no text)")
             continue
         limit = TOTAL_BYTES if path.suffix == ".jsonl" else LOG_BYTES
-        text, is_cut = _tail(path, limit)
+        try:
+            text, is_cut = _tail(path, limit)
+        except OSError as error:
+            omissions.append(f"{name} ({error.strerror})")
+            continue
         yield name, text, f" (its last {limit >> 20} MiB)" if is_cut else ""
 
 
@@ -159,8 +164,8 @@ def _files(run: RunFolder) -> Iterator[Path]:
 def _tail(path: Path, limit: int) -> tuple[str, bool]:
     """Return the end of a file, and whether it has a beginning. A line that is cut is dropped: the
     name by which its value is a secret may be gone."""
-    with open(path, "rb") as file:
-        start = max(0, path.stat().st_size - limit)
+    with open_data(path) as file:
+        start = max(0, os.fstat(file.fileno()).st_size - limit)
         file.seek(start)
         text = file.read(limit).decode(errors="replace")
     return (text.partition("\n")[2] if start else text), bool(start)
@@ -172,7 +177,7 @@ def _versions(run: RunFolder) -> str:
     except HpcDdpError as error:
         slurm_version = str(error)
     package = run.lib / "hpc_ddp" / "__init__.py"
-    in_run = re.search(r'__version__ = "(.*)"', package.read_text() if package.is_file() else "")
+    in_run = re.search(r'__version__ = "(.*)"', read_text(package) if package.is_file() else "")
     return (
         f"hpc-ddp here: {__version__}\nhpc-ddp in the run: {in_run[1] if in_run else 'unknown'}\n"
         f"Slurm: {slurm_version}\nPython here: {platform.python_version()}\n"

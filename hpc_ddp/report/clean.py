@@ -20,8 +20,10 @@ from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.units import byte_count, duration, plural
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.run_folder import RunFolder, all_runs
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.report.status.state import Queue, RunState, describe_work, read_queue
 from hpc_ddp.report.tables import columns
@@ -98,7 +100,7 @@ def parse_age(text: str) -> float:
     return int(match[1]) * {"h": 3600.0, "d": 86400.0, "w": 604800.0}[match[2]]
 
 
-def plan(
+def find_deletions(
     root: Path,
     named: Sequence[RunFolder],
     older_than_s: float,
@@ -185,7 +187,7 @@ def _check_deletable(run: RunFolder, root: Path, queue: Queue | None) -> None:
 def _is_from_hpc_ddp(run: RunFolder) -> bool:
     """Whether hpc-ddp has made a folder with a job.json."""
     try:
-        JobSpec.from_json(run.job_json.read_text())
+        JobSpec.from_json(read_text(run.job_json))
     except (HpcDdpError, OSError, ValueError):
         return False
     return run.journal_folder.is_dir() or (run.lib / "hpc_ddp").is_dir()

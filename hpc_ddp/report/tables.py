@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpc_ddp.core.checkpoints import Health
+from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.console.units import byte_count, duration, speed
-from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.journal.events import PreflightEnded
 
 CHECKPOINT_COLUMNS = ("checkpoint", "saved", "size", "ranks", "health")
 # fmt: off
@@ -20,7 +21,7 @@ PREFLIGHT_COLUMNS = (
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return rows below a header, in aligned columns; None is shown as ``-``."""
-    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [["-" if cell is None else printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -40,9 +41,9 @@ def _checkpoint_cells(row: Health) -> tuple[Any, ...]:
     return row.name, f"{duration(row.age_s)} ago", size, row.world_size, row.problem or good
 
 
-def preflight_table(event: Event) -> str:
+def preflight_table(event: PreflightEnded) -> str:
     """Return one line per node of an event `preflight`."""
-    rows = [_preflight_cells(node, report) for node, report in event["report"].items()]
+    rows = [_preflight_cells(node, report) for node, report in event.report.items()]
     return columns(PREFLIGHT_COLUMNS, rows)
 
 

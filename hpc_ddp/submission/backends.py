@@ -17,9 +17,10 @@ from hpc_ddp import slurm
 from hpc_ddp.core.accelerators import hiding_env
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_io import written_by_owner
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.journal.events import Queued, Submitted
-from hpc_ddp.core.run_folder import link_job, written_by_owner
+from hpc_ddp.core.run_index import link_job
 from hpc_ddp.submission.plan import Plan, PreparedRun
 from hpc_ddp.submission.script import template
 from hpc_ddp.submission.script.render import job_env, node_command, step_options
@@ -57,7 +58,7 @@ class Backend(Protocol):
         ...
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
-        """Start the run. What a process in the foreground prints goes to `output`.
+        """Start the run; a process in the foreground prints to `output`.
 
         Raises
         ------
@@ -138,11 +139,10 @@ class LocalBackend(SlurmBackend):
 class SubmititBackend(SlurmBackend):
     """submitit's submission file and its task: one per node, our supervisor as its function.
 
-    What our batch script does before and after srun goes into submitit's set-up and tear-down
-    lines. Its own time-out and requeue path never fires: the supervisor takes the signals. Its
-    task looks for a pickle that is named for the job. A link of that name is made by the job
-    itself, so that the same file serves each job of a chain, each task of an array, and a
-    person's `sbatch`.
+    The lines of our batch script before and after srun go into submitit's set-up and tear-down. Its
+    own time-out and requeue path never fires: the supervisor takes the signals. Its task looks for
+    a pickle that is named for the job. A link of that name is made by the job itself, so that the
+    same file serves each job of a chain, each task of an array, and a person's `sbatch`.
     """
 
     def script(self, plan: Plan) -> str:
@@ -233,7 +233,7 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     journal = run.journal("submit")
     try:
         render(prepared)
-        run.cancelled.unlink(missing_ok=True)  # whoever starts it wants it to run
+        run.cancelled.unlink(missing_ok=True)  # a start ends an earlier cancel
         submitted = Submitted(len(run.attempts()), spec.backend, spec.script)
         started = BACKENDS[spec.backend].start(prepared, output)
     except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
@@ -249,6 +249,14 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
         if task.index in indexes and not task.finished():
             task.journal("submit").write(Submitted(len(task.attempts())))
     if started.job_id:
-        journal.write(Queued(started.job_id))
+        journal.write(Queued(started.job_id, _cluster_name()))
         link_job(started.job_id, run)
     return started
+
+
+def _cluster_name() -> str | None:
+    """Return the name of the cluster that has the job: others may see the same disk."""
+    try:
+        return slurm.show_config().get("ClusterName")
+    except HpcDdpError:  # the job is queued: nothing may fail the submit any more
+        return None

@@ -12,7 +12,8 @@ from typing import Any
 
 from hpc_ddp.core.accelerators import VENDORS, device_files, visible
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.core.journal.journal import Event, last_event
+from hpc_ddp.core.journal.events import PreflightEnded
+from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.submission.plan import PreparedRun, plan_new
 from hpc_ddp.submission.resources import PACKAGE, folder
 from hpc_ddp.submission.settings.config import Settings
@@ -21,7 +22,7 @@ TEMPLATE = "preflight.sh.j2"
 NAME = "preflight"
 
 
-def look(settings: Settings, cwd: Path, root: Path) -> Event:
+def look(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
     """Look at all nodes of this allocation; return the event `preflight`.
 
     The run's folder, in which the nodes look whether they share a disk, is taken away again.
@@ -47,7 +48,7 @@ def look(settings: Settings, cwd: Path, root: Path) -> Event:
         spec = replace(prepared.spec, template=str(folder("templates") / TEMPLATE))
         run.script.write_text(replace(prepared, spec=spec).rendering.whole())
         code = subprocess.run(["bash", str(run.script)], stdout=sys.stderr).returncode
-        event = last_event(run.events(), "preflight")
+        event = last_event(run.events(), PreflightEnded)
     finally:
         prepared.discard()
         with contextlib.suppress(OSError):

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.run_folder import RunFolder, close_to_others
+from hpc_ddp.core.file_io import close_to_others
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.resources import PACKAGE
-from hpc_ddp.submission.settings.fabrics import for_auto
+from hpc_ddp.submission.settings.fabric_profiles import for_auto
 
 LIMIT_BYTES = 50 * 10**6
 LIMIT_FILES = 20_000

@@ -24,7 +24,8 @@ def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
     Raises
     ------
     UsageError
-        there is no parameter, or one is said twice or without a value, or there are too many points
+        there is no parameter, or one is given twice or without a value, or there are too many
+        points
     """
     if not sets:
         raise UsageError("a sweep without a parameter is no sweep", hint=_HINT)

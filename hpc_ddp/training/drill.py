@@ -13,7 +13,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.journal.events import ANY_RANK, JournalEvent
+from hpc_ddp.core.journal.events import DrillRecord
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.training.checkpoint.shards import memory_of
 from hpc_ddp.training.checkpoint.state import unwrap
@@ -156,37 +155,6 @@ class DrilledRun(Run):
             },
         )
         self._records.write(record)
-
-
-@dataclass(frozen=True)
-class DrillRecord(JournalEvent):
-    """Digests of one rank's state at one moment, in a journal of the drill's own.
-
-    Attributes
-    ----------
-    at
-        the moment: ``start``, ``step``, ``epoch`` or ``end``
-    used
-        digests of what the optimizers have read in the step
-    state
-        digests of the tracked objects and generators
-    values
-        of `Run.step`
-    sizes
-        sums of the absolute values of gradients and weights
-    """
-
-    event = "record"
-    writer = ANY_RANK
-    rank: int
-    at: str
-    step: int
-    epoch: int
-    samples: int
-    used: Mapping[str, str]
-    state: Mapping[str, str]
-    values: Mapping[str, Any]
-    sizes: Mapping[str, float]
 
 
 class OptimizerSteps:

@@ -13,9 +13,9 @@ from pathlib import Path
 import click
 import pytest
 
+from hpc_ddp.cli.job_options import OTHERS, group_of
 from hpc_ddp.cli.main import COMMANDS
 from hpc_ddp.cli.main import main as cli
-from hpc_ddp.cli.options import OTHERS, group_of
 
 REPO = Path(__file__).parents[2]
 Cli = Callable[..., subprocess.CompletedProcess[str]]

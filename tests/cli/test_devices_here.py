@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core.accelerators import VENDORS, hiding_env
-from hpc_ddp.core.run_folder import RunFolder, all_runs
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs
 from tests.devices import ROOT, device_env, reports_of
+from tests.raw_events import raw_events
 from tests.skips import needs_stand_in
 
 DIGITS = str(ROOT / "jobs" / "digits.py")
@@ -48,7 +50,7 @@ def test_a_dry_run_on_shown_devices_measures_and_trains(tmp_path: Path) -> None:
     words = ("--preflight", "--nodes", "2", "--gpus-per-node", "1", DIGITS, "--epochs", "1")
     run, printed = _play(tmp_path / "runs", "dry-run", *words)
     assert "test accuracy" in printed
-    (preflight,) = [event for event in run.events() if event["event"] == "preflight"]
+    (preflight,) = [event for event in raw_events(run.path) if event["event"] == "preflight"]
     for node in preflight["report"].values():
         assert (node["device"], node["devices"]) == ("sim", 4)
         assert min(node["send_mb_s"], node["all_reduce_mb_s"]) > 0

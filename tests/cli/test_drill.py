@@ -22,8 +22,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def drill(root: Path, *words: str) -> Done:
-    # A plain script is disturbed half-way by the clock: its own work has to be the longest part.
-    env = {**os.environ, **device_env(), "HPC_DDP_RUNS": str(root / "runs"), "TICKS": "15"}
+    env = {**os.environ, **device_env(), "HPC_DDP_RUNS": str(root / "runs")}
     argv = [sys.executable, "-m", "hpc_ddp", "drill", *words]
     root.mkdir(exist_ok=True)
     return subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True)
@@ -31,7 +30,6 @@ def drill(root: Path, *words: str) -> Done:
 
 CASES = {
     "right": (*LEAN, str(JOBS / "linear_regression.py"), "--epochs", "2"),
-    "plain": (str(REPO / "tests" / "slurm" / "scripts" / "plain.py"),),
     **{p.stem: ("--json", *LEAN, str(p)) for p in sorted(BROKEN.glob("*.py"))},
 }
 
@@ -49,14 +47,6 @@ def test_a_script_that_resumes_right(tmp_path: Path) -> None:
     assert "past step-" in done.stdout
     assert "DIFFERS" not in done.stdout
     assert not list(runs.glob(".drills/*"))  # nothing to look at
-
-
-@pytest.mark.more
-def test_a_script_without_anything_of_ours(tmp_path: Path) -> None:
-    done, _ = drill_case("plain", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "only survival and the end could be compared" in done.stdout
-    assert "it starts from its beginning each time" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -113,6 +103,10 @@ def test_what_can_not_be_drilled_is_said(tmp_path: Path) -> None:
         "error: the script fails undisturbed: rank 0 on local-0: ValueError: no data" in done.stderr
     )
     assert "| ValueError: no data here" in done.stderr
+    (tmp_path / "other.py").write_text("print('nothing of hpc-ddp')\n")
+    done = drill(tmp_path, "other.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "other.py has not called start() of hpc_ddp.training" in done.stderr
 
 
 KILLS_ITSELF = {"first_contact.py"}

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.journal.goodput import account
-from hpc_ddp.core.run_folder import RunFolder, all_runs
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs
 from tests.devices import DEVICE, device_env
 from tests.frames import frames_of_ours
+from tests.raw_events import raw_events
 from tests.waiting import LIMIT_S, pid_in, wait_until
 
 REPO = Path(__file__).parents[2]
@@ -55,7 +57,7 @@ class DryRun:
     def events(self, name: str, attempt: int | None = None) -> list[dict[str, object]]:
         if not all_runs(self.root):
             return []
-        found = [event for event in self.run.events() if event["event"] == name]
+        found = [event for event in raw_events(self.run.path) if event["event"] == name]
         return [event for event in found if attempt in (None, event["attempt"])]
 
     def end(self) -> int:
@@ -92,7 +94,7 @@ def test_stopped_politely_it_goes_on_at_the_next_step(tmp_path: Path) -> None:
     assert second.events("first_step", 1)[0]["step"] == int(str(stopped)) + 1
     assert "Traceback" not in second.printed()
     assert second.printed().count("hpc-ddp: goodput ") == 2  # as it stopped, and at the end
-    times = [event["time"] for event in first.run.events()]
+    times = [event.time for event in first.run.events()]
     seconds = account(first.run.events())
     assert sum(seconds.values()) == pytest.approx(max(times) - min(times), rel=0.01)
     zero = {"running", "redone"}  # a polite stop has nothing done again
@@ -276,5 +278,4 @@ def test_status_and_logs_of_a_run(tmp_path: Path) -> None:
     assert head.startswith("--- attempt 0 began ")
     assert end.endswith(": finished")
     assert lines[-1] == "all ranks | done".replace("all ranks", "all ranks".ljust(14))
-    assert "a word" in ask("logs", "words", "--grep", "argv")
     assert ask("logs", "-f", job.run.id, "--rank", "1").endswith("done\n")

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.run_folder import RunFolder, all_runs
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs
 from hpc_ddp.node.batch import task_of
 from hpc_ddp.report.explain.explain import explain_run
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.submission import plan
-from hpc_ddp.submission.plan import PreparedRun, with_values
+from hpc_ddp.submission import plan, restart
+from hpc_ddp.submission.plan import PreparedRun
+from hpc_ddp.submission.restart import with_values
 from hpc_ddp.submission.settings import config
 from tests.waiting import LIMIT_S
 
@@ -86,7 +88,7 @@ def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Prep
     def make(run: RunFolder, same_code: bool = False, **changes: str) -> PreparedRun:
         settings = config.load({}, tmp_path, tmp_path)
         root = tmp_path / "runs"
-        return plan.plan_rerun(run, changes, {}, settings, tmp_path, root, same_code).write()
+        return restart.plan_rerun(run, changes, {}, settings, tmp_path, root, same_code).write()
 
     return make
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
 
-from hpc_ddp.core.journal.journal import Event
 from hpc_ddp.core.run_folder import RunFolder
 from tests.devices import DEVICE, device_env, reports_of, skip_unless_fitting
+from tests.raw_events import raw_events
 from tests.waiting import LIMIT_S, is_pending, wait_until
 
 HERE = Path(__file__).parent
@@ -163,8 +163,8 @@ class Crew:
         assert not any(codes), launch.output()
         return launch.output()
 
-    def events(self, *names: str) -> list[Event]:
-        return [event for event in self.run.events() if event["event"] in names]
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        return [event for event in raw_events(self.run.path) if event["event"] in names]
 
 
 def crews_of(zygote: Zygote, folder: Path) -> Iterator[Callable[[str], Crew]]:

@@ -1,5 +1,6 @@
 """A script that makes one of the mistakes that people make."""
 
+import multiprocessing
 import sys
 from typing import Any
 
@@ -19,6 +20,12 @@ if case == "stages":  # the optimizer on one stage only
     stage = run.wrap(nn.Linear(4, 4))
     own = torch.optim.SGD(stage.parameters(), lr=0.1)
     run.track(**({"model": stage, "optimizer": own} if run.rank else {"model": stage}))
+if case == "child":  # Python 3.14 starts processes so, if nothing else is set
+    start()
+    process = multiprocessing.get_context("spawn").Process(target=print)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
 HALF = {"half shard": "fp16"}
 if case == "options":
     start(keep_last=2.5)  # type: ignore[arg-type]

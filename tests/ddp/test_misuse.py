@@ -111,3 +111,11 @@ def test_backends(crew: Any, backend: str, code: int, words: str) -> None:
     assert launch.wait() == [code], launch.output()
     assert words in launch.output()
     assert "Traceback" not in launch.output()
+
+
+def test_a_script_without_a_main_block_does_not_start_twice(crew: Any) -> None:
+    """A process that multiprocessing starts anew runs such a script from its top."""
+    launch = crew.launch(1, "child", script="misuse.py")
+    assert launch.wait() != [0]
+    assert "start() was called by a process that multiprocessing has started" in launch.output()
+    assert 'if __name__ == "__main__"' in launch.output()

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core import process
-from hpc_ddp.core.run_folder import RunFolder, read_json
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.process import run_directory
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
+from tests.raw_events import raw_events
 from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -45,10 +47,10 @@ def start(where: Path, job: str, ranks: int, *argv: str) -> subprocess.Popen[str
 def test_digits_stops_and_goes_on_under_torchrun(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "digits" / "local")
     first = start(tmp_path, "digits.py", 2, "--step-seconds", "0.1")
-    wait_until(lambda: any(e["event"] == "metrics" for e in run.events()), "a step")
+    wait_until(lambda: any(e["event"] == "metrics" for e in raw_events(run.path)), "a step")
     first.send_signal(signal.SIGTERM)  # to the agent, which passes it on and then fails
     first.communicate(timeout=LIMIT_S)
-    (stopped,) = [event for event in run.events() if event["event"] == "stopped"]
+    (stopped,) = [event for event in raw_events(run.path) if event["event"] == "stopped"]
     assert not run.finished()
 
     second = start(tmp_path, "digits.py", 2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core.journal.events import StepTiming
 from hpc_ddp.core.journal.stragglers import Slow, slow_rank
 
 
@@ -14,7 +15,8 @@ def measure(crew: Any, ranks: int, *words: str) -> tuple[list[Any], list[Slow]]:
     """Return the `ranks` events, and who was named at any time: a busy machine is slow as well."""
     crew.go(ranks, *words, script="uneven.py")
     events: list[Any] = crew.events("ranks")
-    found = [slow_rank(events[:end]) for end in range(len(events) + 1)]
+    timings = [event for event in crew.run.events() if isinstance(event, StepTiming)]
+    found = [slow_rank(timings[:end]) for end in range(len(timings) + 1)]
     return events, [slow for slow in found if slow]
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cluster import Cluster, ClusterError
 from cluster_machine import Process
@@ -15,9 +16,9 @@ from faults import KINDS, LANES, Fault, Lane
 from harness import Job
 
 from hpc_ddp.core.checkpoints import published
-from hpc_ddp.core.journal.journal import Event
 from hpc_ddp.core.process import recorded
 from hpc_ddp.core.run_folder import AttemptFolder
+from tests.raw_events import raw_events
 
 STEPPING_S = 5.0  # a run whose last metrics are older than this takes no steps
 SHOW_S = 10.0  # for how long a fault without notice keeps GraceTime at 0
@@ -76,14 +77,14 @@ class Lot:
 
     def steps(self) -> bool:
         """Tell whether the run takes steps at this very moment."""
-        events = self.job.run.events()
+        events = raw_events(self.job.run.path)
         return bool(events) and any(
             e["event"] == "metrics" and e["time"] > time.time() - STEPPING_S for e in events[-20:]
         )
 
     def stuck(self) -> bool:
         """Tell whether a failure now would be the second one without a checkpoint in between."""
-        events = self.job.run.events()
+        events = raw_events(self.job.run.path)
         verdicts = [e for e in events if e["event"] == "verdict"]
         if not verdicts or verdicts[-1].get("progress"):
             return False
@@ -363,13 +364,13 @@ def outcome(noted: Noted, until: float) -> str:
     """Say what followed a fault in the journals of the runs that it hit, up to a time."""
     told = []
     for lot, attempt in noted.hit:
-        events = [e for e in lot.job.run.events() if noted.time <= e["time"] < until]
+        events = [e for e in raw_events(lot.job.run.path) if noted.time <= e["time"] < until]
         events = [e for e in events if e["attempt"] >= attempt]
         told.append(f"{lot.name}: {', '.join(_told(events, attempt)) or 'went on'}")
     return "; ".join(told)
 
 
-def _told(events: list[Event], attempt: int) -> Iterator[str]:
+def _told(events: list[dict[str, Any]], attempt: int) -> Iterator[str]:
     """Pick what matters of a run's events; attempts that ended without a verdict are named."""
     judged = {e["attempt"] for e in events if e["event"] == "verdict"}
     failed = sum(e["event"] == "save_failed" for e in events)

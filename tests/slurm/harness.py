@@ -17,10 +17,10 @@ from cluster import Cluster
 from cluster_build import Proctrack
 
 from hpc_ddp.core.checkpoints import candidates
-from hpc_ddp.core.journal.journal import Event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint.restorer import open_checkpoint
 from tests.frames import frames_of_ours
+from tests.raw_events import raw_events
 from tests.waiting import pid_in, wait_until
 
 REPO = Path(__file__).parents[2]
@@ -47,11 +47,11 @@ class Job:
     id: str
     run: RunFolder
 
-    def events(self, name: str, attempt: int | None = None) -> list[Event]:
-        found = [event for event in self.run.events() if event["event"] == name]
+    def events(self, name: str, attempt: int | None = None) -> list[dict[str, Any]]:
+        found = [event for event in raw_events(self.run.path) if event["event"] == name]
         return [event for event in found if attempt in (None, event["attempt"])]
 
-    def event(self, name: str, attempt: int = 0) -> Event:
+    def event(self, name: str, attempt: int = 0) -> dict[str, Any]:
         """Wait for an attempt's event, and return it."""
         self.until(lambda: bool(self.events(name, attempt)), f"event {name} of attempt {attempt}")
         return self.events(name, attempt)[-1]

@@ -25,6 +25,7 @@ from harness import DIGITS, Hpc, Job, same_weights
 from hpc_ddp.core.checkpoints import candidates, step_of, verify
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.run_folder import RunFolder
+from tests.raw_events import raw_events
 
 MINUTES = float(os.environ.get("HPC_DDP_FAULT_MINUTES", "30"))
 SEED = int(os.environ.get("HPC_DDP_FAULT_SEED", "1"))
@@ -207,7 +208,7 @@ class Soak:
         """Return the result in Markdown."""
         faults = Counter(n.fault.kind for n in self.player.noted if not n.missed)
         missed = Counter(n.fault.kind for n in self.player.noted if n.missed)
-        events = {lot.name: lot.job.run.events() for lot in self.runs}
+        events = {lot.name: raw_events(lot.job.run.path) for lot in self.runs}
         verdicts = Counter(
             (e["cause"], e["action"])
             for found in events.values()
@@ -216,8 +217,8 @@ class Soak:
         )
         attempts = sum(len(lot.job.run.attempts()) for lot in self.runs)
         parts = Counter[str]()
-        for found in events.values():
-            parts.update(goodput.account(found))
+        for lot in self.runs:
+            parts.update(goodput.account(lot.job.run.events()))
         nodes = {lot.name: LANES[lot.lane].nodes for lot in self.runs}
         rows = [
             (
@@ -280,7 +281,7 @@ class Soak:
         """Check that each attempt went on from the newest checkpoint but for the ones damaged."""
         saved: list[tuple[float, int]] = []
         for attempt in lot.job.run.attempts():
-            here = [e for e in lot.job.run.events() if e["attempt"] == attempt.number]
+            here = [e for e in raw_events(lot.job.run.path) if e["attempt"] == attempt.number]
             began = min((e["time"] for e in here if e["event"] == "started"), default=0.0)
             restored = next((e for e in here if e["event"] == "restored"), None)
             first = next((e["step"] for e in here if e["event"] == "first_step"), None)

@@ -260,16 +260,19 @@ def test_a_submit_is_given_up_after_a_while(slurm_commands: Slurm, clock: Clock)
 @pytest.mark.parametrize(
     ("rows", "states"),
     [
-        ("5|5|RUNNING|None|n1|9:00\n", {"5": "RUNNING"}),
+        ("5|5|RUNNING|None|n1|9:00|/w|a\n", {"5": "RUNNING"}),
         # An array's own id is that of its last task. While others run, it stands for one of them.
         (
-            "5|6|RUNNING|None|n1|9:00\n5|5|COMPLETED|None|n2|0:00\n",
+            "5|6|RUNNING|None|n1|9:00|/w|a\n5|5|COMPLETED|None|n2|0:00|/w|a\n",
             {"6": "RUNNING", "5": "RUNNING"},
         ),
-        ("5|6|COMPLETED|None|n1|9:00\n5|5|PENDING|None||\n", {"6": "COMPLETED", "5": "PENDING"}),
-        ("5|6|RUNNING|None|n1|9:00\n", {"6": "RUNNING", "5": "RUNNING"}),
-        ("5|6|COMPLETED|None|n1|0:00\n", {"6": "COMPLETED"}),
-        ("5|5|SIGNALING|None|n1|9:00\nnot|ours\n", {"5": "RUNNING"}),
+        (
+            "5|6|COMPLETED|None|n1|9:00|/w|a\n5|5|PENDING|None|||/w|a\n",
+            {"6": "COMPLETED", "5": "PENDING"},
+        ),
+        ("5|6|RUNNING|None|n1|9:00|/w|a\n", {"6": "RUNNING", "5": "RUNNING"}),
+        ("5|6|COMPLETED|None|n1|0:00|/w|a\n", {"6": "COMPLETED"}),
+        ("5|5|SIGNALING|None|n1|9:00|/w|a\nnot|ours\n", {"5": "RUNNING"}),
     ],
 )
 def test_an_array_lives_as_long_as_one_of_its_tasks(
@@ -279,17 +282,18 @@ def test_an_array_lives_as_long_as_one_of_its_tasks(
     assert {id: job.state for id, job in slurm.queue().items()} == states
 
 
-def test_a_line_of_the_queue(slurm_commands: Slurm) -> None:
-    slurm_commands.answer("squeue", "5|5|PENDING|Priority|n[1-2]|1:00\n")
-    assert slurm.queue() == {"5": QueuedJob("PENDING", "Priority", "n[1-2]", "1:00")}
-
-
-def test_scripts_that_anybody_has_queued(slurm_commands: Slurm, tmp_path: Path) -> None:
+def test_lines_of_the_queue(slurm_commands: Slurm, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
-    over = "".join(f"{state}|/w|/over\n" for state in slurm.OVER)
-    live = f"RUNNING|{tmp_path}/link|job.sh\nPENDING|/w|/a|b\nPREEMPTED|/w|(null)\ntorn|\n"
-    slurm_commands.answer("squeue", over + live)
-    assert slurm.queued_scripts() == {f"{tmp_path}/job.sh", "/a|b", "(null)"}
+    rows = (
+        f"5|5|PENDING|Priority|n[1-2]|1:00|{tmp_path}/link|job.sh\n"
+        "6|6|RUNNING|None|n1|2:00|/w|/a|b\n7|7|PREEMPTED|None||2:00|/w|(null)\ntorn|\n"
+    )
+    slurm_commands.answer("squeue", rows)
+    assert slurm.queue() == {
+        "5": QueuedJob("PENDING", "Priority", "n[1-2]", "1:00", f"{tmp_path}/job.sh"),
+        "6": QueuedJob("RUNNING", "None", "n1", "2:00", "/a|b"),
+        "7": QueuedJob("PREEMPTED", "None", "", "2:00", "(null)"),
+    }
 
 
 @pytest.mark.parametrize(

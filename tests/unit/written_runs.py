@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.run_folder import RunFolder, link_job
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import link_job
 from hpc_ddp.report.explain.explain import explain
 from hpc_ddp.report.explain.explanation import Explanation
 from hpc_ddp.report.explain.facts import gather

@@ -1,6 +1,6 @@
 """A line of progress for what takes more than a second: on a terminal, and nowhere else.
 
-Standard library only, so that whoever does the work can show it, on whichever side.
+Standard library only: the login node and the workers show it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import suppress
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Return a text without the control characters by which it could change the terminal."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def say(text: str) -> None:
@@ -13,7 +21,7 @@ def say(text: str) -> None:
     The job's output may lie on a disk that is full. A line that stays in Python's buffer would
     then turn the exit code of the process into 120, so it is written past the buffer.
     """
-    line = f"hpc-ddp: {text}\n"
+    line = f"hpc-ddp: {printable(text)}\n"
     with suppress(OSError, ValueError, AttributeError):  # closed, or there is none
         try:
             descriptor = sys.stderr.fileno()

@@ -8,7 +8,7 @@ from hpc_ddp.core.errors import UsageError
 
 # The signals by which the workers may get a notice. hpc_ddp.training understands each.
 SIGNALS = ("TERM", "INT", "USR1", "USR2")
-# Of an array: a site's MaxArraySize is mostly 1,001, and never above 4,000,001.
+# The largest array; a site's MaxArraySize is mostly 1,001, and never above 4,000,001.
 MOST_TASKS = 100_000
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")

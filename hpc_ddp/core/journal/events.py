@@ -1,14 +1,18 @@
 """The events of a run's journal: one record for each, with its writer, fields and units.
 
 The table of ``docs/reference.md`` is made from them. An optional field that is None is not written.
+Reading is lenient, since a line may be another version's or damaged: see `parse_event`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from typing import Any, ClassVar
 
+from hpc_ddp.core.journal.fields import checked, read_fields, to_number
 from hpc_ddp.core.journal.vocabulary import Action, Cause, StopReason
 
 LOGIN_NODE, BATCH_SCRIPT, SUPERVISOR = "login node", "batch script", "supervisor"
@@ -17,19 +21,37 @@ RANK_0, ANY_RANK = "rank 0", "any rank"
 
 @dataclass(frozen=True)
 class JournalEvent:
-    """An event; `time` (unix seconds) and `attempt` are added when it is written."""
+    """An event; the journal sets `time` (unix seconds) and `attempt` when it writes the event."""
 
     event: ClassVar[str]
     writer: ClassVar[str]
+    time: float = field(default=0.0, kw_only=True)
+    attempt: int = field(default=0, kw_only=True)
+
+    @classmethod
+    @cache  # read for each line of a journal
+    def own_fields(cls) -> tuple[Field[Any], ...]:
+        """Return the fields of this kind of event, without those that all events have."""
+        return tuple(field for field in fields(cls) if field.name not in ("time", "attempt"))
 
     def to_fields(self) -> dict[str, Any]:
-        """Return the fields as JSON values, without optional ones that are None."""
-        values = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
+        """Return the event's own fields as JSON values, without optional ones that are None."""
+        entries = {declared: getattr(self, declared.name) for declared in self.own_fields()}
         return {
-            name: value
-            for name, (value, default) in values.items()
-            if value is not None or default is not None
+            declared.name: entry
+            for declared, entry in entries.items()
+            if entry is not None or declared.default is not None
         }
+
+    def to_line(self) -> dict[str, Any]:
+        """Return the event as a line of the journal."""
+        head = {"time": self.time, "event": self.event, "attempt": self.attempt}
+        return {**head, **self.to_fields()}
+
+    @classmethod
+    def read_fields(cls, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the record; raises ValueError for a damaged field."""
+        return read_fields(cls.own_fields(), line)
 
 
 @dataclass(frozen=True)
@@ -45,11 +67,12 @@ class Submitted(JournalEvent):
 
 @dataclass(frozen=True)
 class Queued(JournalEvent):
-    """Slurm has taken the job."""
+    """Slurm has taken the job; the `cluster` is absent where Slurm did not name it."""
 
     event = "queued"
     writer = LOGIN_NODE
     job_id: str
+    cluster: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +115,12 @@ class Started(JournalEvent):
     shell: Mapping[str, Any] | None = None
     backend: str | None = None
     pid: int | None = None
-    began: float | None = None
+    began: str | None = None
+
+    @property
+    def process(self) -> dict[str, Any]:
+        """The identity of a local run's process, as `hpc_ddp.core.process.is_live` takes it."""
+        return {"host": self.host, "pid": self.pid, "began": self.began}
 
 
 @dataclass(frozen=True)
@@ -181,8 +209,29 @@ class MetricsLine(JournalEvent):
     writer = RANK_0
     values: Mapping[str, Any]
 
+    @property
+    def step(self) -> int:
+        return int(self.values.get("step", 0))
+
+    @property
+    def total_steps(self) -> int | None:
+        total = self.number("total_steps")
+        return None if total is None else int(total)
+
+    def number(self, name: str) -> float | None:
+        """Return a value of this name; None without one, and for anything but a number."""
+        return to_number(self.values.get(name))
+
     def to_fields(self) -> dict[str, Any]:
         return {**self.values}
+
+    @classmethod
+    def read_fields(cls, line: Mapping[str, Any]) -> dict[str, Any]:
+        values = {name: entry for name, entry in line.items() if name not in _HEAD}
+        for name in ("step", "total_steps"):
+            if values.get(name) is not None:
+                checked(values[name], "int")
+        return {"values": values}
 
 
 @dataclass(frozen=True)
@@ -275,4 +324,69 @@ class VerdictGiven(JournalEvent):
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class DrillRecord(JournalEvent):
+    """In the journal of a drill: digests of a rank's state at one moment (`at` is ``start``,
+    ``step``, ``epoch`` or ``end``), by kind and name, and the exact values of `run.step`."""
+
+    event = "record"
+    writer = ANY_RANK
+    rank: int
+    at: str
+    step: int
+    epoch: int
+    samples: int
+    used: Mapping[str, str]
+    state: Mapping[str, str]
+    values: Mapping[str, Any]
+    sizes: Mapping[str, Any]
+
+
 EVENTS: tuple[type[JournalEvent], ...] = tuple(JournalEvent.__subclasses__())
+_WITH_STEP = (
+    CheckpointRestored,
+    TrainingBegun,
+    FirstStep,
+    MetricsLine,
+    StepTiming,
+    CheckpointSaved,
+    SaveFailed,
+    Stopped,
+    Finished,
+    RankFailed,
+    VerdictGiven,
+)
+
+
+def step_of(event: JournalEvent | None) -> int | None:
+    """Return the step of an event; None where it has none."""
+    return event.step if isinstance(event, _WITH_STEP) else None
+
+
+# --- reading -------------------------------------------------------------------------------
+
+_BY_NAME = {kind.event: kind for kind in EVENTS}
+_HEAD = ("time", "event", "attempt")
+
+
+def parse_event(line: bytes | str) -> JournalEvent | None:
+    """Return the event of a line; None for a damaged line, and for an unknown kind of event."""
+    try:
+        return event_of(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+
+
+def event_of(line: Any) -> JournalEvent | None:
+    """Return the event of a line's JSON value; None for an unknown kind of event.
+
+    Raises
+    ------
+    ValueError
+        a field has a value of another type than the record's
+    """
+    kind = _BY_NAME.get(str(line.get("event"))) if isinstance(line, dict) else None
+    if kind is None:
+        return None
+    time, attempt = checked(line.get("time"), "float"), checked(line.get("attempt"), "int")
+    return kind(**kind.read_fields(line), time=time, attempt=attempt)

@@ -1,6 +1,6 @@
 """Where the time of a run went, from its journal.
 
-The wall time, from the first submit to the end or to now, is cut at what the journal tells, in
+The wall time, from the first submit to the end or to now, is cut at the events of the journal, in
 order, and each piece is given to one part. So the parts add up to it, whatever is missing.
 """
 
@@ -11,7 +11,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hpc_ddp.core.console.units import duration
-from hpc_ddp.core.journal.journal import FROM_LOGIN_NODE, Event
+from hpc_ddp.core.journal.events import (
+    RANK_0,
+    CheckpointRestored,
+    CheckpointSaved,
+    Finished,
+    FirstStep,
+    JournalEvent,
+    MetricsLine,
+    Stopped,
+    Submitted,
+    TrainingBegun,
+    VerdictGiven,
+    WorkerStarted,
+    step_of,
+)
+from hpc_ddp.core.journal.journal import by_attempt, by_start, last_event
 
 PARTS = {
     "training": "steps, and what the script does between them, less the following two",
@@ -34,25 +49,29 @@ class Interval(NamedTuple):
     part: str
 
 
-_OURS = ("worker", "restored", "training", "first_step")
-_MARKS = ("first_step", "metrics", "stopped", "finished")  # written as their step ends
+_MARKS = (FirstStep, MetricsLine, Stopped, Finished)  # written as their step ends
 
 
 def account(
-    events: Sequence[Event], now: float | None = None, waits: bool = False
+    events: Sequence[JournalEvent], now: float | None = None, waits: bool = False
 ) -> dict[str, float]:
     """Return the seconds that a run has spent in each of `PARTS`, over all its attempts.
 
     The parameters are those of `pieces`.
     """
+    return seconds_of(pieces(events, now, waits))
+
+
+def seconds_of(intervals: Iterable[Interval]) -> dict[str, float]:
+    """Return the seconds of each of `PARTS` in some pieces of the wall time."""
     seconds = dict.fromkeys(PARTS, 0.0)
-    for piece in pieces(events, now, waits):
-        seconds[piece.part] += piece.end - piece.begin
+    for interval in intervals:
+        seconds[interval.part] += interval.end - interval.begin
     return seconds
 
 
 def pieces(
-    events: Sequence[Event], now: float | None = None, waits: bool = False
+    events: Sequence[JournalEvent], now: float | None = None, waits: bool = False
 ) -> list[Interval]:
     """Cut a run's wall time into pieces of one part each, in order and without gaps.
 
@@ -63,7 +82,7 @@ def pieces(
     now
         unix time of the end, for a run that still goes on; None: its last event
     waits
-        it goes on, but is not at work now: a node was lost, say, and nobody told the journal
+        it goes on, but is not at work now, though its journal has no end: its node was lost, say
 
     Notes
     -----
@@ -74,22 +93,18 @@ def pieces(
     """
     if not events:
         return []
-    attempts: dict[int, list[Event]] = {}
-    for event in events:
-        if event["event"] not in FROM_LOGIN_NODE:
-            attempts.setdefault(event["attempt"], []).append(event)
+    attempts = by_attempt(events)
     # A task of an array has none of its own, unless it was submitted again alone.
-    begun = [e for e in events if e["event"] == "submitted" and not e.get("first_attempt")]
-    submitted = [event["time"] for event in begun]
-    times = [e["time"] for e in events]
+    submitted = [e.time for e in events if isinstance(e, Submitted) and not e.first_attempt]
+    times = [e.time for e in events]
     begin = min(submitted or [*times, *(_began(attempt) for attempt in attempts.values())])
     clock = _Clock(begin, max(times) if now is None else now)
-    ours = any(e["event"] in _OURS for e in events)
+    ours = any(event.writer == RANK_0 for event in events)
     highest = 0.0
     for number, attempt in attempts.items():
         live = now is not None and not waits and number == max(attempts)
         if ours:
-            starts = _starts(attempt)
+            starts = by_start(attempt)
             for start in starts:
                 clock.until(_began(start), "queued" if start is starts[0] else "lost")
                 _follow(clock, start, highest, live and start is starts[-1])
@@ -104,7 +119,7 @@ def pieces(
 def share(seconds: dict[str, float]) -> float | None:
     """Return the goodput: training for the first time, of all time not spent queued, 0 to 1.
 
-    None where nothing has started, or the script does not tell when it trains.
+    None where nothing has started, or the script does not report its training.
     """
     wall = sum(seconds.values()) - seconds["queued"]
     return seconds["training"] / wall if wall > 0 and not seconds["running"] else None
@@ -135,52 +150,43 @@ class _Clock:
             self.at = when
 
 
-def _starts(attempt: list[Event]) -> list[list[Event]]:
-    """Cut an attempt at each restart of its workers (``--max-restarts``)."""
-    begins = [i for i, event in enumerate(attempt) if event["event"] == "worker"][1:]
-    return [attempt[a:b] for a, b in zip([0, *begins], [*begins, len(attempt)], strict=True)]
-
-
-def _follow(clock: _Clock, events: list[Event], highest: float, live: bool) -> None:
+def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
     """Give the time up to the end of one start of the workers to its parts."""
-    last = {event["event"]: event for event in events}
-    worker, restored = last.get("worker", {}), last.get("restored")
-    clock.until(worker.get("began"), "starting")
-    clock.until(worker.get("called"), "importing")
-    if restored:
-        clock.until(restored["time"] - (restored.get("restore_s") or 0.0), "starting")
-        clock.until(restored["time"], "restoring")
+    if worker := last_event(events, WorkerStarted):
+        clock.until(worker.began, "starting")
+        clock.until(worker.called, "importing")
+    if restored := last_event(events, CheckpointRestored):
+        clock.until(restored.time - restored.restore_s, "starting")
+        clock.until(restored.time, "restoring")
     end = _end(events, live)
-    entered = last.get("training") or last.get("first_step")
-    if entered:
-        clock.until(entered["time"], "starting")
-        _train(clock, events, highest, end == math.inf)
+    is_live = end == math.inf
+    if entered := last_event(events, TrainingBegun) or last_event(events, FirstStep):
+        clock.until(entered.time, "starting")
+        _train(clock, events, highest, is_live)
     else:
-        clock.until(
-            _end([e for e in events if e["event"] != "verdict"], end == math.inf), "starting"
-        )
+        signs_of_life = [event for event in events if not isinstance(event, VerdictGiven)]
+        clock.until(_end(signs_of_life, is_live), "starting")
     clock.until(end, "lost")
 
 
-def _train(clock: _Clock, events: list[Event], highest: float, live: bool) -> None:
+def _train(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
     """Give the time up to an attempt's last sign of progress to its parts."""
     begin = clock.at
-    saves = [event for event in events if event["event"] == "checkpoint"]
-    marks = [event for event in events if event["event"] in _MARKS]
-    entered = [event for event in events if event["event"] == "training"]
+    saves = [event for event in events if isinstance(event, CheckpointSaved)]
+    marks = [event for event in events if isinstance(event, _MARKS)]
+    entered = [event for event in events if isinstance(event, TrainingBegun)]
     passed = _passed(begin, list(_steps([*entered, *marks])), highest)
-    has_ended = not live or (marks and marks[-1]["event"] in ("stopped", "finished"))
-    end = max((e["time"] for e in (*marks, *saves)), default=begin) if has_ended else math.inf
+    has_ended = not live or (marks and isinstance(marks[-1], (Stopped, Finished)))
+    end = max((event.time for event in (*marks, *saves)), default=begin) if has_ended else math.inf
 
     def work(until: float) -> None:
         clock.until(min(until, passed), "redone")
         clock.until(until, "training")
 
     for save in saves:
-        stall_s = save.get("stall_s") or 0.0
         # The event comes when all is durable; the stall was at the beginning of that.
-        work(save["time"] - max(stall_s, save.get("write_s") or 0.0))
-        clock.until(min(clock.at + stall_s, end), "saving")
+        work(save.time - max(save.stall_s, save.write_s))
+        clock.until(min(clock.at + save.stall_s, end), "saving")
     work(end)
 
 
@@ -197,19 +203,22 @@ def _passed(begin: float, steps: list[tuple[float, float]], highest: float) -> f
     return math.inf
 
 
-def _steps(events: Iterable[Event]) -> Iterator[tuple[float, float]]:
+def _steps(events: Iterable[JournalEvent]) -> Iterator[tuple[float, float]]:
     """Yield the time and step of the events that have one."""
-    return ((e["time"], e["step"]) for e in events if isinstance(e.get("step"), (int, float)))
+    for event in events:
+        step = step_of(event)
+        if step is not None:
+            yield event.time, step
 
 
-def _began(events: list[Event]) -> float:
+def _began(events: list[JournalEvent]) -> float:
     """Return when an attempt began. Without a launcher the worker is there before its events."""
-    workers = (event.get("began") for event in events if event["event"] == "worker")
-    times: list[float] = [events[0]["time"], *(began for began in workers if began is not None)]
-    return min(times)
+    workers = [event for event in events if isinstance(event, WorkerStarted)]
+    return min([events[0].time, *(worker.began for worker in workers if worker.began is not None)])
 
 
-def _end(events: list[Event], live: bool) -> float:
+def _end(events: list[JournalEvent], live: bool) -> float:
     """Return when an attempt ended: with its last event; infinity while it goes on."""
-    on = live and all(event["event"] != "verdict" for event in events)
-    return math.inf if on else max((event["time"] for event in events), default=-math.inf)
+    if live and last_event(events, VerdictGiven) is None:
+        return math.inf
+    return max((event.time for event in events), default=-math.inf)

@@ -7,31 +7,37 @@ merges them by attempt, then time (clocks differ between hosts, attempts don't o
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
-import math
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TypeVar
 
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.journal.events import JournalEvent
-from hpc_ddp.core.retry import patiently
+from hpc_ddp.core.file_io import patiently, read_lines
+from hpc_ddp.core.journal.events import (
+    LOGIN_NODE,
+    Finished,
+    JournalEvent,
+    MetricsLine,
+    Started,
+    VerdictGiven,
+    WorkerStarted,
+    parse_event,
+    step_of,
+)
+from hpc_ddp.core.journal.vocabulary import Cause
 
-Event = dict[str, Any]
+E = TypeVar("E", bound=JournalEvent)
 
 DRAIN_S = 5.0  # that a process waits for its last lines when it ends
-# Of no attempt, and maybe days later.
-FROM_LOGIN_NODE = ("submitted", "queued", "cancelled", "rerun")
-_ALWAYS: dict[str, Any] = {"time": (int, float), "event": str, "attempt": int}
-# What readers count on where it is there; of a verdict it has to be.
-_SOME: dict[str, Any] = {"step": (int, float), "nodes": list, "why": str, "cause": str}
-_VERDICT = ("cause", "action", "why")
 
 
 class Journal:
@@ -39,7 +45,7 @@ class Journal:
 
     A line is one JSON object: ``time`` (unix seconds), ``event``, ``attempt`` (0 for the
     first), and what belongs to the event. Writing never raises: a full disk must not end a
-    training that could go on. The first failure is said on stderr.
+    training that could go on. The first failure is reported on stderr.
     """
 
     def __init__(self, folder: Path, writer: str, attempt: int = 0) -> None:
@@ -93,8 +99,8 @@ class Journal:
             self._warn(error)
 
     def _line(self, event: JournalEvent) -> bytes:
-        head = {"time": round(time.time(), 3), "event": event.event, "attempt": self.attempt}
-        return json.dumps({**head, **event.to_fields()}).encode() + b"\n"
+        written = replace(event, time=round(time.time(), 3), attempt=self.attempt)
+        return json.dumps(written.to_line()).encode() + b"\n"
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
@@ -112,96 +118,111 @@ class Journal:
             file.write(line)
 
 
-def read_events(folder: Path) -> list[Event]:
-    """Return all events of a journal folder, by attempt and time. Torn lines are skipped."""
+def read_events(folder: Path) -> list[JournalEvent]:
+    """Return all events of a journal folder, by attempt and time.
+
+    Damaged lines and unknown kinds of events are left out.
+    """
     events = [event for path in sorted(folder.glob("*.jsonl")) for event in events_of(path)]
     return sorted(events, key=_order)
 
 
-def read_briefly(folder: Path) -> list[Event]:
-    """Return the same, but of each writer's `metrics` only the last in full, and of the others
-    time, attempt and step. A long run has tens of thousands: this takes a quarter of the time."""
-    events: list[Event] = []
+def read_briefly(folder: Path) -> list[JournalEvent]:
+    """Return the same, but of each writer's `metrics` all but the last with their step alone.
+
+    A long run has tens of thousands: this takes a quarter of the time.
+    """
+    events: list[JournalEvent] = []
     for path in sorted(folder.glob("*.jsonl")):
-        last: Event | None = None
-        for line in path.read_bytes().splitlines():
-            brief = _METRICS.match(line)
-            if brief:
+        last: tuple[int, bytes] | None = None  # the index and the line of the newest metrics
+        for line in read_lines(path):
+            if brief := _METRICS.match(line):
                 when, attempt, step = brief.groups()
-                last = {
-                    "time": float(when),
-                    "event": "metrics",
-                    "attempt": int(attempt),
-                    "step": int(step),
-                    "line": line,
-                }
-                events.append(last)
+                last = len(events), line
+                values = {"step": int(step)}
+                events.append(MetricsLine(values, time=float(when), attempt=int(attempt)))
             elif event := parse_event(line):
                 events.append(event)
         if last:
-            last.update(parse_event(last["line"]) or {})
+            index, line = last
+            events[index] = parse_event(line) or events[index]
     return sorted(events, key=_order)
 
 
-# As `Journal` writes them, in whole.
+# A complete line, as `Journal` writes it.
 _METRICS = re.compile(
-    rb'\{"time": (\d+\.?\d*), "event": "metrics", "attempt": (\d+), "step": (\d+)[,}](?:.*\})?$'
+    rb'\{"time": (\d{1,14}\.?\d*), "event": "metrics", "attempt": (\d{1,14}),'
+    rb' "step": (\d{1,14})[,}](?:.*\})?$'
 )
 
 
-def _order(event: Event) -> tuple[int, float]:
-    return event["attempt"], event["time"]
+def _order(event: JournalEvent) -> tuple[int, float]:
+    return event.attempt, event.time
 
 
-def events_of(path: Path) -> Iterator[Event]:
+def events_of(path: Path) -> Iterator[JournalEvent]:
     """Yield the events of one writer, as they were written."""
-    for line in path.read_bytes().splitlines():
+    for line in read_lines(path):
         if event := parse_event(line):
             yield event
 
 
-def parse_event(line: bytes | str) -> Event | None:
-    """Return the event of a line, None for what is none, or damaged."""
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return event if isinstance(event, dict) and _is_sound(event) else None
+def is_finished(events: Sequence[JournalEvent]) -> bool:
+    """Whether a run has reached its end, by its events."""
+    last = last_event(events, VerdictGiven, Finished)
+    if isinstance(last, VerdictGiven):
+        return last.cause is Cause.FINISHED
+    return last is not None
 
 
-def _is_sound(event: Event) -> bool:
-    """Tell whether an event has what it must have, as a damaged file may not."""
-    always = all(isinstance(event.get(name), kind) for name, kind in _ALWAYS.items())
-    some = all(isinstance(event.get(n, None), (k, type(None))) for n, k in _SOME.items())
-    if not (always and some and math.isfinite(event["time"])):
-        return False
-    return event["event"] != "verdict" or all(isinstance(event.get(n), str) for n in _VERDICT)
+def last_event(events: Sequence[JournalEvent], *kinds: type[E]) -> E | None:
+    """Return the last of the events of these kinds, or None."""
+    return next((event for event in reversed(events) if isinstance(event, kinds)), None)
 
 
-def is_finished(events: list[Event]) -> bool:
-    """Tell from a run's events whether it has reached its end."""
-    last = last_event(events, "verdict", "finished")
-    return last is not None and "finished" in (last["event"], last.get("cause"))
+def last_step(events: Sequence[JournalEvent]) -> int | None:
+    """Return the last step that the events name; None without one."""
+    steps = (step_of(event) for event in reversed(events))
+    return next((step for step in steps if step is not None), None)
 
 
-def last_event(events: list[Event], *names: str) -> Event | None:
-    """Return the last of the events with one of these names, or None."""
-    return next((event for event in reversed(events) if event["event"] in names), None)
+def by_attempt(events: Iterable[JournalEvent]) -> dict[int, list[JournalEvent]]:
+    """Return the events of each attempt, without the login node's.
+
+    Those belong to no attempt, and may be written days later.
+    """
+    attempts: dict[int, list[JournalEvent]] = {}
+    for event in events:
+        if event.writer != LOGIN_NODE:
+            attempts.setdefault(event.attempt, []).append(event)
+    return attempts
 
 
-def node_seconds(events: list[Event], now: float | None = None) -> float:
+def by_start(events: Iterable[JournalEvent]) -> list[list[JournalEvent]]:
+    """Return the events of each start of the workers, in order.
+
+    An attempt has one, and another one for each restart within it (``--max-restarts``).
+    """
+    starts: list[list[JournalEvent]] = []
+    for attempt in by_attempt(events).values():
+        restarts = [i for i, event in enumerate(attempt) if isinstance(event, WorkerStarted)][1:]
+        bounds = [0, *restarts, len(attempt)]
+        starts += [attempt[begin:end] for begin, end in itertools.pairwise(bounds)]
+    return starts
+
+
+def node_seconds(events: Sequence[JournalEvent], now: float | None = None) -> float:
     """Return the seconds of all attempts, each times its nodes.
 
     An attempt lasts until its verdict; the newest one, where it has none yet, until `now`.
     """
-    events = [event for event in events if event["event"] not in FROM_LOGIN_NODE]
     total = 0.0
-    begun = [event for event in events if event["event"] == "started" and event.get("nodes")]
+    attempts = by_attempt(events)
+    begun = [event for event in events if isinstance(event, Started) and event.nodes]
     for start in begun:
-        of_attempt = [event for event in events if event["attempt"] == start["attempt"]]
-        verdict = last_event(of_attempt, "verdict")
-        end = verdict["time"] if verdict else max(event["time"] for event in of_attempt)
+        verdict = last_event(attempts[start.attempt], VerdictGiven)
+        end = verdict.time if verdict else max(event.time for event in attempts[start.attempt])
         if now is not None and start is begun[-1] and not verdict:
             end = max(end, now)
-        total += max(0.0, end - start["time"]) * len(start["nodes"])
+        total += max(0.0, end - start.time) * len(start.nodes or ())
     return total

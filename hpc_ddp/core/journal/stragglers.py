@@ -1,17 +1,16 @@
 """Which rank the others wait for, from the `ranks` events of a journal.
 
-All ranks of a job end their steps together, whoever is slow. So each rank measures its own work:
-a step less what it has waited for others in it. Rank 0 writes that down by rank, rarely.
+All ranks of a job end their steps together, whichever rank is slow. So each rank measures its own
+work: a step less what it has waited for others in it. Rank 0 writes that down by rank, rarely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hpc_ddp.core.console.units import brief_duration
-from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.journal.events import JournalEvent, Started, StepTiming, WorkerStarted
 
 IN_A_ROW = 3  # events; a minute and a half at the least
 FACTOR = 1.25  # of what the others need
@@ -21,7 +20,7 @@ LEAST_SHARE = 0.1  # of a step's time that all wait: less than that is not worth
 @dataclass(frozen=True)
 class Slow:
     """A rank that the others have waited for, for long. `own_s` are its own seconds per step,
-    `others_s` the median of all ranks; `data` tells that it is its loader that takes the time."""
+    `others_s` the median of all ranks; with `data` its loader takes the time."""
 
     rank: int
     node: str | None
@@ -37,51 +36,44 @@ class Slow:
         return f"rank {self.rank}{where} {problem}: {seconds} a step of its own, others {usual}"
 
 
-def slow_rank(events: Sequence[Event]) -> Slow | None:
+def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
     """Return the slowest of the ranks that were much slower than the others lately, if any was.
 
     `events` is a journal, by attempt and time; what counts is the end of its newest start.
     """
-    begun = max((i for i, e in enumerate(events) if e["event"] in ("started", "worker")), default=0)
-    last = [event for event in events[begun:] if event["event"] == "ranks"][-IN_A_ROW:]
+    starts = [i for i, event in enumerate(events) if isinstance(event, (Started, WorkerStarted))]
+    newest = events[max(starts, default=0) :]
+    last = [event for event in newest if isinstance(event, StepTiming)][-IN_A_ROW:]
     if len(last) < IN_A_ROW:
         return None
     slow_ranks = [_slow_in(event) for event in last]
     always = set(slow_ranks[0]).intersection(*slow_ranks)
     for event, slow in zip(reversed(last), reversed(slow_ranks), strict=True):
-        rank = event.get("slowest")
-        if isinstance(rank, int) and rank in always:
-            return slow[rank]
+        if event.slowest in always:
+            return slow[event.slowest]
     return None
 
 
-def _slow_in(event: Event) -> dict[int, Slow]:
-    """Return the ranks that were slow, by rank; none where an event is not as we write it.
+def _slow_in(event: StepTiming) -> dict[int, Slow]:
+    """Return the ranks that were slow, by rank.
 
     By their own work, or else by their wait for data alone: behind a rank 0 that waits for data the
     others may wait for its buffers in what counts as their own work.
     """
-    data, step_s = _numbers(event.get("data_s")), event.get("step_s")
+    data = event.data_s
     slow: dict[int, Slow] = {}
-    if not isinstance(step_s, (int, float)):
-        return slow
-    for own_s in (_numbers(event.get("busy_s")), data):
+    for own_s in (event.busy_s or (), data):
         usual = _median(own_s) if own_s else 0.0
         for rank, seconds in enumerate(own_s):
             more = seconds - usual
-            if seconds >= FACTOR * usual and more >= LEAST_SHARE * step_s and more > 0:
+            if seconds >= FACTOR * usual and more >= LEAST_SHARE * event.step_s and more > 0:
                 waits = len(data) == len(own_s) and data[rank] - _median(data) >= more / 2
-                node = event.get("node") if rank == event.get("slowest") else None
+                node = event.node if rank == event.slowest else None
                 slow[rank] = Slow(rank, node, seconds, usual, waits)
         if slow:
             break
     return slow
 
 
-def _median(values: list[float]) -> float:
+def _median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]  # the lower one: of two ranks the quicker
-
-
-def _numbers(value: Any) -> list[float]:
-    good = isinstance(value, list) and all(isinstance(number, (int, float)) for number in value)
-    return value if good else []

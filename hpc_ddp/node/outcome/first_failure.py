@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import CAN_GO_ON, COMMUNICATION_ERROR
-from hpc_ddp.core.journal.journal import parse_event
-from hpc_ddp.core.run_folder import read_tail
+from hpc_ddp.core.file_io import read_tail
+from hpc_ddp.core.journal.events import RankFailed, parse_event
 from hpc_ddp.node.worker import AGAIN
 
 TAIL_BYTES = 64 * 1024
@@ -119,8 +119,7 @@ def journaled_error(journal: Path, since: float) -> str:
     """
     for line in reversed(read_tail(journal, TAIL_BYTES).splitlines()):
         event = parse_event(line)
-        if event and event["event"] == "failed" and event["time"] >= since:
-            error = str(event.get("error", ""))
-            kind, _, message = error.partition(": ")
-            return (message if kind.startswith("hpc_ddp.") else error)[:500]
+        if isinstance(event, RankFailed) and event.time >= since:
+            kind, _, message = event.error.partition(": ")
+            return (message if kind.startswith("hpc_ddp.") else event.error)[:500]
     return ""

@@ -15,9 +15,12 @@ from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.file_io import read_json, write_json
+from hpc_ddp.core.journal.events import JournalEvent, VerdictGiven
+from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.journal.vocabulary import Action, Cause
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, link_job, read_json, write_json
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_index import link_job
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
 
 REQUEUE_PATIENCE_S = 600.0
@@ -83,13 +86,12 @@ def _chain_has_ended(run: RunFolder, job_id: str) -> bool:
     if before:
         job = ask(before)
         return len(early) > EARLY_MOST if job is None else job.state not in TAKEN_AWAY
-    verdicts = [event for event in run.events() if event["event"] == "verdict"]
+    last = last_event(run.events(), VerdictGiven)
     attempts = run.attempts()
     if not attempts:
         return False
-    if verdicts and verdicts[-1]["attempt"] == attempts[-1].number:
-        last = verdicts[-1]
-        return bool(last["cause"] == Cause.CANCELLED or last["action"] == Action.GIVE_UP)
+    if last and last.attempt == attempts[-1].number:
+        return last.cause == Cause.CANCELLED or last.action == Action.GIVE_UP
     last_id = attempts[-1].info.get("job_id")
     job = ask(last_id) if last_id else None
     return job is not None and job.state == "CANCELLED"
@@ -260,7 +262,7 @@ def _keep_off(run: RunFolder, job_id: str) -> None:
     It is kept off no more where the day is over: Slurm's list would stay.
     """
     events = run.events()
-    if not any(event.get("bad_nodes") for event in events):
+    if not _bad_nodes(events, since=0.0):
         return
     nodes = _kept_off(run, events)
     try:
@@ -272,10 +274,10 @@ def _keep_off(run: RunFolder, job_id: str) -> None:
             say(f"kept off for a day: {', '.join(nodes)}")
 
 
-def _kept_off(run: RunFolder, events: list[Event]) -> list[str]:
+def _kept_off(run: RunFolder, events: list[JournalEvent]) -> list[str]:
     """Return the nodes to exclude: the user's, and bad ones; [] where that is nothing new."""
     excluded = _spec_exclude(run)
-    bad = _bad_nodes(events, time.time())
+    bad = _bad_nodes(events, since=time.time() - KEPT_OFF_S)
     nodes = [*excluded, *bad]
     if not bad:
         return []
@@ -291,10 +293,10 @@ def _jobs_of(run: RunFolder) -> list[str]:
     return run.job_ids(run.events())
 
 
-def _bad_nodes(events: list[Event], now: float) -> list[str]:
-    """Return the nodes that a verdict has blamed within the last day."""
-    lately = (e for e in events if e["event"] == "verdict" and now - e["time"] < KEPT_OFF_S)
-    return sorted({node for event in lately for node in event.get("bad_nodes", [])})
+def _bad_nodes(events: list[JournalEvent], since: float) -> list[str]:
+    """Return the nodes that a verdict has blamed since a time, in unix seconds."""
+    verdicts = [event for event in events if isinstance(event, VerdictGiven) and event.time > since]
+    return sorted({node for verdict in verdicts for node in verdict.bad_nodes})
 
 
 def _spec_exclude(run: RunFolder) -> list[str]:

@@ -24,14 +24,26 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.events import Finished, Stopped, TrainingBegun
-from hpc_ddp.core.journal.journal import Event, last_event
+from hpc_ddp.core.journal.events import (
+    CheckpointRestored,
+    CheckpointSaved,
+    Finished,
+    FirstStep,
+    JournalEvent,
+    PreflightEnded,
+    Stopped,
+    TrainingBegun,
+    VerdictGiven,
+)
+from hpc_ddp.core.journal.journal import last_event, last_step
 from hpc_ddp.core.journal.vocabulary import END_OF_TIME, Action, Cause, StopReason
 from hpc_ddp.node.outcome.first_failure import Failure, first_cause, from_record
 from hpc_ddp.slurm import Job
+
+E = TypeVar("E", bound=JournalEvent)
 
 UNFINISHED = "the script ended without run.finish(); what came after its last checkpoint is lost"
 CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
@@ -72,7 +84,7 @@ class AttemptFacts:
     restarts: int
     nodes: Sequence[str]
     records: Sequence[dict[str, Any]]
-    events: Sequence[Event]
+    events: Sequence[JournalEvent]
     lost_nodes: Sequence[str] = ()
     gpu_hours: float = 0.0
     most_requeues: float = math.inf
@@ -80,22 +92,23 @@ class AttemptFacts:
     @property
     def bad_nodes(self) -> Sequence[str]:
         """Nodes to keep off for a while, since they are to blame for the end of this attempt."""
-        unfit_nodes = self.unfit["bad_nodes"] if self.unfit else []
+        unfit_nodes = self.unfit.bad_nodes if self.unfit else []
         return [*self.lost_nodes, *(node for node in unfit_nodes if node not in self.lost_nodes)]
 
-    def here(self, *names: str) -> Event | None:
-        """Return this attempt's last event with one of the names."""
-        return last_event([e for e in self.events if e["attempt"] == self.attempt], *names)
+    def here(self, kind: type[E]) -> E | None:
+        """Return this attempt's last event of a kind."""
+        return last_event([e for e in self.events if e.attempt == self.attempt], kind)
 
     @property
-    def verdicts(self) -> list[Event]:
+    def verdicts(self) -> list[VerdictGiven]:
         """The verdicts of the earlier attempts, oldest first."""
-        return [e for e in self.events if e["event"] == "verdict" and e["attempt"] < self.attempt]
+        verdicts = [event for event in self.events if isinstance(event, VerdictGiven)]
+        return [verdict for verdict in verdicts if verdict.attempt < self.attempt]
 
     @property
     def is_ours(self) -> bool:
         """The script uses hpc_ddp.training, so that its progress is known."""
-        return any(e["event"] in ("first_step", "restored") for e in self.events)
+        return any(isinstance(event, (FirstStep, CheckpointRestored)) for event in self.events)
 
     @property
     def ends(self) -> Sequence[dict[str, Any]]:
@@ -112,31 +125,30 @@ class AttemptFacts:
     @property
     def progress(self) -> bool:
         """A newer durable checkpoint exists than at this attempt's start."""
-        return self.here("checkpoint") is not None
+        return self.here(CheckpointSaved) is not None
 
     @property
     def step(self) -> int | None:
         """The last completed step that the journal knows of in this attempt."""
-        of_attempt = (e for e in reversed(self.events) if e["attempt"] == self.attempt)
-        return next((e["step"] for e in of_attempt if e.get("step") is not None), None)
+        return last_step([event for event in self.events if event.attempt == self.attempt])
 
     @property
     def failure(self) -> Failure | None:
         return first_cause(failure for record in self.ends for failure in from_record(record))
 
     @property
-    def unfit(self) -> Event | None:
+    def unfit(self) -> PreflightEnded | None:
         """The preflight of this attempt, where it let no training begin."""
-        event = self.here("preflight")
-        return event if event and not event["ok"] else None
+        event = self.here(PreflightEnded)
+        return event if event and not event.ok else None
 
     @property
     def notices(self) -> list[str]:
         """The reasons to end that the nodes, or the ranks at their agreed stop, have recorded."""
-        stopped = self.here("stopped")
+        stopped = self.here(Stopped)
         sources = [record["notice"] for record in self.ends if record.get("notice")]
-        early = [self.unfit["notice"]] if self.unfit and "notice" in self.unfit else []
-        return ([stopped["reason"]] if stopped else []) + sources + early
+        early = [self.unfit.notice] if self.unfit and self.unfit.notice else []
+        return ([stopped.reason] if stopped else []) + sources + early
 
 
 @dataclass(frozen=True)
@@ -165,7 +177,7 @@ def decide(facts: AttemptFacts) -> Verdict:
         return Verdict(cause, Action.NONE, _lost(facts))
     if cause == Cause.UNFINISHED:
         return Verdict(Cause.FAILED, Action.GIVE_UP, UNFINISHED, 1)
-    if cause == Cause.BAD_NODE and facts.unfit and facts.unfit["hopeless"]:
+    if cause == Cause.BAD_NODE and facts.unfit and facts.unfit.hopeless:
         return Verdict(Cause.FAILED, Action.GIVE_UP, _describe(facts, cause), 1)
     if cause == Cause.CANCELLED:
         return Verdict(cause, Action.NONE, "by the user", CANCELLED_CODE)
@@ -185,7 +197,7 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.CANCELLED
     codes = [record["code"] for record in facts.ends]
     complete = facts.complete
-    if facts.here(Finished.event) and (facts.notices or (complete and not any(codes))):
+    if facts.here(Finished) and (facts.notices or (complete and not any(codes))):
         return Cause.FINISHED
     if job and job.preempted:
         return Cause.PREEMPTED
@@ -199,7 +211,7 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.TIME_LIMIT
     if facts.notices:
         # With a node silent and no stop: srun ends the rest of a step of which a task has died.
-        is_asked = complete or facts.here(Stopped.event) or facts.unfit
+        is_asked = complete or facts.here(Stopped) or facts.unfit
         return Cause.NOTICE if is_asked else Cause.NODE_LOST
     if facts.unfit:
         return Cause.BAD_NODE
@@ -209,7 +221,7 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.NODE_LOST
     return (
         Cause.UNFINISHED
-        if facts.here(TrainingBegun.event) and not facts.here(Finished.event)
+        if facts.here(TrainingBegun) and not facts.here(Finished)
         else Cause.FINISHED
     )
 
@@ -221,13 +233,13 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
         return over_text
     if cause == Cause.FAILED:
         return _why_no_retry(facts)
-    again = [v for v in facts.verdicts if v["cause"] != Cause.FAILED]
+    again = [v for v in facts.verdicts if v.cause != Cause.FAILED]
     if spec.max_requeues is not None and len(again) >= spec.max_requeues:
         return f"it was requeued {len(again)} times already (--max-requeues)"
     if len(again) >= facts.most_requeues:
         return f"it was requeued {len(again)} times, which this cluster limits (max-requeues)"
     if cause == Cause.BAD_NODE:
-        row = list(takewhile(lambda v: v["cause"] == cause, reversed(facts.verdicts)))
+        row = list(takewhile(lambda v: v.cause == cause, reversed(facts.verdicts)))
         if len(row) >= spec.max_failures:
             return f"the preflights of {len(row) + 1} attempts in a row have failed"
     if cause == Cause.NODE_LOST and facts.step is None:
@@ -250,24 +262,24 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
     if facts.is_ours:
         return _no_progress(facts)
     limit = spec.max_failures if spec.max_requeues is None else spec.max_requeues
-    if sum(v["cause"] == cause for v in again) >= limit:
+    if sum(v.cause == cause for v in again) >= limit:
         return f"the script starts from its beginning each time, and did so {limit + 1} times"
     return None
 
 
 def too_many_silent(
-    spec: JobSpec, most_requeues: float, events: Sequence[Event], numbers: Sequence[int]
+    spec: JobSpec, most_requeues: float, events: Sequence[JournalEvent], numbers: Sequence[int]
 ) -> str | None:
     """Return why no attempt may follow those that ended without a verdict, None when one may.
 
     `events` and `numbers` are those of the attempts since the run's last submit.
     """
-    verdicts = [e for e in events if e["event"] == "verdict"]
-    judged = {e["attempt"] for e in verdicts}
-    saved = {e["attempt"] for e in events if e["event"] == "checkpoint"}
+    verdicts = [event for event in events if isinstance(event, VerdictGiven)]
+    judged = {verdict.attempt for verdict in verdicts}
+    saved = {event.attempt for event in events if isinstance(event, CheckpointSaved)}
     silent = [number for number in numbers if number not in judged]
     most = most_requeues if spec.max_requeues is None else min(spec.max_requeues, most_requeues)
-    starts = len(numbers) - sum(e["cause"] == Cause.FAILED for e in verdicts)
+    starts = len(numbers) - sum(verdict.cause == Cause.FAILED for verdict in verdicts)
     if silent and numbers[-1] in silent and starts > most:
         return f"it was started {starts} times (max-requeues is {most}), the last without a verdict"
     row = list(takewhile(lambda n: n in silent and n not in saved, reversed(numbers)))
@@ -276,20 +288,20 @@ def too_many_silent(
     return None
 
 
-def _never_began(verdict: Event) -> bool:
+def _never_began(verdict: VerdictGiven) -> bool:
     """Tell whether an attempt ended without a step, and not for a node that Slurm has lost."""
-    blamed = verdict.get("bad_nodes") or verdict.get("step") is not None
-    return verdict["cause"] == Cause.NODE_LOST and not blamed
+    blamed = verdict.bad_nodes or verdict.step is not None
+    return verdict.cause == Cause.NODE_LOST and not blamed
 
 
-def _lost_without_progress(verdict: Event) -> bool:
-    return verdict["cause"] == Cause.NODE_LOST and not verdict.get("progress")
+def _lost_without_progress(verdict: VerdictGiven) -> bool:
+    return verdict.cause == Cause.NODE_LOST and not verdict.progress
 
 
-def _ended_silently(verdict: Event) -> bool:
+def _ended_silently(verdict: VerdictGiven) -> bool:
     """Tell whether an attempt took steps, saved nothing, and lost a node that Slurm has not."""
-    excused = verdict.get("progress") or verdict.get("bad_nodes") or verdict.get("step") is None
-    return verdict["cause"] == Cause.NODE_LOST and not excused
+    excused = verdict.progress or verdict.bad_nodes or verdict.step is None
+    return verdict.cause == Cause.NODE_LOST and not excused
 
 
 def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
@@ -302,14 +314,14 @@ def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
 
 def _why_no_retry(facts: AttemptFacts) -> str | None:
     failure = facts.failure
-    if failure and failure.kind in ("exception", "exit") and not facts.here("first_step"):
+    if failure and failure.kind in ("exception", "exit") and not facts.here(FirstStep):
         return "it came before the first step, and would come again"
     last = facts.verdicts[-1] if facts.verdicts else None
     # A hang is no error of the step: a disk or the network may have stood still.
     error = failure.error if failure and failure.kind not in ("hang", "disk") else ""
-    if last and error and (last.get("error"), last.get("step")) == (error, facts.step):
+    if last and error and (last.error, last.step) == (error, facts.step):
         return "the same error came at the same step in the attempt before"
-    failed = sum(v["cause"] == Cause.FAILED for v in facts.verdicts)
+    failed = sum(v.cause == Cause.FAILED for v in facts.verdicts)
     if failed >= facts.spec.max_failures:
         return f"{failed} retries were made already (--max-failures)"
     if failure and failure.kind == "disk":  # it could not even be read where the run stood
@@ -319,15 +331,11 @@ def _why_no_retry(facts: AttemptFacts) -> str | None:
 
 def _no_progress(facts: AttemptFacts) -> str | None:
     last = facts.verdicts[-1] if facts.verdicts else None
-    if (
-        last is None
-        or last["cause"] not in (Cause.FAILED, Cause.TIME_LIMIT)
-        or last.get("progress")
-    ):
+    if last is None or last.cause not in (Cause.FAILED, Cause.TIME_LIMIT) or last.progress:
         return None
     # Attempts since then that ended without a verdict, on a lost node say, may have come far.
-    since = (e for e in facts.events if e["attempt"] > last["attempt"])
-    if any(e["event"] == "checkpoint" for e in since):
+    since = [event for event in facts.events if event.attempt > last.attempt]
+    if last_event(since, CheckpointSaved):
         return None
     return "two attempts in a row have ended without a newer checkpoint"
 
@@ -340,7 +348,7 @@ def _describe(facts: AttemptFacts, cause: Cause) -> str:
     if cause == Cause.FAILED:
         return str(facts.failure)
     if facts.unfit and cause == Cause.BAD_NODE:
-        return f"preflight: {facts.unfit['why']}"
+        return f"preflight: {facts.unfit.why}"
     if cause == Cause.NODE_LOST:
         silent = silent_nodes(facts.spec, facts.nodes, facts.records)
         return f"no word from {', '.join(silent) or 'a node'}"

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hpc_ddp.core.journal.journal import Event, last_event
+from hpc_ddp.core.journal.events import FabricChosen, FirstStep, Stopped, Submitted, VerdictGiven
+from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.report.explain.explanation import Explanation, at_step, fill_hint, log_hint, shorten
-from hpc_ddp.report.explain.facts import RecordedFailure, RunFacts, place_in, text_of
+from hpc_ddp.report.explain.facts import RecordedFailure, RunFacts, place_in
 from hpc_ddp.report.explain.patterns import SIGNALS, Diagnosis, recognise
 
 _MODULE = "hpc_ddp.training in the script (docs/adopt)"
@@ -50,7 +51,7 @@ def explain_end(facts: RunFacts) -> Explanation:
         place = " before it began" if facts.newest is None else at_step(facts)
         return Explanation("cancelled", f"was cancelled{place}.", facts.again)
     end = explain_attempt(facts)
-    can_go_on = verdict is not None and text_of(verdict, "action") == Action.REQUEUE
+    can_go_on = verdict is not None and verdict.action == Action.REQUEUE
     in_queue = can_go_on and facts.record is not None and facts.record.state == "CANCELLED"
     if end.kind != "cancelled" and (facts.cancelled or in_queue) and not _was_given_up(facts):
         text = f"was cancelled. Its last attempt {end.text}"
@@ -58,45 +59,56 @@ def explain_end(facts: RunFacts) -> Explanation:
     if can_go_on:
         text = f"{end.text} It can go on, but was not requeued."
         return replace(end, text=text, hint=facts.again)
-    is_said = end.kind in _GIVEN_UP or _is_hopeless(verdict or {})
-    if verdict and text_of(verdict, "action") == Action.GIVE_UP and not is_said:
-        why = text_of(verdict, "why").rpartition("; ")[2]
+    is_explained = end.kind in _GIVEN_UP or _is_hopeless(verdict)
+    if verdict and verdict.action == Action.GIVE_UP and not is_explained:
+        why = verdict.why.rpartition("; ")[2]
         end = replace(end, text=f"{end.text} It was given up: {why}.")
     return end
 
 
 def _was_given_up(facts: RunFacts) -> bool:
     """Whether it had been given up before it was cancelled, and was not submitted again."""
-    last = last_event(list(facts.events), "submitted", "verdict")
-    return last is not None and text_of(last, "action") == Action.GIVE_UP
+    last = last_event(facts.events, Submitted, VerdictGiven)
+    return isinstance(last, VerdictGiven) and last.action == Action.GIVE_UP
 
 
-def _is_hopeless(verdict: Event) -> bool:
+def _is_hopeless(verdict: VerdictGiven | None) -> bool:
     """Whether a preflight has found a fault that other nodes would have, too."""
-    why = text_of(verdict, "why")
-    return text_of(verdict, "cause") == Cause.FAILED and why.startswith("preflight: ")
+    if verdict is None:
+        return False
+    return verdict.cause == Cause.FAILED and verdict.why.startswith("preflight: ")
 
 
 def explain_attempt(facts: RunFacts) -> Explanation:
     """Explain the end of the newest attempt; the text continues a sentence about it."""
-    verdict = facts.verdict or {}
+    verdict = facts.verdict
+    if verdict:
+        return _explain_verdict(facts, verdict)
+    stopped = last_event(facts.select(Stopped, attempt=facts.newest), Stopped)
+    if facts.standalone and stopped and not facts.failure:
+        source = f" ({stopped.source})" if stopped.source else ""
+        text = f"was asked to stop{at_step(facts)}{source}, and did."
+        return Explanation("stopped", text, facts.again)
     state = facts.record.state if facts.record else ""
-    cause = text_of(verdict, "cause") or _CAUSE_OF_STATE.get(state, "")
-    if "without a newer checkpoint" in text_of(verdict, "why"):
-        return _no_progress(facts, cause)
-    if cause == Cause.BAD_NODE or _is_hopeless(verdict):
+    return _explain_cause(facts, _CAUSE_OF_STATE.get(state, ""))
+
+
+def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
+    if "without a newer checkpoint" in verdict.why:
+        return _no_progress(facts, verdict.cause)
+    if verdict.cause == Cause.BAD_NODE or _is_hopeless(verdict):
         return _unfit(facts, verdict)
-    if cause == Cause.BUDGET:
-        text = f"was not started again: {text_of(verdict, 'why')}."
+    if verdict.cause == Cause.BUDGET:
+        text = f"was not started again: {verdict.why}."
         return Explanation("budget spent", text, f"{facts.again} --budget-gpu-hours HOURS")
-    if cause == Cause.FAILED and "node" not in verdict:
+    if verdict.cause == Cause.FAILED and verdict.node is None:
         text = "left its training loop, but the script ended without run.finish()."
         return Explanation("unfinished", text, f"call run.finish() at its end; then {facts.again}")
-    stopped = facts.select("stopped", attempt=facts.newest)
-    if facts.standalone and not verdict and stopped and not facts.failure:
-        source = text_of(stopped[-1], "source")
-        text = f"was asked to stop{at_step(facts)}{source and f' ({source})'}, and did."
-        return Explanation("stopped", text, facts.again)
+    return _explain_cause(facts, verdict.cause)
+
+
+def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
+    """Explain the end of an attempt by its cause; '' for an unknown one."""
     if facts.failure and cause in (Cause.FAILED, "", "host out of memory"):
         return _failed(facts, facts.failure)
     if cause == Cause.TIME_LIMIT:
@@ -107,14 +119,14 @@ def explain_attempt(facts: RunFacts) -> Explanation:
     return _without_failure(facts, cause)
 
 
-def _unfit(facts: RunFacts, verdict: Event) -> Explanation:
-    why = text_of(verdict, "why").removeprefix("preflight: ")
+def _unfit(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
+    why = verdict.why.removeprefix("preflight: ")
     kind, hint = "bad node", facts.again
     if _is_hopeless(verdict):
         diagnosis = recognise(why.removesuffix(" (the same on all nodes)"))
         if diagnosis:
             kind, hint = diagnosis.kind, fill_hint(facts, diagnosis.hint, diagnosis.groups)
-    elif text_of(verdict, "action") == Action.GIVE_UP:  # `explain_end` adds the part behind it
+    elif verdict.action == Action.GIVE_UP:  # `explain_end` adds the part behind it
         why = why.rpartition("; ")[0]
     return Explanation(kind, f"began no training, since its preflight failed: {why}.", hint)
 
@@ -123,7 +135,7 @@ def _time_limit(facts: RunFacts) -> Explanation:
     limit = facts.spec.get("time")
     limit = f"{limit} min" if str(limit).isdigit() else limit
     text = f"ran into its time limit{f' of {limit}' if limit else ''}{at_step(facts)}."
-    if "starts from its beginning" in text_of(facts.verdict or {}, "why"):
+    if facts.verdict and "starts from its beginning" in facts.verdict.why:
         text += " It began anew in each attempt, and reported no step."
         return Explanation("time limit", text, f"a longer --time; or save: {_MODULE}")
     return Explanation("time limit", text, facts.again)
@@ -204,8 +216,8 @@ def _places(facts: RunFacts) -> str:
 
 def _odd_fabrics(facts: RunFacts) -> str:
     """Return the nodes with another interconnect than most: NCCL needs the same on all."""
-    events = facts.select("fabric", attempt=facts.newest)
-    fabric_of = {text_of(event, "node"): text_of(event, "name") for event in events}
+    events = facts.select(FabricChosen, attempt=facts.newest)
+    fabric_of = {event.node: event.name for event in events}
     if len(set(fabric_of.values())) < 2:
         return ""
     usual = Counter(filter(None, fabric_of.values())).most_common(1)[0][0]
@@ -220,7 +232,7 @@ def _without_failure(facts: RunFacts, cause: str) -> Explanation:
     log = _last_attempts_output(facts)
     diagnosis = recognise(log) or recognise(facts.agent_log)
     if diagnosis and diagnosis.kind in REPEATING_KINDS:
-        stepped = facts.select("first_step", attempt=facts.newest)
+        stepped = facts.select(FirstStep, attempt=facts.newest)
         begin = f"ended{at}" if stepped else "did not come to life"
         hint = fill_hint(facts, diagnosis.hint, diagnosis.groups)
         return Explanation(diagnosis.kind, f"{begin}: {diagnosis.words}.", hint)
@@ -229,9 +241,9 @@ def _without_failure(facts: RunFacts, cause: str) -> Explanation:
         return Explanation(cause, text, "more --mem, or fewer DataLoader workers")
     logs = f"{log_hint(facts)}; then {facts.again}"
     if cause in (Cause.NODE_LOST, Cause.SUPERSEDED):
-        verdict = facts.verdict or {}
-        text = f"lost a node{at} ({text_of(verdict, 'why') or 'so Slurm says'})."
-        is_given_up = text_of(verdict, "action") == Action.GIVE_UP
+        verdict = facts.verdict
+        text = f"lost a node{at} ({verdict.why if verdict and verdict.why else 'so Slurm says'})."
+        is_given_up = verdict is not None and verdict.action == Action.GIVE_UP
         return Explanation("node lost", text, logs if is_given_up else facts.again)
     if record and record.exit_code.endswith(":53"):
         text = "never began: on the node Slurm could not open its output file or enter its folder."

@@ -13,20 +13,35 @@ from pathlib import Path
 
 from hpc_ddp.core.console.units import duration, plural
 from hpc_ddp.core.journal import goodput
-from hpc_ddp.core.journal.journal import is_finished, last_event
+from hpc_ddp.core.journal.events import (
+    CheckpointSaved,
+    Finished,
+    FirstStep,
+    JournalEvent,
+    MetricsLine,
+    Queued,
+    RankFailed,
+    Rerun,
+    SaveFailed,
+    Started,
+    Stopped,
+    Submitted,
+    TrainingBegun,
+    VerdictGiven,
+    step_of,
+)
+from hpc_ddp.core.journal.journal import is_finished, last_event, last_step
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.endings import REPEATING_KINDS, explain_attempt, explain_end
 from hpc_ddp.report.explain.explanation import (
-    PROGRESS,
     Explanation,
     fill_hint,
-    last_step,
     quoted_path,
     shorten,
 )
-from hpc_ddp.report.explain.facts import RunFacts, gather, number, text_of
+from hpc_ddp.report.explain.facts import RunFacts, gather
 from hpc_ddp.report.explain.patterns import explain_pending, recognise
 from hpc_ddp.report.status.state import RunState
 
@@ -36,7 +51,7 @@ _LIVE_KINDS = ("waiting", "running", "suspended", "ending")
 
 
 def explain_run(run: RunFolder) -> Explanation:
-    """Read all facts of a run, ask Slurm, and explain it."""
+    """Read all facts of a run, query Slurm, and explain it."""
     return explain(gather(run))
 
 
@@ -54,26 +69,26 @@ def explain(facts: RunFacts) -> Explanation:
         explanation,
         job_id=facts.job_id,
         attempt=facts.newest,
-        step=last_step(facts),
+        step=last_step(facts.events),
         lost_steps=lost_steps,
         lost_s=lost_s,
     )
     text = [f"{_name(facts.path)} {explanation.text}", _earlier_ends(facts)]
     text.append(_loss(facts, explanation))
-    text += [f"It is a rerun of {text_of(event, 'of')}." for event in facts.select("rerun")[:1]]
+    text += [f"It is a rerun of {event.of}." for event in facts.select(Rerun)[:1]]
     return replace(explanation, text=" ".join(filter(None, text)))
 
 
 def _explain_state(facts: RunFacts) -> Explanation:
     if facts.tasks:
         return _explain_array(facts)
-    if is_finished(list(facts.events)):
+    if is_finished(facts.events):
         return _explain_finished(facts)
     if _is_over(facts):
         return explain_end(facts)
     if facts.live or facts.job_state:
         return _explain_live(facts)
-    if facts.newest is None and not facts.select("submitted", "queued"):
+    if facts.newest is None and not facts.select(Submitted, Queued):
         text = "was rendered but never submitted: nothing has happened to it yet."
         script = shlex.quote(str(facts.path / "job.sbatch"))
         return Explanation("rendered", text, f"sbatch {script}")
@@ -85,11 +100,11 @@ def _is_over(facts: RunFacts) -> bool:
     verdict = facts.verdict
     if verdict is None:
         return facts.cancelled and not facts.live
-    if text_of(verdict, "cause") == Cause.SUPERSEDED:
+    if verdict.cause == Cause.SUPERSEDED:
         return False
     # These two back-ends requeue nothing: another attempt begins at once, or by the user.
     no_requeue = facts.spec.get("backend") in ("local", "salloc") and not facts.live
-    return facts.cancelled or no_requeue or text_of(verdict, "action") != Action.REQUEUE
+    return facts.cancelled or no_requeue or verdict.action != Action.REQUEUE
 
 
 def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
@@ -111,10 +126,10 @@ def _name(path: Path) -> str:
 
 
 def _explain_finished(facts: RunFacts) -> Explanation:
-    step = last_step(facts)
+    step = last_step(facts.events)
     steps = f" after {step} steps" if step is not None else ""
     attempts = plural(len(_ends(facts)), "attempt")
-    wall_s = facts.events[-1]["time"] - facts.events[0]["time"]
+    wall_s = facts.events[-1].time - facts.events[0].time
     text = f"is finished{steps}, in {attempts} and {duration(wall_s)}."
     share = goodput.share(goodput.account(facts.events))
     if share is not None:
@@ -163,29 +178,27 @@ def _explain_live(facts: RunFacts) -> Explanation:
 
 
 def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
-    events = [e for e in facts.events if e["attempt"] == facts.newest]
-    started = last_event(events, "started")
+    events = [event for event in facts.events if event.attempt == facts.newest]
+    started = last_event(events, Started)
     if started is None:
         return Explanation("running", f"has just been started on {nodes}.", "wait")
     hint = "" if facts.standalone else f"hpc-ddp logs -f {quoted_path(facts)}"
-    text = f"has been running on {nodes} for {duration(max(0.0, facts.now - started['time']))}"
-    if not last_event(events, "first_step"):
+    text = f"has been running on {nodes} for {duration(max(0.0, facts.now - started.time))}"
+    if not last_event(events, FirstStep):
         progress = "has not done its first step yet" if facts.has_progress else "reports no steps"
         return Explanation("running", f"{text}, and {progress}.", hint)
-    metrics = last_event(events, "metrics") or {}
-    total, loss = number(metrics, "total_steps"), metrics.get("loss")
-    text += f", and is at step {last_step(facts)}" + (f" of {total}" if total else "")
-    text += f" (loss {loss:.4g})." if isinstance(loss, (int, float)) else "."
-    saved, failed = last_event(list(facts.events), "checkpoint"), last_event(events, "save_failed")
-    if failed and (not saved or failed["time"] > saved["time"]):
-        error = text_of(failed, "error")
-        text += f" ITS LAST SAVE FAILED ({shorten(error)}); the third in a row ends it."
-        diagnosis = recognise(error)
+    text += (
+        f", and is at step {last_step(facts.events)}{_of_total(last_event(events, MetricsLine))}."
+    )
+    saved, failed = last_event(facts.events, CheckpointSaved), last_event(events, SaveFailed)
+    if failed and (not saved or failed.time > saved.time):
+        text += f" ITS LAST SAVE FAILED ({shorten(failed.error)}); the third in a row ends it."
+        diagnosis = recognise(failed.error)
         hint = fill_hint(facts, diagnosis.hint if diagnosis else "df -h {path}", {})
         return Explanation("running", text, hint)
     if saved:
-        text += f" Its newest checkpoint is of step {number(saved, 'step')}, and"
-        text += f" {duration(max(0.0, facts.now - saved['time']))} old."
+        text += f" Its newest checkpoint is of step {saved.step}, and"
+        text += f" {duration(max(0.0, facts.now - saved.time))} old."
     else:
         text += " It has saved nothing yet."
     share = goodput.share(goodput.account(facts.events, facts.now))
@@ -193,16 +206,24 @@ def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
         text += f" Goodput {share:.0%}."
     if slow := slow_rank(events):
         text += f" But {slow}: the others wait for it."
-    quiet_s = facts.now - events[-1]["time"]
+    quiet_s = facts.now - events[-1].time
     if quiet_s > QUIET_S:
         text += f" But it has reported nothing for {duration(quiet_s)}: it may hang."
     return Explanation("running", text, hint)
 
 
+def _of_total(metrics: MetricsLine | None) -> str:
+    """Return the last step and the loss of the newest values, as far as they are known."""
+    if metrics is None:
+        return ""
+    total, loss = metrics.total_steps, metrics.number("loss")
+    return (f" of {total}" if total else "") + (f" (loss {loss:.4g})" if loss is not None else "")
+
+
 # --- earlier attempts and lost steps -------------------------------------------------------
 
 # The end of an attempt, by the verdict's cause.
-_ENDS: dict[str, str] = {
+_ENDS = {
     Cause.PREEMPTED: "was preempted",
     Cause.TIME_LIMIT: "ran into its time limit",
     Cause.NOTICE: "was asked to stop",
@@ -221,18 +242,18 @@ _NO_FAULT = ("preempted", "time limit", "stopped", "node lost", "waiting", "kill
 def _ends(facts: RunFacts) -> dict[int, str]:
     """Return how each attempt ended, by number."""
     ends: dict[int, str] = {}
-    started = facts.select("started")
-    standalone = {e["attempt"] for e in started if e.get("backend") == "local"}
-    for event in facts.select("stopped", "failed"):
-        if event["attempt"] in standalone:
-            cause = Cause.NOTICE if event["event"] == "stopped" else Cause.FAILED
-            ends[event["attempt"]] = _ENDS[cause]
-    for event in facts.select("verdict"):
-        word = text_of(event, "cause")
+    started = facts.select(Started)
+    standalone = {event.attempt for event in started if event.backend == "local"}
+    for event in facts.select(Stopped, RankFailed):
+        if event.attempt in standalone:
+            cause = Cause.NOTICE if isinstance(event, Stopped) else Cause.FAILED
+            ends[event.attempt] = _ENDS[cause]
+    for verdict in facts.select(VerdictGiven):
         # If no worker came to life at all, the node may be well.
-        is_unsure = word == Cause.NODE_LOST and event.get("step") is None
-        ends[event["attempt"]] = _NO_VERDICT if is_unsure else _ENDS.get(word, _NO_VERDICT)
-    numbers = {*facts.attempts, *ends, *(e["attempt"] for e in started)}
+        is_unsure = verdict.cause == Cause.NODE_LOST and verdict.step is None
+        end = _NO_VERDICT if is_unsure else _ENDS.get(verdict.cause, _NO_VERDICT)
+        ends[verdict.attempt] = end
+    numbers = {*facts.attempts, *ends, *(event.attempt for event in started)}
     return {attempt: ends.get(attempt, _NO_VERDICT) for attempt in sorted(numbers)}
 
 
@@ -249,22 +270,24 @@ def _times(count: int) -> str:
 
 def _lost(facts: RunFacts) -> tuple[int | None, float | None]:
     """Return the number of the newest attempt's steps that no checkpoint has, and their seconds."""
-    events = [e for e in facts.events if e["attempt"] == facts.newest]
-    began = last_event(events, "training") or last_event(events, "first_step")
-    step = last_step(facts)
+    events = [event for event in facts.events if event.attempt == facts.newest]
+    began = last_event(events, TrainingBegun) or last_event(events, FirstStep)
+    step = last_step(facts.events)
     if began is None or step is None:
         return None, None
-    if last_event(events, "stopped", "finished"):  # both come when all is saved
+    if last_event(events, Stopped, Finished):  # both come when all is saved
         return 0, 0.0
-    since = began["time"]
-    for saved in (e for e in events if e["event"] == "checkpoint"):
-        since = saved["time"] - (saved.get("write_s") or 0.0)  # its state is from before
-    times = [
-        e["time"]  # a hang is only reported after its patience: that is no training
-        for e in events
-        if e["event"] in PROGRESS and not text_of(e, "error").startswith("HangError")
-    ]
+    saved = last_event(events, CheckpointSaved)
+    since = saved.time - saved.write_s if saved else began.time  # its state is from before
+    times = [event.time for event in events if _is_progress(event)]
     return max(0, step - (facts.saved or 0)), max(0.0, max(times, default=since) - since)
+
+
+def _is_progress(event: JournalEvent) -> bool:
+    """Whether an event came with a step. A hang is reported minutes after its last step."""
+    is_hang = isinstance(event, RankFailed) and event.error.startswith("HangError")
+    is_late = is_hang or isinstance(event, VerdictGiven)
+    return step_of(event) is not None and not is_late
 
 
 def _loss(facts: RunFacts, explanation: Explanation) -> str:

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpc_ddp.report.explain.facts import RunFacts, number
+from hpc_ddp.core.console.terminal import printable
+from hpc_ddp.core.journal.events import FirstStep
+from hpc_ddp.core.journal.journal import last_step
+from hpc_ddp.report.explain.facts import RunFacts
 
 WIDTH = 100  # of the paragraph, in characters
-PROGRESS = ("first_step", "metrics", "checkpoint", "stopped", "finished", "failed", "restored")
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,16 @@ class Explanation:
 def paragraph(explanation: Explanation) -> str:
     """Return the text for a terminal. The hint is one line, so that a command can be copied."""
     text = textwrap.fill(explanation.text, WIDTH, break_long_words=False, break_on_hyphens=False)
-    return f"{text}\nhint: {explanation.hint}" if explanation.hint else text
-
-
-def last_step(facts: RunFacts) -> int | None:
-    """Return the last step that is known to be done, in the newest attempt that did any."""
-    steps = (number(e, "step") for e in reversed(facts.events) if e["event"] in PROGRESS)
-    return next((step for step in steps if step is not None), None)
+    return printable(f"{text}\nhint: {explanation.hint}" if explanation.hint else text)
 
 
 def at_step(facts: RunFacts) -> str:
     """Return `` at step n``, or `` before its first step``; '' where the progress is unknown."""
     if not facts.has_progress or facts.newest is None:
         return ""
-    if not facts.select("first_step", attempt=facts.newest):
+    if not facts.select(FirstStep, attempt=facts.newest):
         return " before its first step"
-    return f" at step {last_step(facts)}"
+    return f" at step {last_step(facts.events)}"
 
 
 def quoted_path(facts: RunFacts) -> str:

@@ -10,7 +10,8 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,34 +19,33 @@ from typing import Any, TypeVar
 from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import COMMUNICATION_ERROR, HpcDdpError
-from hpc_ddp.core.journal.journal import Event, last_event
-from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, RunFolder, read_json, read_tail
+from hpc_ddp.core.file_io import read_json, read_tail
+from hpc_ddp.core.journal.events import (
+    JournalEvent,
+    RankFailed,
+    Started,
+    Submitted,
+    VerdictGiven,
+    WorkerStarted,
+)
+from hpc_ddp.core.journal.fields import read_fields
+from hpc_ddp.core.journal.journal import last_event, last_step
+from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, RunFolder
 from hpc_ddp.report.status.state import RunState, state_of_job
 
 TAIL_BYTES = 32 * 1024
 
 T = TypeVar("T")
+E = TypeVar("E", bound=JournalEvent)
 
 
-def number(event: Mapping[str, Any], name: str) -> int | None:
-    """Return a number of an event; None where it is missing or no number."""
-    entry = event.get(name)
-    return int(entry) if isinstance(entry, (int, float)) and abs(entry) < 1e15 else None
-
-
-def text_of(event: Mapping[str, Any], name: str) -> str:
-    """Return a text of an event; '' where it is missing or no text."""
-    entry = event.get(name)
-    return entry if isinstance(entry, str) else ""
-
-
-def is_standalone(events: Sequence[Event]) -> bool:
+def is_standalone(events: Sequence[JournalEvent]) -> bool:
     """Whether the newest attempt is a plain ``python X.py``, or torchrun.
 
     Its output was not kept, and its end has no verdict.
     """
-    last = last_event(list(events), "submitted", "started")
-    return last is not None and last["event"] == "started" and last.get("backend") == "local"
+    last = last_event(events, Submitted, Started)
+    return isinstance(last, Started) and last.backend == "local"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class RunFacts:
     path: Path
     now: float
     spec: Mapping[str, Any] = field(default_factory=dict)
-    events: Sequence[Event] = ()
+    events: Sequence[JournalEvent] = ()
     attempts: Sequence[int] = ()
     job_id: str | None = None
     record: slurm.Record | None = None
@@ -119,15 +119,15 @@ class RunFacts:
     @cached_property  # read for each event
     def newest(self) -> int | None:
         """The newest attempt, by its folder or by its events."""
-        started = [e["attempt"] for e in self.events if e["event"] == "started"]
+        started = [event.attempt for event in self.select(Started)]
         return max([*self.attempts, *started], default=None)
 
     @property
-    def verdict(self) -> Event | None:
+    def verdict(self) -> VerdictGiven | None:
         """The newest attempt's verdict, unless the run was submitted again after it."""
-        last = last_event(list(self.events), "verdict")
-        first = max((number(e, "first_attempt") or 0 for e in self.select("submitted")), default=0)
-        if last is None or last["attempt"] != self.newest or last["attempt"] < first:
+        last = last_event(self.events, VerdictGiven)
+        first = max((event.first_attempt for event in self.select(Submitted)), default=0)
+        if last is None or last.attempt != self.newest or last.attempt < first:
             return None
         return last
 
@@ -136,14 +136,15 @@ class RunFacts:
         """The state of the live job; None when the job is over, or unknown."""
         return state_of_job(self.record.state) if self.record else None
 
-    def select(self, *names: str, attempt: int | None = None) -> list[Event]:
-        """Return the events with these names, of one attempt or of all."""
-        return [e for e in self.events if e["event"] in names and attempt in (None, e["attempt"])]
+    def select(self, *kinds: type[E], attempt: int | None = None) -> list[E]:
+        """Return the events of these kinds, of one attempt or of all."""
+        events = [event for event in self.events if isinstance(event, kinds)]
+        return [event for event in events if attempt in (None, event.attempt)]
 
     @property
     def has_progress(self) -> bool:
         """Whether the script uses hpc_ddp.training, so that its progress is known."""
-        return bool(self.select("first_step", "restored", "training", "finished"))
+        return last_step(self.events) is not None
 
     @property
     def standalone(self) -> bool:
@@ -164,8 +165,8 @@ class RunFacts:
 
 
 def gather(run: RunFolder) -> RunFacts:
-    """Read a run's folder, and ask Slurm if the run has a job."""
-    events = [event for event in _try(run.events, list[Event]()) if _has_numbers(event)]
+    """Read a run's folder, and query Slurm if the run has a job."""
+    events = _try(run.events, list[JournalEvent]())
     attempts = _try(run.attempts, list[AttemptFolder]())
     outputs = _try(lambda: sorted(run.logs.glob("slurm*.out")), list[Path]())
     facts = RunFacts(
@@ -194,22 +195,9 @@ def _try(call: Callable[[], T], default: T) -> T:
         return default
 
 
-_NUMBERS = ("step", "total_steps", "stall_s", "write_s", "restore_s", "began", "called", "rank")
-
-
-def _has_numbers(event: Event) -> bool:
-    """Whether the fields that are calculated with are numbers; damage can change any line."""
-    return all(
-        event.get(name) is None
-        or (isinstance(event[name], (int, float)) and abs(event[name]) < 1e15)
-        for name in ("time", "attempt", *_NUMBERS)
-        if (event.get("event"), name) != ("started", "began")  # of a process: only compared
-    )
-
-
-def _is_live(events: Sequence[Event]) -> bool:
-    started = last_event(list(events), "started")
-    return started is not None and _try(lambda: process.is_live(started), False)
+def _is_live(events: Sequence[JournalEvent]) -> bool:
+    started = last_event(events, Started)
+    return started is not None and _try(lambda: process.is_live(started.process), False)
 
 
 def _newest_checkpoint(folder: Path) -> int | None:
@@ -238,12 +226,13 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
     """Read the records and logs that the nodes and ranks of an attempt left of its end."""
     nodes = _try(attempt.nodes, list[NodeFolder]())
     failures = [failure for node in nodes for failure in _failures(node)]
-    # Of the last start: workers may have failed before and been started again.
-    began = max((e["time"] for e in facts.select("worker", attempt=attempt.number)), default=0)
+    # Failures before the last start do not count: the workers were started again.
+    workers = facts.select(WorkerStarted, attempt=attempt.number)
+    began = max((event.time for event in workers), default=0)
     failures += [
-        RecordedFailure(number(e, "rank"), text_of(e, "node"), text_of(e, "error"), 1, e["time"])
-        for e in facts.select("failed", attempt=attempt.number)
-        if e["time"] > began
+        RecordedFailure(event.rank, event.node, event.error, time=event.time)
+        for event in facts.select(RankFailed, attempt=attempt.number)
+        if event.time > began
     ]
     failure = _first_cause(facts, failures)
     node = attempt.node(failure.node) if failure and _is_name(failure.node) else None
@@ -268,24 +257,21 @@ def _failures(node: NodeFolder) -> list[RecordedFailure]:
         entries = read_json(path).get("failures")
         for entry in entries if isinstance(entries, list) else []:
             if isinstance(entry, dict):
-                rank, code = number(entry, "rank"), number(entry, "code") or 1
-                time = float(number(entry, "time") or 0)
-                failures.append(
-                    RecordedFailure(rank, node.path.name, text_of(entry, "error"), code, time)
-                )
+                with suppress(ValueError):  # damaged
+                    recorded = read_fields(fields(RecordedFailure), entry)
+                    failures.append(RecordedFailure(**{**recorded, "node": node.path.name}))
     return failures
 
 
 def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> RecordedFailure | None:
     """Return the failure that the verdict names; without a verdict, the first that is a cause."""
     verdict = facts.verdict
-    if not (verdict and "node" in verdict):
+    if verdict is None or verdict.node is None:
         return min(failures, key=lambda f: (f.is_consequence, f.time), default=None)
-    rank, node = number(verdict, "rank"), text_of(verdict, "node")
-    same = [f for f in failures if (f.rank, f.node) == (rank, node)]
-    code = next((f.code for f in same), number(verdict, "exit_code") or 1)
-    error = text_of(verdict, "error") or next((f.error for f in same if f.error), "")
-    return RecordedFailure(rank, node, error, code)
+    same = [f for f in failures if (f.rank, f.node) == (verdict.rank, verdict.node)]
+    code = next((f.code for f in same), verdict.exit_code or 1)
+    error = verdict.error or next((f.error for f in same if f.error), "")
+    return RecordedFailure(verdict.rank, verdict.node, error, code)
 
 
 def _tail(path: Path) -> str:

@@ -6,12 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.journal.events import (
+    FirstStep,
+    JournalEvent,
+    MetricsLine,
+    TrainingBegun,
+)
+from hpc_ddp.core.journal.journal import by_start
 
 HUGE = 1e300  # larger values are drawn like infinity
-_NO_METRICS = ("time", "event", "attempt", "step", "total_steps", "epoch")
+_NO_METRICS = ("step", "total_steps", "epoch")
 
 
 class Point(NamedTuple):
@@ -86,57 +92,31 @@ def columns(points: Sequence[Point], width: float) -> list[Column]:
     return result
 
 
-def curves_of(events: Sequence[Event]) -> dict[str, Curve]:
+def curves_of(events: Sequence[JournalEvent]) -> dict[str, Curve]:
     """Return a run's metrics by name; the loss first, the speed last. Only numbers count."""
     curves: dict[str, Curve] = {}
-    for index, start in enumerate(_split_at_starts(events)):
+    for index, start in enumerate(by_start(events)):
         for event in start:
-            step = to_number(event.get("step"))
-            if event["event"] != "metrics" or step is None or not math.isfinite(step):
+            if not isinstance(event, MetricsLine):
                 continue
-            for name, entry in event.items():
-                number = to_number(entry)
+            for name in event.values:
+                number = event.number(name)
                 if name not in _NO_METRICS and number is not None:
                     curve = curves.setdefault(name, Curve(name))
-                    curve.points.append(Point(step, number, index))
+                    curve.points.append(Point(event.step, number, index))
     order = {"loss": 0, "mfu": 2, "samples_per_s": 3}
     return dict(sorted(curves.items(), key=lambda pair: order.get(pair[0], 1)))
 
 
-def starts_of(events: Sequence[Event]) -> list[Start]:
+def starts_of(events: Sequence[JournalEvent]) -> list[Start]:
     """Return the starts of the workers that reached their training loop, in order."""
     starts: list[Start] = []
-    for start in _split_at_starts(events):
-        trained = [e for e in start if e["event"] in ("training", "first_step", "metrics")]
+    for start in by_start(events):
+        trained = [e for e in start if isinstance(e, (TrainingBegun, FirstStep, MetricsLine))]
         if trained:
-            step = to_number(trained[0].get("step")) or 0.0
-            step -= trained[0]["event"] != "training"  # the others are written after their step
-            attempt = start[0]["attempt"]
-            is_restart = bool(starts) and starts[-1].attempt == attempt
-            starts.append(Start(attempt, step, is_restart))
+            first = trained[0]
+            # The others are written after their step.
+            step = first.step if isinstance(first, TrainingBegun) else first.step - 1
+            is_restart = bool(starts) and starts[-1].attempt == first.attempt
+            starts.append(Start(first.attempt, step, is_restart))
     return starts
-
-
-def _split_at_starts(events: Sequence[Event]) -> list[list[Event]]:
-    """Split the journal at each start of the workers: by attempt, and at restarts within one."""
-    starts: list[list[Event]] = []
-    has_worker = False
-    for event in events:
-        is_worker = event["event"] == "worker"
-        is_new_attempt = not starts or event["attempt"] != starts[-1][0]["attempt"]
-        if is_new_attempt or (is_worker and has_worker):
-            starts.append([])
-            has_worker = False
-        has_worker = has_worker or is_worker
-        starts[-1].append(event)
-    return starts
-
-
-def to_number(entry: Any) -> float | None:
-    """Return a number of the journal as a float; None for anything else."""
-    if not isinstance(entry, (int, float)):
-        return None
-    try:
-        return float(entry)
-    except OverflowError:
-        return math.inf if entry > 0 else -math.inf

@@ -10,11 +10,23 @@ from typing import Any
 
 from hpc_ddp.core.console.units import duration
 from hpc_ddp.core.journal import goodput
-from hpc_ddp.core.journal.journal import FROM_LOGIN_NODE, Event, last_event
+from hpc_ddp.core.journal.events import (
+    Finished,
+    FirstStep,
+    JournalEvent,
+    RankFailed,
+    Started,
+    Stopped,
+    TrainingBegun,
+    VerdictGiven,
+    WorkerStarted,
+    step_of,
+)
+from hpc_ddp.core.journal.journal import by_attempt, last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.explain import explain
 from hpc_ddp.report.explain.explanation import Explanation
-from hpc_ddp.report.explain.facts import RunFacts, gather, number, text_of
+from hpc_ddp.report.explain.facts import RunFacts, gather
 from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.report.status.state import RunState, jobs_in_queue
 
@@ -32,13 +44,9 @@ class RunHistory:
     pieces: Sequence[goodput.Interval]
 
     @cached_property
-    def attempts(self) -> dict[int, list[Event]]:
+    def attempts(self) -> dict[int, list[JournalEvent]]:
         """The events of each attempt, without the login node's."""
-        attempts: dict[int, list[Event]] = {}
-        for event in self.facts.events:
-            if event["event"] not in FROM_LOGIN_NODE:
-                attempts.setdefault(event["attempt"], []).append(event)
-        return attempts
+        return by_attempt(self.facts.events)
 
     @property
     def begin(self) -> float:
@@ -52,18 +60,15 @@ class RunHistory:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """The wall time by the parts of the goodput."""
-        seconds = dict.fromkeys(goodput.PARTS, 0.0)
-        for piece in self.pieces:
-            seconds[piece.part] += piece.end - piece.begin
-        return seconds
+        return goodput.seconds_of(self.pieces)
 
 
 def read_run(run: RunFolder) -> RunHistory:
-    """Read a run's folder, and ask Slurm."""
+    """Read a run's folder, and query Slurm."""
     facts = gather(run)
     status = status_of(run, jobs_in_queue())
     waits = status.state is RunState.WAITING
-    pieces = goodput.pieces(list(facts.events), facts.now if status.state.is_live else None, waits)
+    pieces = goodput.pieces(facts.events, facts.now if status.state.is_live else None, waits)
     return RunHistory(run, facts, status, explain(facts), pieces)
 
 
@@ -93,48 +98,50 @@ def attempt_rows(history: RunHistory) -> list[dict[str, Any]]:
     return rows
 
 
-def _bounds(history: RunHistory, attempt: int, events: Sequence[Event]) -> tuple[float, float]:
-    workers = [e["began"] for e in events if e["event"] == "worker" and e.get("began")]
-    begin = min([e["time"] for e in events] + workers)
-    has_verdict = any(e["event"] == "verdict" for e in events)
-    if history.status.state.is_working and attempt == history.facts.newest and not has_verdict:
-        return begin, history.end
-    return begin, max(e["time"] for e in events)
+def _bounds(
+    history: RunHistory, attempt: int, events: Sequence[JournalEvent]
+) -> tuple[float, float]:
+    times = [event.time for event in events]
+    workers = [event.began for event in events if isinstance(event, WorkerStarted)]
+    begin = min([*times, *(began for began in workers if began)])
+    is_open = attempt == history.facts.newest and last_event(events, VerdictGiven) is None
+    return begin, history.end if is_open and history.status.state.is_working else max(times)
 
 
-def _steps(events: Sequence[Event]) -> str:
+def _steps(events: Sequence[JournalEvent]) -> str:
     """Return the first and the last step of an attempt, as text."""
-    first = next((e for e in events if e["event"] in ("training", "first_step")), None)
-    steps = [step for e in events if (step := number(e, "step")) is not None]
-    if first is None or not steps:
+    first = next((e for e in events if isinstance(e, (TrainingBegun, FirstStep))), None)
+    if first is None:
         return "–"
-    begin = (number(first, "step") or 0) + (first["event"] == "training")
+    steps = [step for step in map(step_of, events) if step is not None]
+    begin = first.step + 1 if isinstance(first, TrainingBegun) else first.step
     return f"{begin:,} to {max(steps):,}" if max(steps) >= begin else "none"
 
 
-def _end_of(history: RunHistory, attempt: int, events: Sequence[Event]) -> tuple[str, str]:
+def _end_of(history: RunHistory, attempt: int, events: Sequence[JournalEvent]) -> tuple[str, str]:
     """Return the reason of an attempt's end, and a sign for it."""
     status = history.status
-    if verdict := last_event(list(events), "verdict"):
-        cause = text_of(verdict, "cause")
-        return text_of(verdict, "why") or cause, _SIGNS.get(cause, "✕")
+    if verdict := last_event(events, VerdictGiven):
+        return verdict.why or verdict.cause, _SIGNS.get(verdict.cause, "✕")
     if attempt == history.facts.newest:
         if status.state.is_working:
             return "goes on", "▶"
         return status.why or str(status.state), _SIGNS.get(status.state, "✕")
-    last = last_event(list(events), "stopped", "failed", "finished")
+    last = last_event(events, Stopped, RankFailed, Finished)
+    if isinstance(last, RankFailed):
+        return last.error, "✕"
     if last is None:
         return "ended without a word", "✕"
-    reason = text_of(last, "error") or text_of(last, "reason") or last["event"]
-    return reason, "✕" if last["event"] == "failed" else "▼"
+    return last.reason if isinstance(last, Stopped) else last.event, "▼"
 
 
-def nodes_of(events: Sequence[Event]) -> list[str]:
+def nodes_of(events: Sequence[JournalEvent]) -> list[str]:
     """Return the nodes of the first event that names them."""
     for event in events:
-        nodes = event.get("nodes") or event.get("hosts")
-        if isinstance(nodes, list):
-            return [str(node) for node in nodes]
+        if isinstance(event, Started) and event.nodes:
+            return list(event.nodes)
+        if isinstance(event, FirstStep):
+            return list(event.hosts)
     return []
 
 

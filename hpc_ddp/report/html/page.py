@@ -15,13 +15,15 @@ import jinja2
 from hpc_ddp import __version__
 from hpc_ddp.core.console.units import duration, measured
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal import goodput
+from hpc_ddp.core.journal.events import RankFailed
+from hpc_ddp.core.journal.fields import to_number
 from hpc_ddp.core.journal.journal import node_seconds
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.report.explain.facts import text_of
 from hpc_ddp.report.html.charts import charts
-from hpc_ddp.report.html.curves import Curve, curves_of, starts_of, to_number
+from hpc_ddp.report.html.curves import Curve, curves_of, starts_of
 from hpc_ddp.report.html.history import RunHistory, attempt_rows, nodes_of, read_run, strip
 from hpc_ddp.report.status.state import RunState
 
@@ -68,7 +70,7 @@ def render(run: RunFolder, templates: Path) -> str:
 
 def _spec_of(run: RunFolder) -> JobSpec | None:
     try:
-        return JobSpec.from_json(run.job_json.read_text())
+        return JobSpec.from_json(read_text(run.job_json))
     except (OSError, ValueError, HpcDdpError):
         return None
 
@@ -102,9 +104,9 @@ def _tiles(
 ) -> list[tuple[str, str, str]]:
     """Return the figures at the top of the page: name, figure, addition."""
     status, tiles = history.status, []
-    if (step := to_number(status.step)) is not None:
-        total = to_number(status.total_steps)
-        tiles.append(("step", f"{step:,.0f}", f"of {total:,.0f}" if total else ""))
+    if status.step is not None:
+        total = f"of {status.total_steps:,}" if status.total_steps else ""
+        tiles.append(("step", f"{status.step:,}", total))
     if loss := curves.get("loss"):
         lowest = measured(min(loss.finite, default=None))
         tiles.append(("loss", measured(loss.points[-1].number), f"lowest {lowest}"))
@@ -119,7 +121,7 @@ def _tiles(
         queued = f"{duration(history.seconds['queued'])} queued"
         tiles.append(("wall time", duration(wall_s), queued))
     if spec and history.attempts:
-        node_s = node_seconds(list(history.facts.events), history.end)
+        node_s = node_seconds(history.facts.events, history.end)
         unit = "GPU hours" if spec.gpu_count else "worker hours"
         tiles.append((unit, f"{spec.gpus_in_use * node_s / 3600:.3g}", ""))
     return tiles
@@ -128,16 +130,15 @@ def _tiles(
 def _failure(history: RunHistory) -> dict[str, Any]:
     """Return the failure that ended the newest attempt: rank, error, traceback, log."""
     facts, failure = history.facts, history.facts.failure
-    events = facts.select("failed", attempt=facts.newest)
-    if failure is None and not events:
+    if failure is None:
         return {}
-    first = events[0] if events else {}
-    event = next((e for e in events if failure and e.get("rank") == failure.rank), first)
+    events = facts.select(RankFailed, attempt=facts.newest)
+    events.sort(key=lambda event: event.rank != failure.rank)
     return {
-        "rank": failure.rank if failure else first.get("rank"),
-        "node": failure.node if failure else text_of(first, "node"),
-        "error": (failure.error if failure else "") or text_of(event, "error"),
-        "traceback": _clean(text_of(event, "traceback")),
+        "rank": failure.rank,
+        "node": failure.node,
+        "error": failure.error or (events[0].error if events else ""),
+        "traceback": _clean(events[0].traceback if events else ""),
         "log": _clean(facts.rank_log[-_LOG_CHARACTERS:]),
         "attempt": facts.newest,
     }

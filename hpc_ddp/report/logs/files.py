@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 import shlex
 import time
 from bisect import bisect_left
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import open_data
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
 
@@ -24,38 +23,24 @@ class LogQuery:
     """The lines to show: of one `rank`, of the `job` itself, else of all ranks, merged.
 
     Merged lines are tidied: noise is left out and equal lines are folded, unless `raw`.
+
+    Raises
+    ------
+    UsageError
+        `job` with a rank or an attempt
     """
 
     rank: int | None = None
     attempt: int | None = None
     job: bool = False
     raw: bool = False
-    pattern: re.Pattern[bytes] | None = None
 
-    @classmethod
-    def from_options(
-        cls, rank: int | None, attempt: int | None, job: bool, raw: bool, grep: str | None
-    ) -> LogQuery:
-        """Return the query of some options.
-
-        Raises
-        ------
-        UsageError
-            the options contradict each other, or `grep` is no regular expression
-        """
-        if job and (rank is not None or attempt is not None):
+    def __post_init__(self) -> None:
+        if self.job and (self.rank is not None or self.attempt is not None):
             raise UsageError(
                 "--job was given with --rank or --attempt: the job's output is one file, of all",
                 hint="leave out --job",
             )
-        try:
-            pattern = re.compile(os.fsencode(grep)) if grep is not None else None
-        except re.error as error:
-            raise UsageError(
-                f"--grep {grep!r} is no regular expression: {error}",
-                hint=r"a backslash before each of . * + ? [ ( | that is meant as it is",
-            ) from None
-        return cls(rank, attempt, job, raw, pattern)
 
 
 def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Path]:
@@ -118,7 +103,7 @@ class LogFile:
         partial = b""
         while True:
             try:
-                with open(self.path, "rb") as file:  # not kept open: there may be thousands
+                with open_data(self.path) as file:  # not kept open: there may be thousands
                     file.seek(self._position + len(partial))
                     chunk = file.read(CHUNK)
             except OSError:

@@ -12,7 +12,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_ddp.core.journal.journal import Event, events_of
+from hpc_ddp.core.file_io import open_data
+from hpc_ddp.core.journal.events import JournalEvent
+from hpc_ddp.core.journal.journal import events_of
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.report.logs.files import LogFile
 
@@ -58,7 +60,7 @@ class AttemptLogs:
             self._read_notes(path)
 
     def _read_notes(self, path: Path) -> None:
-        with contextlib.suppress(OSError), open(path, "rb") as file:
+        with contextlib.suppress(OSError), open_data(path) as file:
             file.seek(self._offsets[path])
             for line in file.read().splitlines(keepends=True):
                 if not line.endswith(b"\n"):
@@ -71,11 +73,11 @@ class AttemptLogs:
                     log.times.append(seconds)
                     log.sizes.append(size)
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[JournalEvent]:
         """Return the attempt's events, without those of the ranks, which are many."""
         paths = sorted(self.run.journal_folder.glob("*.jsonl"))
         events = (e for p in paths if not p.name.startswith("rank-") for e in events_of(p))
-        return [event for event in events if event["attempt"] == self.attempt.number]
+        return [event for event in events if event.attempt == self.attempt.number]
 
     def new_lines(self, is_last: bool) -> Iterator[Line]:
         """Yield the new lines of all ranks in order of time."""

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.journal.journal import Event, last_event
+from hpc_ddp.core.file_io import open_data
+from hpc_ddp.core.journal.events import JournalEvent, Started, VerdictGiven
+from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.journal.vocabulary import Action
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
@@ -93,14 +95,9 @@ class PlainView:
     def update(self, is_last: bool) -> None:
         for path in log_files(self._run, self._query.rank, self._query.attempt):
             log = self._files.setdefault(path, LogFile(path))
-            for _, line in log.new_lines(is_last or self._query.pattern is None):
-                _write(line, self._query.pattern)
+            for _, line in log.new_lines(is_last=True):
+                sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
-
-
-def _write(line: bytes, pattern: re.Pattern[bytes] | None, mark: str = "") -> None:
-    if pattern is None or pattern.search(line):
-        sys.stdout.buffer.write(mark.encode() + line)
 
 
 class MergedView:
@@ -149,7 +146,7 @@ class MergedView:
         return any(self._has_output(log.path) for log in logs)
 
     def _has_output(self, path: Path) -> bool:
-        with contextlib.suppress(OSError), open(path, "rb") as file:
+        with contextlib.suppress(OSError), open_data(path) as file:
             return any(map(self._is_shown, file.read(CHUNK).splitlines(keepends=True)))
         return False
 
@@ -160,7 +157,7 @@ class MergedView:
         folder = self._folders.setdefault(group.attempt.path, LineFolder(not self._query.raw))
         # Read before the lines, so that all lines from before the verdict are there.
         events = group.events()
-        verdict = last_event(events, "verdict")
+        verdict = last_event(events, VerdictGiven)
         is_over = is_last or verdict is not None
         if not group.begin_shown and (group.logs or is_over):
             self._print_heading(group, _beginning(events))
@@ -175,13 +172,11 @@ class MergedView:
             group.end_shown = True
 
     def _print(self, group: AttemptLogs, lines: Iterable[tuple[Line, list[int]]]) -> None:
-        pattern = self._query.pattern
         for line, ranks in lines:
             text = line.text if line.text.endswith(b"\n") else line.text + b"\n"
-            if not self._has_marks:
-                _write(text, pattern)
-            elif pattern is None or pattern.search(text):
-                _write(TORCH_MARK.sub(b"", text), None, self._mark(group, line, ranks))
+            if self._has_marks:
+                text = self._mark(group, line, ranks).encode() + TORCH_MARK.sub(b"", text)
+            sys.stdout.buffer.write(text)
 
     def _mark(self, group: AttemptLogs, line: Line, ranks: list[int]) -> str:
         task = f"task {group.run.index} " if group.run.is_task else ""
@@ -198,7 +193,7 @@ class MergedView:
         return f"\033[{COLOURS[line.rank % len(COLOURS)]}m{mark}\033[0m"
 
     def _print_heading(self, group: AttemptLogs, text: str) -> None:
-        if self._query.pattern is not None or not text:
+        if not text:
             return
         task = f"task {group.run.index}, " if group.run.is_task else ""
         heading = f"--- {task}attempt {group.attempt.number}{text}"
@@ -213,25 +208,24 @@ def _begin_time(group: AttemptLogs) -> tuple[float, int]:
     return float("inf"), group.attempt.number
 
 
-def _beginning(events: Sequence[Event]) -> str:
+def _beginning(events: Sequence[JournalEvent]) -> str:
     """Return time, nodes and job of an attempt's beginning."""
-    started = last_event(list(events), "started")
+    started = last_event(events, Started)
     if started is None:
         return ""
-    begin = time.strftime(" began %a %H:%M:%S", time.localtime(started["time"]))
-    nodes = started.get("nodes") or []
+    begin = time.strftime(" began %a %H:%M:%S", time.localtime(started.time))
+    nodes = started.nodes or []
     names = " ".join(nodes) if len(nodes) <= 4 else f"{nodes[0]} … {nodes[-1]} ({len(nodes)} nodes)"
-    job = f", job {started['job_id']}" if started.get("job_id") else ""
+    job = f", job {started.job_id}" if started.job_id else ""
     return f"{begin}{names and f' on {names}'}{job}"
 
 
-def _end(verdict: Event) -> str:
+def _end(verdict: VerdictGiven) -> str:
     """Return how an attempt ended, in the words of the job's own output."""
-    end = time.strftime("%H:%M:%S", time.localtime(verdict["time"]))
-    why = verdict.get("why") or verdict.get("cause")
-    action = verdict.get("action")
-    if action == Action.REQUEUE:
-        why = f"{why}; it starts over" if verdict.get("step") is None else f"{why}; it goes on"
-    elif action == Action.GIVE_UP:
-        why = f"{why}; given up"
+    end = time.strftime("%H:%M:%S", time.localtime(verdict.time))
+    why = verdict.why or str(verdict.cause)
+    if verdict.action == Action.REQUEUE:
+        why += "; it starts over" if verdict.step is None else "; it goes on"
+    elif verdict.action == Action.GIVE_UP:
+        why += "; given up"
     return f" ended {end}: {why}"

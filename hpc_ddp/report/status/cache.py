@@ -1,13 +1,14 @@
 """A cache of the status of ended runs.
 
 Reading the journals of two thousand runs takes many seconds, and those of ended runs do not
-change. Their status is kept in ``<runs>/.status.json``, beside the name, size and time of every
-file that it was read from: it is valid as long as all of these are unchanged and none of the run's
-jobs is in the queue. The status of a live run is never kept.
+change. Their status is kept in ``<runs>/.status-<uid>.json``, beside the name, size and time of
+every file that it was read from: it is valid as long as all of these are unchanged and none of the
+run's jobs is in the queue. The status of a live run is never kept.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -17,8 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp import __version__, slurm
-from hpc_ddp.core.journal.journal import Event, last_event, read_briefly
-from hpc_ddp.core.run_folder import RunFolder, read_json, write_json
+from hpc_ddp.core.file_io import read_json, write_whole
+from hpc_ddp.core.journal.events import (
+    CheckpointSaved,
+    JournalEvent,
+    Started,
+    Submitted,
+    VerdictGiven,
+)
+from hpc_ddp.core.journal.journal import last_event, read_briefly
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.run_status import Status, summarize
 from hpc_ddp.report.status.state import RunState
 
@@ -29,8 +38,8 @@ class StatusCache:
     """Reads the status of runs below `root`; `save` keeps it for the next command."""
 
     def __init__(self, root: Path, queue: Mapping[str, slurm.QueuedJob]) -> None:
-        self._path, self._queue = root / ".status.json", queue
-        content = read_json(self._path)
+        self._path, self._queue = root / f".status-{os.geteuid()}.json", queue
+        content = read_json(self._path) if _is_private(self._path) else {}
         entries = content.get("runs") if content.get("format") == FORMAT else None
         self._entries: dict[str, Any] = entries if isinstance(entries, dict) else {}
         self._changed = False
@@ -45,12 +54,12 @@ class StatusCache:
         events = read_briefly(run.journal_folder)
         jobs = run.job_ids(events)
         status = summarize(run, events, jobs, self._queue)
-        saved = last_event(events, "checkpoint")
+        saved = last_event(events, CheckpointSaved)
         if _has_ended(status, events) and not self._has_queued(jobs):
             self._entries[name] = {
                 "files": files,  # from before: a later line of the journal is not in the status
                 "jobs": jobs,
-                "saved_at": saved["time"] if saved else None,
+                "saved_at": saved.time if saved else None,
                 "status": asdict(status),
             }
             self._changed = True
@@ -62,12 +71,21 @@ class StatusCache:
         return any(job in self._queue for job in jobs)
 
     def save(self) -> None:
-        """Write the cache, if the folder can be written: it only saves time."""
+        """Write the cache, if its folder can be written: it only saves time."""
         if self._changed:
             entries = {name: entry for name, entry in self._entries.items() if os.path.isdir(name)}
-            with suppress(OSError):
-                write_json(self._path, {"format": FORMAT, "runs": entries})
+            text = json.dumps({"format": FORMAT, "runs": entries})
+            with suppress(OSError):  # private, as runs are: it has the text of errors
+                write_whole(self._path, text, mode=0o600)
             self._changed = False
+
+
+def _is_private(path: Path) -> bool:
+    """Return whether only this user can have written a file: others may share the folder."""
+    with suppress(OSError):
+        status = path.lstat()
+        return status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    return False
 
 
 def _restore(values: dict[str, Any], saved_at: float | None) -> Status:
@@ -75,10 +93,10 @@ def _restore(values: dict[str, Any], saved_at: float | None) -> Status:
     return status if saved_at is None else replace(status, last_checkpoint_s=time.time() - saved_at)
 
 
-def _has_ended(status: Status, events: list[Event]) -> bool:
+def _has_ended(status: Status, events: list[JournalEvent]) -> bool:
     """Whether nothing more happens to a run without a new line in its journal, or a new job."""
-    last = last_event(events, "submitted", "started", "verdict")
-    has_verdict = last is not None and last["event"] == "verdict"
+    last = last_event(events, Submitted, Started, VerdictGiven)
+    has_verdict = isinstance(last, VerdictGiven)
     is_final = status.state in (RunState.FINISHED, RunState.CANCELLED)
     return not status.state.is_live and (has_verdict or is_final)
 
@@ -95,7 +113,7 @@ def _fingerprint(run: RunFolder) -> list[Any]:
         with suppress(FileNotFoundError):
             for name in sorted(os.listdir(f"{folder}/journal")):
                 # Opened, since NFS may answer a stat alone from a cache.
-                descriptor = os.open(f"{folder}/journal/{name}", os.O_RDONLY)
+                descriptor = os.open(f"{folder}/journal/{name}", os.O_RDONLY | os.O_NONBLOCK)
                 try:
                     facts = os.fstat(descriptor)
                 finally:

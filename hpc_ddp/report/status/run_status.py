@@ -14,8 +14,19 @@ from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.job.slurm_values import parse_time
 from hpc_ddp.core.journal import goodput
-from hpc_ddp.core.journal.events import Cancelled
-from hpc_ddp.core.journal.journal import Event, last_event, read_briefly
+from hpc_ddp.core.journal.events import (
+    Cancelled,
+    CheckpointSaved,
+    Finished,
+    FirstStep,
+    JournalEvent,
+    MetricsLine,
+    Rerun,
+    Started,
+    Submitted,
+    WorkerStarted,
+)
+from hpc_ddp.core.journal.journal import last_event, last_step, read_briefly
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.ownership import check_executable
 from hpc_ddp.core.run_folder import RunFolder
@@ -96,16 +107,14 @@ def unreadable(run: RunFolder, why: str) -> Status:
 
 def summarize(
     run: RunFolder,
-    events: Sequence[Event],
+    events: Sequence[JournalEvent],
     jobs: Sequence[str],
     queue: Mapping[str, slurm.QueuedJob],
 ) -> Status:
     """Return the status of a run from its journal and the ids of all its jobs."""
-    events = list(events)
-    started = last_event(events, "started")
-    metrics = last_event(events, "metrics") or {}
-    saved = last_event(events, "checkpoint")
-    progress = last_event(events, "metrics", "checkpoint", "stopped", "finished", "restored") or {}
+    started, rerun = last_event(events, Started), last_event(events, Rerun)
+    metrics, finished = last_event(events, MetricsLine), last_event(events, Finished)
+    saved = last_event(events, CheckpointSaved)
     queued = [queue[job] for job in jobs if job in queue]
     state, why = find_state(run, events, queued)
     if state is RunState.WAITING:
@@ -122,13 +131,13 @@ def summarize(
         id=run.id,
         state=state,
         job_id=jobs[-1] if jobs else None,
-        attempt=started["attempt"] if started else None,
-        nodes=len(started.get("nodes", ())) or None if started else None,
-        step=progress.get("step"),
-        total_steps=metrics.get("total_steps"),
-        loss=metrics.get("loss"),
-        samples_per_s=metrics.get("samples_per_s"),
-        last_checkpoint_s=now - saved["time"] if saved else None,
+        attempt=started.attempt if started else None,
+        nodes=len(started.nodes) if started and started.nodes else None,
+        step=last_step(events),
+        total_steps=metrics.total_steps if metrics else None,
+        loss=metrics.number("loss") if metrics else None,
+        samples_per_s=metrics.number("samples_per_s") if metrics else None,
+        last_checkpoint_s=now - saved.time if saved else None,
         time_left_s=_time_left_s(queued) if runs else None,
         eta_s=_eta_s(events, metrics, now) if runs else None,
         goodput=goodput.share(seconds),
@@ -136,8 +145,8 @@ def summarize(
         why=explain_pending(why, jobs[-1])[0] if waits else why,
         reason=why if waits else "",
         slow=str(slow or ""),
-        results=(last_event(events, "finished") or {}).get("results", {}),
-        rerun_of=(last_event(events, "rerun") or {}).get("of"),
+        results=dict(finished.results or {}) if finished else {},
+        rerun_of=rerun.of if rerun else None,
     )
 
 
@@ -155,23 +164,25 @@ def _time_left_s(queued: Sequence[slurm.QueuedJob]) -> float | None:
         return None
 
 
-def _eta_s(events: list[Event], metrics: Event, now: float) -> float | None:
+def _eta_s(events: Sequence[JournalEvent], metrics: MetricsLine | None, now: float) -> float | None:
     """Return the seconds to the last step at the mean pace of this start, saves included."""
-    first = last_event(events, "first_step", "worker") or {}
-    total, step = metrics.get("total_steps"), metrics.get("step", 0)
-    steps = step - first.get("step", step)
-    if first.get("event") != "first_step" or not total or steps <= 0:
+    first = last_event(events, FirstStep, WorkerStarted)
+    if metrics is None or not metrics.total_steps or not isinstance(first, FirstStep):
         return None
-    pace_s = (metrics["time"] - first["time"]) / steps
-    left_s = (total - step) * pace_s - (now - metrics["time"])
-    return max(0.0, float(left_s))
+    steps = metrics.step - first.step
+    if steps <= 0:
+        return None
+    pace_s = (metrics.time - first.time) / steps
+    left_s = (metrics.total_steps - metrics.step) * pace_s - (now - metrics.time)
+    return max(0.0, left_s)
 
 
 def has_ended(run: RunFolder) -> bool:
     """Whether a run makes no more progress by itself; False where Slurm gives no answer."""
     if run.finished() or run.cancelled.exists():
         return True
-    is_local = "pid" in (last_event(run.events(), "started") or {})
+    started = last_event(run.events(), Started)
+    is_local = started is not None and started.pid is not None
     try:
         jobs = {} if is_local else slurm.queue()
     except HpcDdpError:
@@ -198,14 +209,32 @@ def cancel(run: RunFolder) -> None:
         folder.cancelled.touch()
         events = folder.events()
         folder.journal("submit").write(Cancelled())
-        started = last_event(events, "started")
-        if started and process.is_live(started):
-            os.kill(started["pid"], signal.SIGTERM)
+        started = last_event(events, Started)
+        if started and started.pid and process.is_live(started.process):
+            os.kill(started.pid, signal.SIGTERM)
         jobs += folder.job_ids(events)
     if run.is_task:
         jobs = _jobs_of_task(run, jobs)
-    if jobs:
-        slurm.cancel(jobs)
+    if jobs and (live := _live_jobs(run, jobs)):
+        slurm.cancel(live)
+
+
+def _live_jobs(run: RunFolder, jobs: Sequence[str]) -> list[str]:
+    """Return the jobs that are not over and that run this run's script.
+
+    A journal may name a job of long ago, or of another cluster, whose number is that of another job
+    of the user's now. A job that the run found itself in, by salloc, has another script.
+    """
+    queue = slurm.queue()
+    submitted = last_event(run.events(), Submitted)
+    scripts = {os.path.realpath(folder.script) for folder in (run, RunFolder(run.whole))}
+    is_allocation = submitted is not None and submitted.backend == "salloc"
+    live = []
+    for job_id in jobs:
+        job = queue.get(job_id) or queue.get(job_id.partition("_")[0])
+        if job and job.state not in slurm.OVER and (is_allocation or job.script in scripts):
+            live.append(job_id)
+    return live
 
 
 def _jobs_of_task(task: RunFolder, jobs: Sequence[str]) -> list[str]:

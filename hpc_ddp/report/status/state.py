@@ -1,6 +1,6 @@
 """The state of a run, and whether a job or a process still works on it.
 
-`find_state` asks these questions, in this order; the first one that applies decides:
+`find_state` checks these conditions, in this order; the first one that applies decides:
 
 1. Does the journal say that the run is finished?              ``finished``
 2. Has the user cancelled it?                                  ``cancelled``
@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,8 +26,19 @@ from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.journal import Event, is_finished, last_event
+from hpc_ddp.core.journal.events import (
+    Finished,
+    JournalEvent,
+    Queued,
+    RankFailed,
+    Started,
+    Stopped,
+    Submitted,
+    VerdictGiven,
+)
+from hpc_ddp.core.journal.journal import is_finished, last_event
 from hpc_ddp.core.journal.vocabulary import Action, Word
 from hpc_ddp.core.run_folder import RunFolder
 
@@ -81,7 +92,7 @@ def state_of_job(slurm_state: str) -> RunState | None:
 
 
 def find_state(
-    run: RunFolder, events: Sequence[Event], queued: Sequence[slurm.QueuedJob]
+    run: RunFolder, events: Sequence[JournalEvent], queued: Sequence[slurm.QueuedJob]
 ) -> tuple[RunState, str]:
     """Return the state of a run, and the reason in words (Slurm's reason while it waits).
 
@@ -92,12 +103,11 @@ def find_state(
     queued
         the run's jobs that Slurm still has
     """
-    events = list(events)
     if is_finished(events):
         return RunState.FINISHED, ""
     if run.cancelled.exists():
         return RunState.CANCELLED, ""
-    last = last_event(events, "submitted", "started", "verdict")
+    last = last_event(events, Submitted, Started, VerdictGiven)
     job = next((job for job in queued if state_of_job(job.state)), None)
     if job and not (run.is_task and _is_final(last)):
         is_waiting = _OF_JOB[job.state] is RunState.WAITING
@@ -107,59 +117,59 @@ def find_state(
         return _state_of_array(run, tasks)
     if last is None:
         return RunState.RENDERED, "never submitted"
-    if last["event"] == "verdict":
+    if isinstance(last, VerdictGiven):
         return _state_of_verdict(last)
-    if "pid" in last:
+    if isinstance(last, Started) and last.pid is not None:
         return _state_of_process(last, events)
     return RunState.LOST, next((job.state.lower() for job in queued), "gone from the queue")
 
 
-def _is_final(last: Event | None) -> bool:
+def _is_final(last: JournalEvent | None) -> bool:
     """Whether a verdict without a requeue is the last word of a task.
 
     The last task of an array has the array's own job id, which is live while other tasks run.
     """
-    return last is not None and last.get("action", Action.REQUEUE) != Action.REQUEUE
+    return isinstance(last, VerdictGiven) and last.action != Action.REQUEUE
 
 
-def _has_live_process(last: Event | None) -> bool:
-    return last is not None and "pid" in last and process.is_live(last)
+def _has_live_process(last: JournalEvent | None) -> bool:
+    return isinstance(last, Started) and process.is_live(last.process)
 
 
 def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunState, str]:
     indexes = [task.index for task in tasks]
     with suppress(HpcDdpError, ValueError):  # a broken file of one run must not hide all others
-        indexes = JobSpec.from_json(run.job_json.read_text()).indexes(indexes)
+        indexes = JobSpec.from_json(read_text(run.job_json)).indexes(indexes)
     finished, total = sum(task.finished() for task in tasks), len(indexes)
     state = RunState.FINISHED if finished == total else RunState.ARRAY
     return state, f"{finished} of {total} tasks finished"
 
 
-def _state_of_verdict(verdict: Event) -> tuple[RunState, str]:
-    if verdict["action"] == Action.REQUEUE:
-        return RunState.STOPPED, f"{verdict['why']}; can go on with --run"
-    if verdict["action"] == Action.GIVE_UP:
-        return RunState.FAILED, verdict["why"]
+def _state_of_verdict(verdict: VerdictGiven) -> tuple[RunState, str]:
+    if verdict.action == Action.REQUEUE:
+        return RunState.STOPPED, f"{verdict.why}; can go on with --run"
+    if verdict.action == Action.GIVE_UP:
+        return RunState.FAILED, verdict.why
     try:
-        return RunState(verdict["cause"]), verdict["why"]
+        return RunState(verdict.cause), verdict.why
     except ValueError:  # a damaged journal
-        return RunState.LOST, verdict["why"]
+        return RunState.LOST, verdict.why
 
 
-def _state_of_process(started: Event, events: Sequence[Event]) -> tuple[RunState, str]:
+def _state_of_process(started: Started, events: Sequence[JournalEvent]) -> tuple[RunState, str]:
     """Return the state of a run on a machine. A standalone script has no verdict, only events."""
-    if process.is_live(started):
+    if process.is_live(started.process):
         return RunState.RUNNING, "on this machine"
-    if started.get("backend") == "local":
-        of_attempt = [e for e in events if e["attempt"] == started["attempt"]]
-        end = last_event(of_attempt, "stopped", "failed")
-        if end and end["event"] == "stopped":
-            source = f" ({end['source']})" if "source" in end else ""
-            why = f"{end.get('reason')}{source}, at step {end.get('step')}"
+    if started.backend == "local":
+        of_attempt = [event for event in events if event.attempt == started.attempt]
+        failed = [event for event in of_attempt if isinstance(event, RankFailed)]
+        end = last_event(of_attempt, Stopped, RankFailed)
+        if isinstance(end, Stopped):
+            source = f" ({end.source})" if end.source else ""
+            why = f"{end.reason}{source}, at step {end.step}"
             return RunState.STOPPED, f"{why}; can go on with the same command"
-        if end:
-            first = next(e for e in of_attempt if e["event"] == "failed")
-            return RunState.FAILED, f"rank {first.get('rank')}: {first.get('error')}"
+        if failed:
+            return RunState.FAILED, f"rank {failed[0].rank}: {failed[0].error}"
     return RunState.LOST, "ended without a word"
 
 
@@ -168,12 +178,15 @@ def _state_of_process(started: Event, events: Sequence[Event]) -> tuple[RunState
 
 @dataclass(frozen=True)
 class Queue:
-    """The user's jobs: `jobs` by id, the `scripts` of those that are not over, and the name of the
-    `cluster`."""
+    """The user's jobs by id, and the name of the cluster."""
 
     jobs: Mapping[str, slurm.QueuedJob]
-    scripts: Collection[str]
     cluster: str = ""
+
+    @property
+    def scripts(self) -> set[str]:
+        """The scripts of the jobs that are not over, also of those submitted without hpc-ddp."""
+        return {job.script for job in self.jobs.values() if job.state not in slurm.OVER}
 
 
 def jobs_in_queue() -> Mapping[str, slurm.QueuedJob]:
@@ -193,7 +206,7 @@ def read_queue() -> Queue | None:
         return None
     try:
         cluster = slurm.show_config().get("ClusterName", "")
-        return Queue(slurm.queue(), slurm.queued_scripts(), cluster)
+        return Queue(slurm.queue(), cluster)
     except HpcDdpError as error:
         say(f"{error.message}; runs that have a job are left alone")
         return None
@@ -202,7 +215,7 @@ def read_queue() -> Queue | None:
 def describe_work(run: RunFolder, queue: Queue | None) -> str:
     """Return the job or process that works on a run, or on a task of its array, or will; or ''.
 
-    Unknown counts as work: a job where there is no Slurm to ask, or a process of another machine
+    Unknown counts as work: a job where there is no Slurm, or a process of another machine
     that has journaled no end.
     """
     for folder in (run, *run.tasks()):
@@ -217,13 +230,15 @@ def _describe_work(run: RunFolder, queue: Queue | None) -> str:
     if queue is not None:
         if work := _describe_job(run, events, jobs, queue):
             return work
-    elif jobs or last_event(events, "started") is None:
+    elif jobs or last_event(events, Started) is None:
         # A run that was only rendered, too: any user may have given its script to sbatch.
         return f"job {jobs[-1] if jobs else '?'}, of a Slurm that can't be asked from here"
     return _describe_process(events)
 
 
-def _describe_job(run: RunFolder, events: list[Event], jobs: Sequence[str], queue: Queue) -> str:
+def _describe_job(
+    run: RunFolder, events: list[JournalEvent], jobs: Sequence[str], queue: Queue
+) -> str:
     for job in jobs:
         if job in queue.jobs and queue.jobs[job].state not in slurm.OVER:
             return f"job {job}, {queue.jobs[job].state.lower()}"
@@ -231,21 +246,22 @@ def _describe_job(run: RunFolder, events: list[Event], jobs: Sequence[str], queu
         return "a job of its script"
     if "(null)" in queue.scripts and not jobs:
         return "perhaps a job whose script came through a pipe"
-    last = last_event(events, "started", "verdict") or {}
-    cluster = last.get("cluster")  # a verdict has none
-    if cluster and queue.cluster and cluster != queue.cluster:
-        return f"job {last.get('job_id')} of cluster {cluster}, which can't be asked from here"
-    return ""
-
-
-def _describe_process(events: list[Event]) -> str:
-    started = last_event(events, "started")
-    if started is None or "pid" not in started:
+    last = last_event(events, Queued, Started, VerdictGiven)
+    if not isinstance(last, Queued | Started) or not last.cluster or not queue.cluster:
         return ""
-    name = f"process {started['pid']} on {started.get('host')}"
-    if process.is_live(started):
+    if last.cluster == queue.cluster:
+        return ""
+    return f"job {last.job_id} of cluster {last.cluster}, which can't be asked from here"
+
+
+def _describe_process(events: list[JournalEvent]) -> str:
+    started = last_event(events, Started)
+    if started is None or started.pid is None:
+        return ""
+    name = f"process {started.pid} on {started.host}"
+    if process.is_live(started.process):
         return name
-    of_attempt = [event for event in events if event["attempt"] == started["attempt"]]
-    end = last_event(of_attempt, "verdict", "finished", "stopped", "failed")
-    is_elsewhere = started.get("host") != socket.gethostname()
+    of_attempt = [event for event in events if event.attempt == started.attempt]
+    end = last_event(of_attempt, VerdictGiven, Finished, Stopped, RankFailed)
+    is_elsewhere = started.host != socket.gethostname()
     return f"{name}, which can't be seen from here" if is_elsewhere and not end else ""

@@ -1,5 +1,1 @@
 """The drill: does a script resume right?"""
-
-from hpc_ddp.submission.drill.runs import drill
-
-__all__ = ["drill"]

@@ -7,11 +7,13 @@ undisturbed run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Record = Mapping[str, Any]
+from hpc_ddp.core.journal.events import DrillRecord
+
+Pair = tuple[DrillRecord, DrillRecord]  # of the undisturbed run and of a disturbed one
 
 ROUNDING = 1e-5  # relative: how much another order of sums can change the numbers of one step
 GROWN = 1e-2  # … and how much they may differ after the steps of a drill
@@ -79,20 +81,10 @@ class Difference:
         )
 
 
-@dataclass(frozen=True)
-class Curve:
-    """How many steps' values were compared, over all attempts, and how many are equal."""
-
-    steps: int = 0
-    equal: int = 0
-
-
-def records(events: Sequence[Record]) -> list[Record]:
-    return [event for event in events if event["event"] == "record"]
-
-
 def first_difference(
-    base: Sequence[Record], disturbed: Sequence[Record], earlier: Sequence[Record] = ()
+    base: Sequence[DrillRecord],
+    disturbed: Sequence[DrillRecord],
+    earlier: Sequence[DrillRecord] = (),
 ) -> Difference | None:
     """Return where the records of one attempt leave those of the undisturbed run, if they do.
 
@@ -104,110 +96,119 @@ def first_difference(
         of the attempts before `disturbed`: one of them has saved the state that `disturbed` begins
         with, which differs from the undisturbed run's where sums were rounded in another way
     """
-    base_of = _by_moment(base)
-    saved = _by_moment(sorted(earlier, key=lambda record: -record["attempt"]))
-    pairs: list[tuple[Record, Record]] = []
-    drifted = False
-    for record in disturbed:
-        reference = base_of.get(_key(record)) or _nearest(base, record)
-        if reference is not None and record["at"] == "start":
-            before = saved.get(_key(record), reference)
-            drifted = drifted or reference["state"] != before["state"]
-            reference = before
-        if reference is not None:
-            pairs.append((reference, record))
+    pairs, has_drifted = _pairs(base, disturbed, earlier)
     # By the moment first, then by rank: later differences are consequences.
     differing = sorted(
         (pair for pair in pairs if any(_parts_that_differ(*pair))),
-        key=lambda pair: (pair[1]["step"], _MOMENTS.index(pair[1]["at"])),
+        key=lambda pair: (pair[1].step, _MOMENTS.index(pair[1].at)),
     )
     if not differing:
         return None
     first = differing[0][1]
     at_moment = [pair for pair in differing if _moment(pair[1]) == _moment(first)]
-    order = _ORDER if first["at"] == "step" else _STATE_ORDER
+    order = _ORDER if first.at == "step" else _STATE_ORDER
     parts = sorted(
         {part for pair in at_moment for part in _parts_that_differ(*pair)},
         key=lambda part: (order.index(part.partition(" ")[0]), part),
     )
-    ranks = sorted(b["rank"] for a, b in at_moment if parts[0] in _parts_that_differ(a, b))
+    ranks = sorted(b.rank for a, b in at_moment if parts[0] in _parts_that_differ(a, b))
     kind, _, name = parts[0].partition(" ")
-    last_step = max(record["step"] for _, record in pairs)
-    grown = _distance([pair for pair in pairs if pair[1]["step"] == last_step], "weights")
-    has_gradients = any("gradients" in record["used"] for _, record in at_moment)
+    has_gradients = any("gradients" in record.used for _, record in at_moment)
     follows_equal_gradients = kind in ("optimizer", "model") and has_gradients
     return Difference(
-        step=first["step"],
-        at_start=first["at"] == "start",
+        step=first.step,
+        at_start=first.at == "start",
         kind=kind,
         name=name,
-        attempt=first["attempt"],
+        attempt=first.attempt,
         ranks=tuple(ranks),
         also=tuple(parts[1:]),
         relative=None if follows_equal_gradients else _distance(at_moment, "gradients"),
-        grown=1.0 if any(_key(a) != _key(b) for a, b in pairs) else grown,
-        drifted=drifted,
+        grown=_growth(pairs),
+        drifted=has_drifted,
     )
 
 
-def curve(base: Sequence[Record], disturbed: Sequence[Record]) -> Curve:
-    """Compare the values given to `run.step`, at all steps that both have."""
+def _pairs(
+    base: Sequence[DrillRecord], disturbed: Sequence[DrillRecord], earlier: Sequence[DrillRecord]
+) -> tuple[list[Pair], bool]:
+    """Return the records of an attempt, each behind the one that it is compared with.
+
+    The start is compared with the state that an earlier attempt has saved. Also returns whether
+    that state differs from the undisturbed run's.
+    """
     base_of = _by_moment(base)
-    steps = [r for r in disturbed if r["at"] == "step" and _key(r) in base_of]
-    pairs = [(_values(base_of[_key(record)]), _values(record)) for record in steps]
-    pairs = [(a, b) for a, b in pairs if a or b]
-    return Curve(len(pairs), sum(a == b for a, b in pairs))
+    saved = _by_moment(sorted(earlier, key=lambda record: -record.attempt))
+    pairs: list[Pair] = []
+    has_drifted = False
+    for record in disturbed:
+        reference = base_of.get(_key(record)) or _nearest(base, record)
+        if reference is None:
+            continue
+        if record.at == "start":
+            before = saved.get(_key(record), reference)
+            has_drifted = has_drifted or reference.state != before.state
+            reference = before
+        pairs.append((reference, record))
+    return pairs, has_drifted
 
 
-def _key(record: Record) -> tuple[Any, ...]:
+def _growth(pairs: Sequence[Pair]) -> float | None:
+    """Return the relative difference at the last step; 1 where the positions differ."""
+    if any(_key(a) != _key(b) for a, b in pairs):
+        return 1.0
+    last_step = max(record.step for _, record in pairs)
+    return _distance([pair for pair in pairs if pair[1].step == last_step], "weights")
+
+
+def _key(record: DrillRecord) -> tuple[Any, ...]:
     """Records with the same key are of the same moment; one of a start is of its checkpoint's."""
-    return tuple(record[name] for name in ("rank", "step", "epoch", "samples"))
+    return record.rank, record.step, record.epoch, record.samples
 
 
-def _by_moment(base: Sequence[Record]) -> dict[tuple[Any, ...], Record]:
-    by_moment: dict[tuple[Any, ...], Record] = {}
+def _by_moment(base: Sequence[DrillRecord]) -> dict[tuple[Any, ...], DrillRecord]:
+    by_moment: dict[tuple[Any, ...], DrillRecord] = {}
     for record in base:  # the end may be the moment of a step, which has more to compare
         by_moment.setdefault(_key(record), record)
     return by_moment
 
 
-def _nearest(base: Sequence[Record], record: Record) -> Record | None:
+def _nearest(base: Sequence[DrillRecord], record: DrillRecord) -> DrillRecord | None:
     """Return the undisturbed record to compare with a step or an end at another position: that of
     the same step, or of the last one."""
-    steps = [r for r in base if r["rank"] == record["rank"] and r["at"] == "step"]
-    if record["at"] not in ("step", "end") or not steps:
+    steps = [r for r in base if r.rank == record.rank and r.at == "step"]
+    if record.at not in ("step", "end") or not steps:
         return None
-    return next((r for r in steps if r["step"] == record["step"]), steps[-1])
+    return next((r for r in steps if r.step == record.step), steps[-1])
 
 
-def _moment(record: Record) -> tuple[Any, ...]:
-    return record["attempt"], record["at"], *_key(record)[1:]
+def _moment(record: DrillRecord) -> tuple[Any, ...]:
+    return record.attempt, record.at, *_key(record)[1:]
 
 
-def _values(record: Record) -> dict[str, str]:
-    return {name: repr(number) for name, number in record["values"].items()}  # NaN is like NaN
+def _values(record: DrillRecord) -> dict[str, str]:
+    return {name: repr(number) for name, number in record.values.items()}  # NaN is like NaN
 
 
-def _parts_that_differ(reference: Record, record: Record) -> Iterator[str]:
+def _parts_that_differ(reference: DrillRecord, record: DrillRecord) -> Iterator[str]:
     """Yield the parts (as kind and name) that both records have, with different digests."""
     if _key(reference) != _key(record):
         yield "position"
         return
-    is_step = record["at"] == "step"
-    for group in ("used", "state") if is_step else ("state",):
-        for part, digest in record[group].items():
-            if reference[group].get(part, digest) != digest:
+    for digests, expected in ((record.used, reference.used), (record.state, reference.state)):
+        for part, digest in digests.items():
+            if expected.get(part, digest) != digest:
                 yield part
-    if is_step and _values(reference) != _values(record):
+    if record.at == "step" and _values(reference) != _values(record):
         yield "loss"
 
 
-def _distance(pairs: Sequence[tuple[Record, Record]], size: str) -> float | None:
+def _distance(pairs: Sequence[Pair], size: str) -> float | None:
     """Return the largest relative difference of the values, and of a size."""
     distances = []
     for a, b in pairs:
-        numbers = [(a["values"][name], v) for name, v in b["values"].items() if name in a["values"]]
-        numbers.append((a["sizes"][size], b["sizes"][size]))
+        numbers = [(a.values[name], v) for name, v in b.values.items() if name in a.values]
+        numbers.append((a.sizes[size], b.sizes[size]))
         distances += [_relative(u, v) for u, v in numbers if _is_number(u) and _is_number(v)]
     return max(distances, default=None)
 

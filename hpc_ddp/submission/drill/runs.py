@@ -23,11 +23,22 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
-from hpc_ddp.core.journal.journal import Event, last_event, read_events
+from hpc_ddp.core.journal.events import (
+    CheckpointRestored,
+    DrillRecord,
+    Finished,
+    JournalEvent,
+    Stopped,
+    VerdictGiven,
+    WorkerStarted,
+    step_of,
+)
+from hpc_ddp.core.journal.journal import last_event, last_step, read_events
+from hpc_ddp.core.journal.vocabulary import StopReason
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.backends import LocalBackend
 from hpc_ddp.submission.drill import compare
-from hpc_ddp.submission.drill.compare import Difference, Record
+from hpc_ddp.submission.drill.compare import Difference
 from hpc_ddp.submission.drill.disturb import (
     LEAST_STEPS,
     Disturbance,
@@ -39,22 +50,21 @@ from hpc_ddp.submission.drill.disturb import (
     legs,
     terminate,
 )
-from hpc_ddp.submission.drill.report import Report, Row
+from hpc_ddp.submission.drill.result import DrillResult, Row
 from hpc_ddp.submission.plan import PreparedRun, plan_new
 from hpc_ddp.submission.settings.config import Settings
 
 PLAN = "HPC_DDP_DRILL"
 TRAINING_S = 30.0  # of an undisturbed run, without --steps
-PLAIN_S = 600.0  # in this time a script has to call `start`, or to end by itself
+START_S = 600.0  # in this time a script has to call `start`
 PRINT_EVERY_S = 15.0
 LOG_LINES = 30
 TOO_LONG = 124  # as the code of timeout(1)
 
-NOT_RESTORED: Event = {"step": None, "passed_over": []}
 Say = Callable[[str], None]
 
 
-def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say) -> Report:
+def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say) -> DrillResult:
     """Play the job here, undisturbed and disturbed, and compare. All run folders are below
     ``<root>/.drills``, and stay only where something was wrong.
 
@@ -98,7 +108,7 @@ class _Drill:
         self._steps, self._say = steps, say
         self._limit_s: float | None = None  # how long an attempt may take
         self._base = self._make("undisturbed")
-        self._report = Report(str(self._base.spec.script), folder)
+        self._result = DrillResult(str(self._base.spec.script), folder)
 
     def _make(self, name: str) -> PreparedRun:
         """Make another run of the same code."""
@@ -111,70 +121,63 @@ class _Drill:
             prepared if first is None else replace(prepared, code=first.code, script=first.script)
         )
 
-    def play(self) -> Report:
-        report = self._report
+    def play(self) -> DrillResult:
+        report = self._result
         self._say(f"undisturbed: {Path(report.script).name}")
         began = time.monotonic()
         limits = {"seconds": TRAINING_S} if self._steps is None else {"end": self._steps}
         code = self._launch(self._base, limits)
         self._limit_s = 120 + 5 * (time.monotonic() - began)
         events = self._base.run.events()
-        if last_event(events, "worker") is None:
-            return self._play_plain(code, time.monotonic() - began)
+        stopped = last_event(events, Stopped)
+        if code not in (0, TOO_LONG) and not (stopped and stopped.reason == StopReason.CANCELLED):
+            raise self._failed()
+        if last_event(events, WorkerStarted) is None:
+            raise UsageError(
+                f"{report.script} has not called start() of hpc_ddp.training; accepted: a script"
+                " that does, since a drill compares its steps",
+                hint="docs/adopt shows what to add to a script",
+            )
         base = self._records(self._base.run)
-        stopped = last_event(events, "stopped")
-        if code != 0 and not (stopped and stopped["reason"] == "cancelled"):
-            raise self._failed(self._base.run, "undisturbed")
-        report.steps = max((record["step"] for record in base), default=0)
-        ends = [r["step"] for r in base if r["at"] == "epoch" and r["rank"] == 0]
+        report.steps = max((record.step for record in base), default=0)
+        ends = [r.step for r in base if r.at == "epoch" and r.rank == 0]
         points = choose(report.steps, ends)
         report.rows.append(Row(f"undisturbed, {report.steps} steps", survived=True))
-        self._notes(base, ends)
+        if not ends:
+            report.notes.append(
+                f"all {report.steps} steps lie in the first epoch: what the script does at an"
+                " epoch's end was not tried (more with --steps)"
+            )
         self._disturb(base, points, report.steps if stopped else None)
         return report
 
-    def _notes(self, base: list[Record], epoch_ends: list[int]) -> None:
-        if not epoch_ends:
-            self._report.notes.append(
-                f"all {self._report.steps} steps lie in the first epoch: what the script does at"
-                " an epoch's end was not tried (more with --steps)"
-            )
-        if not any(record["values"] for record in base):
-            self._report.notes.append(
-                "run.step was given no values, so there is no loss curve to compare; with"
-                " run.step(loss=loss) there is"
-            )
-
-    # -- with hpc_ddp.training -------------------------------------------------------------
-
-    def _disturb(self, base: list[Record], points: Points, end: int | None) -> None:
+    def _disturb(self, base: list[DrillRecord], points: Points, end: int | None) -> None:
         prepared = self._make("disturbed")
         run, before = prepared.run, ""
         for number, leg in enumerate(legs(points, end)):
             self._say(f"disturbed: to be {leg.name}" if leg.name else f"{before}; now to the end")
             code = self._launch(prepared, leg.plan, leg.disturbance)
-            events = [event for event in run.events() if event["attempt"] == number]
+            events = [event for event in run.events() if event.attempt == number]
             written = self._records(run)
-            records = [record for record in written if record["attempt"] == number]
-            earlier = [record for record in written if record["attempt"] < number]
+            records = [record for record in written if record.attempt == number]
+            earlier = [record for record in written if record.attempt < number]
             difference = compare.first_difference(base, records, earlier)
             fault = self._find_fault(run, number, leg, events, code)
             if number > 0:
-                restored = last_event(events, "restored") or NOT_RESTORED
-                self._report.rows.append(
+                restored = last_event(events, CheckpointRestored)
+                self._result.rows.append(
                     Row(
                         before,
                         survived=not fault,
-                        resumed_from=restored["step"],
-                        passed_over=tuple(restored["passed_over"]),
-                        curve=compare.curve(base, records),
+                        resumed_from=step_of(restored),
+                        passed_over=tuple(restored.passed_over if restored else ()),
                         difference=difference,
                     )
                 )
             if fault:
                 self._print_log(run)
-                self._report.verdict = "broken"
-                self._report.why = f"When it was {before or leg.name}, {fault}"
+                self._result.verdict = "broken"
+                self._result.why = f"When it was {before or leg.name}, {fault}"
                 return
             if difference and not self._is_harmless(difference, base, before):
                 return
@@ -182,9 +185,9 @@ class _Drill:
             if number == 2:
                 before += f", and a byte flipped in {flip(run)}"
 
-    def _is_harmless(self, difference: Difference, base: list[Record], before: str) -> bool:
+    def _is_harmless(self, difference: Difference, base: list[DrillRecord], before: str) -> bool:
         """Take a difference into the report; True when the drill can go on."""
-        report = self._report
+        report = self._result
         if difference.is_rounding:
             report.verdict = "sums"
             report.why = report.why or compare.rounding(difference)
@@ -204,87 +207,38 @@ class _Drill:
         return False
 
     def _find_fault(
-        self, run: RunFolder, number: int, leg: Leg, events: list[Event], code: int
+        self, run: RunFolder, number: int, leg: Leg, events: list[JournalEvent], code: int
     ) -> str | None:
         """Return in what an attempt was not what it has to be, None when it was."""
-        restored = last_event(events, "restored") or NOT_RESTORED
-        why = (last_event(events, "verdict") or {}).get("why")
+        restored = last_event(events, CheckpointRestored)
+        why = _why(events)
         if code == TOO_LONG:
             return f"it did not get through within {self._limit_s:.0f} s"
-        if number and restored["step"] is None:
+        if number and restored is None:
             return "it starts from its beginning, since no checkpoint was found"
-        if number == 3 and not restored["passed_over"]:
+        if number == 3 and restored and not restored.passed_over:
             return "the damaged checkpoint was not passed over"
         if leg.disturbance is kill:
             ready = run.path / "drill" / f"ready-{number}"
             fault = None if ready.exists() else why or "it ended too early"
         elif leg.disturbance is terminate:
-            stopped = last_event(events, "stopped")
-            is_polite = code == CAN_GO_ON and stopped and stopped["step"] == leg.plan["at"]
+            stopped = last_event(events, Stopped)
+            is_polite = code == CAN_GO_ON and stopped and stopped.step == leg.plan["at"]
             fault = None if is_polite else f"a polite stop ended it with code {code}"
         else:
-            last = last_event(events, "stopped" if "end" in leg.plan else "finished")
+            last = last_event(events, Stopped if "end" in leg.plan else Finished)
             fault = None if last else why or f"it ended with code {code}"
-        if not fault and restored["step"] is not None and restored["step"] < leg.least_step:
-            fault = f"it went on from step {restored['step']} and not from step {leg.least_step}"
+        if not fault and restored and restored.step < leg.least_step:
+            fault = f"it went on from step {restored.step} and not from step {leg.least_step}"
         return fault
-
-    # -- without ---------------------------------------------------------------------------
-
-    def _play_plain(self, code: int, took_s: float) -> Report:
-        """Disturb a script that says nothing of itself half-way, by the clock."""
-        report = self._report
-        report.verdict = "plain"
-        if code == TOO_LONG:
-            self._print_log(self._base.run)
-            raise UsageError(
-                f"in {PLAIN_S:.0f} s the script has neither called start() nor ended",
-                hint="give it arguments with which it ends sooner",
-            )
-        if code != 0:
-            raise self._failed(self._base.run, "undisturbed")
-        report.rows.append(Row(f"undisturbed, {took_s:.0f} s", survived=True))
-        prepared = self._make("disturbed")
-        run, before = prepared.run, ""
-        endings = (
-            Leg("stopped politely (SIGTERM)", {}, terminate),
-            Leg("killed (SIGKILL)", {}, kill),
-            Leg("", {}),
-        )
-        for leg in endings:
-            self._say(f"disturbed: to be {leg.name} half-way" if leg.name else "now to the end")
-            code = self._launch(prepared, {}, leg.disturbance, after_s=took_s / 2)
-            if leg.disturbance and run.finished():
-                raise UsageError(
-                    f"the script was through before it could be {leg.name}: this run took less than"
-                    f" half of the first one's {took_s:.0f} s",
-                    hint="the same again: torch and data are in the machine's memory now; or"
-                    " arguments with which it takes longer",
-                )
-            if before:
-                report.rows.append(Row(before, survived=bool(leg.disturbance) or code == 0))
-            before = leg.name
-        if run.finished() and code == 0:
-            report.why = (
-                "it uses nothing of hpc_ddp.training, so only survival and the end could be"
-                " compared: it starts from its beginning each time, and ends with code 0 as the"
-                " undisturbed run does"
-            )
-        else:
-            self._print_log(run)
-            report.verdict, report.why = "broken", f"started again it ended with code {code}"
-        return report
-
-    # -- launches --------------------------------------------------------------------------
 
     def _launch(
         self,
         prepared: PreparedRun,
         plan: dict[str, Any],
         disturbance: Disturbance | None = None,
-        after_s: float | None = None,
     ) -> int:
-        """Run until it ends, and disturb it when it is ready, or after a time."""
+        """Run until it ends, and disturb it when it is ready; return its exit code."""
         run, spec = prepared.run, prepared.spec
         ready = run.path / "drill" / f"ready-{len(run.attempts())}"
         env = {**spec.env, PLAN: json.dumps(plan)}
@@ -296,14 +250,14 @@ class _Drill:
         try:
             while process.poll() is None:
                 now = time.monotonic()
-                if disturbance and (now - began > after_s if after_s else ready.exists()):
+                if disturbance and ready.exists():
                     disturbance(process, run)
                     disturbance = None
                 if now - printed_at > PRINT_EVERY_S:
                     printed_at = now
                     self._print_step(run)
-                    if self._limit_s is None and not last_event(run.events(), "worker"):
-                        limit_s = PLAIN_S
+                    if self._limit_s is None and not last_event(run.events(), WorkerStarted):
+                        limit_s = START_S
                     else:
                         limit_s = self._limit_s or math.inf
                 if now - began > limit_s:
@@ -316,19 +270,19 @@ class _Drill:
 
     def _print_step(self, run: RunFolder) -> None:
         number = len(run.attempts()) - 1
-        events = [event for event in run.events() if event["attempt"] == number]
-        step = last_event(events, "metrics", "first_step", "restored")
-        self._say(f"  step {step['step']}" if step else "  starting")
+        events = [event for event in run.events() if event.attempt == number]
+        step = last_step(events)
+        self._say("  starting" if step is None else f"  step {step}")
 
-    def _records(self, run: RunFolder) -> list[Record]:
-        return compare.records(read_events(run.path / "drill"))
+    def _records(self, run: RunFolder) -> list[DrillRecord]:
+        events = read_events(run.path / "drill")
+        return [event for event in events if isinstance(event, DrillRecord)]
 
-    def _failed(self, run: RunFolder, when: str) -> HpcDdpError:
+    def _failed(self) -> HpcDdpError:
+        run = self._base.run
         self._print_log(run)
-        verdict = last_event(run.events(), "verdict") or {}
-        why = verdict.get("why") or "no reason is known"
         return HpcDdpError(
-            f"the script fails {when}: {why}",
+            f"the script fails undisturbed: {_why(run.events()) or 'no reason is known'}",
             hint=f"get it through `hpc-ddp dry-run` first; its log: {_log(run)}",
         )
 
@@ -342,4 +296,7 @@ def _log(run: RunFolder) -> Path:
     return run.logs / "drill.out"
 
 
-# -- disturbances ----------------------------------------------------------------------------
+def _why(events: list[JournalEvent]) -> str:
+    """Return the reason of the last verdict, '' without one."""
+    verdict = last_event(events, VerdictGiven)
+    return verdict.why if verdict else ""

@@ -1,4 +1,4 @@
-"""Containers: what each tool wants to hear, as data in ``templates/containers``."""
+"""Containers: the command line of each tool, as data in ``templates/containers``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.submission.resources import folder
-from hpc_ddp.submission.settings.fabrics import read_toml
+from hpc_ddp.submission.settings.trust import read_toml
 
 DEFAULT_TOOL = "apptainer"
 

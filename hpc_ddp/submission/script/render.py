@@ -14,14 +14,14 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.spec import JobSpec, directives, trial_args
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container, template
-from hpc_ddp.submission.settings.fabrics import fabric_env
+from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 from hpc_ddp.submission.settings.operators import comment_pairs
 
 # No limit on how long srun waits for the other nodes once the first has ended well: rank 0 may
 # evaluate and export for long. A site's own WaitTime would end it. Failed nodes end the others.
 WAIT_S = 0
 
-# What torchrun is told; the variables are exported by `batch begin`, or by the local back-end.
+# torchrun's options; the variables are exported by `batch begin`, or by the local back-end.
 TORCHRUN_OPTIONS = (
     "--nnodes={nnodes}",
     "--nproc-per-node={workers}",
@@ -59,8 +59,8 @@ def step_options(spec: JobSpec) -> list[str]:
     """Return the options of srun for the step, beside its size.
 
     It shares the job's CPUs with steps that run already (a `srun --pty bash`, a preflight whose
-    end Slurm is still cleaning up): else srun would wait for them without end. What srun tells an
-    MPI is for one task of a node, and must not reach all the workers that torchrun starts there.
+    end Slurm is still cleaning up): else srun would wait for them without end. srun's settings
+    of MPI are for one task of a node, and must not reach all workers that torchrun starts there.
     """
     # An elastic step is ended by the supervisors, where it has to be.
     end = ["--kill-on-bad-exit=0", "--no-kill"] if spec.elastic else ["--kill-on-bad-exit=1"]
@@ -69,8 +69,8 @@ def step_options(spec: JobSpec) -> list[str]:
 
 
 def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]:
-    """Return the part of the node's code that is each task of the step, and what it is told before
-    the script's arguments."""
+    """Return the command of node.py for each task of the step, and its arguments before those of
+    the script."""
     if spec.launcher == "srun":
         return "task", [spec.python, script]
     return "supervisor", [spec.python, node, "agent", *torchrun_options(spec), script]
@@ -101,7 +101,7 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
     continues = "requeue" if spec.continue_by == "requeue" else "no-requeue"
     return [
         *pairs,
-        # Of a range Slurm would then give the least, since it counts tasks.
+        # For a range of nodes Slurm would then give the least, since it counts tasks.
         *([("ntasks-per-node", str(spec.tasks_per_node))] if isinstance(spec.nodes, int) else []),
         ("output", output),
         ("open-mode", "append"),

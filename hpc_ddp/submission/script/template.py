@@ -23,12 +23,12 @@ from hpc_ddp.submission.settings import trust
 T = TypeVar("T")
 
 BASE = "job.sbatch.j2"
-# What a job can't do without: a word of the script, and what happens when it is left out.
+# Words that the script of a job needs, and the consequence where one is left out.
 NEEDED = {
     "HPC_DDP_RUN=": "the job does not know its run folder",
     "batch begin": "no attempt begins, so `status` and `logs` know nothing of the job",
-    "supervisor|task|submitit": "the workers hear of no notice, and have no logs",
-    "batch verdict": "nothing requeues the job, nor tells how it ended",
+    "supervisor|task|submitit": "the workers get no notice, and have no logs",
+    "batch verdict": "nothing requeues the job, nor records its end",
 }
 
 
@@ -96,10 +96,10 @@ def _guarded(work: Callable[[], T], user_template: str | None) -> T:
         if isinstance(error, jinja2.TemplateSyntaxError):
             origin = error.filename, error.lineno
         file, line = origin
-        raise _broken(file or user_template, line, _told(error)) from None
+        raise _broken(file or user_template, line, _message(error)) from None
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, jinja2.TemplateNotFound):
         return f"there is no template {error.name!r}; accepted: {BASE!r}, or a file beside this one"
     if isinstance(error, RecursionError):
@@ -180,7 +180,7 @@ def _check(environment: jinja2.Environment, name: str) -> None:
             _check(environment, parent)
         accepted = _blocks(environment, parent)
     except jinja2.TemplateNotFound:
-        return  # told with its line when it is rendered
+        return  # its rendering raises this, with the line
     for node in _outermost(tree.body):
         if isinstance(node, nodes.Block) and node.name not in accepted:
             names = ", ".join(accepted)

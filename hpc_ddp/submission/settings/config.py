@@ -11,15 +11,13 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from string import Template
 from typing import Any, Literal, TypeVar
 
 from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.options import ENVIRONMENT, FLAG, LIST, TEXT, Kind, option, options_of
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.run_folder import RunFolder, find_run
 from hpc_ddp.submission.settings import operators, sites
-from hpc_ddp.submission.settings.fabrics import read_toml
+from hpc_ddp.submission.settings.trust import read_toml
 
 T = TypeVar("T")
 
@@ -71,7 +69,7 @@ def known_keys() -> list[str]:
 
 @dataclass(frozen=True)
 class Layer:
-    """Values by key, and where they were said: the command line, or the file at `path`, which is a
+    """Values by key, and their origin: the command line, or the file at `path`, which is a
     project's, a user's own about a site, the operators', or a shipped profile."""
 
     kind: Literal["option", "project", "site", "operators", "profile"]
@@ -83,7 +81,8 @@ class Layer:
 class Settings:
     """Merged values, by key, and the layers that they come from, the first to count first.
 
-    `recognised` names a site that nobody has named, and by what; `limits` are the operators'.
+    `recognised` names a site that the environment shows, and the variables; `limits` are the
+    operators'.
     """
 
     values: Mapping[str, Any]
@@ -121,7 +120,7 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
     all other values are taken whole. A file's tables for the job's partition and QOS come before
     the rest of that file. The site is the one that is named, else the user's own, else one that is
     recognised by the environment. Without `is_strict` a layer that can't be used is a warning, and
-    does not count: whoever looks after a run has to reach it, whatever a job could do.
+    does not count: the commands for existing runs have to work with broken settings.
 
     Raises
     ------
@@ -216,8 +215,8 @@ def _merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with those of a layer above them.
 
-    ``env`` is merged name by name. Of two keys that exclude each other the one above replaces the
-    other one: a site's ``cpus-per-node`` does not count for a job with ``cpus-per-task``.
+    ``env`` is merged name by name. A key above replaces one that excludes it: a site's
+    ``cpus-per-node`` does not count for a job with ``cpus-per-task``.
     """
     replaced = {key for pair in EXCLUSIVE if above.keys() & {*pair} for key in pair}
     values = {key: value for key, value in below.items() if key not in replaced}
@@ -257,7 +256,7 @@ def _read_layer(
 
 
 def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return what was said in a program, checked as a file's values are; `where` is its name.
+    """Return a program's settings, checked as a file's values are; `where` is its name.
 
     Raises
     ------
@@ -340,54 +339,6 @@ def working_directory(cwd: Path, text: str) -> str:
     if not path.is_dir():
         raise UsageError(f"working directory {str(path)!r} does not exist", hint="--chdir DIR")
     return str(path)
-
-
-def runs_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
-    """Return the folder of all runs.
-
-    That is ``runs-dir``, else ``HPC_DDP_RUNS``, else ``hpc-ddp`` below ``scratch`` (a site file
-    has it) or ``$SCRATCH``, else ``./runs``. ``$NAME``, ``~`` and ``{account}`` are filled in.
-
-    Raises
-    ------
-    UsageError
-        a variable in it is not set here, or the account is not known
-    """
-    if text := settings.get("runs-dir") or environ.get("HPC_DDP_RUNS"):
-        return _filled(text, settings, environ)
-    scratch = settings.get("scratch") or environ.get("SCRATCH")
-    return _filled(f"{scratch}/hpc-ddp" if scratch else "runs", settings, environ)
-
-
-def runs_folder(option: str | None, is_strict: bool = False) -> Path:
-    """Return the folder of all runs for a command that knows no other setting of a job."""
-    layer = {"runs-dir": option} if option else {}
-    return runs_dir(load(layer, Path.cwd(), Path.home(), is_strict), os.environ)
-
-
-def run_of(text: str, option: str | None) -> RunFolder:
-    """Return the run that a person means, as `find_run` has it; a path needs no settings."""
-    is_path = bool(text) and "\0" not in text and (Path(text) / "job.json").is_file()
-    return find_run(Path() if is_path else runs_folder(option), text)
-
-
-def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
-    values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
-    try:
-        filled = Template(text.replace("{account}", "${account}")).substitute(values)
-    except KeyError as error:
-        raise UsageError(
-            f"the folder of runs is {text}, and {error.args[0]} is not set here",
-            hint="export it, or --runs-dir DIR",
-        ) from None
-    except ValueError:  # a $ that is part of a name
-        filled = text
-    if "{account}" in text and not values["account"]:
-        raise UsageError(
-            f"the folder of runs is {text}, and no account is named",
-            hint=f'account = "…" in {PROJECT_FILE}, --account, or --runs-dir DIR',
-        )
-    return Path(os.path.expanduser(filled)).absolute()
 
 
 def name_for(script: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.submission.settings.fabrics import read_toml
+from hpc_ddp.submission.settings.trust import read_toml
 
 SITE_FILE = Path("/etc/hpc-ddp/site.toml")
 VARIABLE = "HPC_DDP_SITE_FILE"  # set by a module, where /etc is not the same on all nodes
@@ -55,13 +55,13 @@ def site_file(environ: Mapping[str, str]) -> Path | None:
 
 @functools.cache  # one command may read a file twice
 def warn(message: str, hint: str | None) -> None:
-    """Tell once on stderr what of the settings does not count."""
+    """Print once on stderr which of the settings does not count."""
     print(f"warning: {message}", *([f"hint: {hint}"] if hint else []), sep="\n", file=sys.stderr)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The table ``[limits]`` of a site file: `bounds` by key, and as a job that asks for all."""
+    """The table ``[limits]`` of a site file: `bounds` by key, and as a job with these values."""
 
     path: Path
     bounds: Mapping[str, Any]
@@ -77,7 +77,7 @@ class Limits:
         return {key: bound for key, bound in self.bounds.items() if key == "budget-gpu-hours"}
 
     def check(self, spec: JobSpec) -> None:
-        """Refuse a job that asks Slurm for more than the operators allow.
+        """Refuse a job whose request exceeds the operators' limits.
 
         Raises
         ------

@@ -12,7 +12,7 @@ from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.submission.plan import Plan
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.settings.config import Layer, Settings
-from hpc_ddp.submission.settings.fabrics import fabric_env
+from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 
 
 @dataclass(frozen=True)

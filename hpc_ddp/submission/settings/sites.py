@@ -16,7 +16,7 @@ from pathlib import Path
 from hpc_ddp.core.errors import HpcDdpError, UsageError, closest
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.settings import operators
-from hpc_ddp.submission.settings.fabrics import read_toml
+from hpc_ddp.submission.settings.trust import read_toml
 
 KEYS = ("title", "match")  # of site files only
 
@@ -58,7 +58,7 @@ def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None
     """Return the name of the site that this is by its environment, and by which variables.
 
     None where no site's ``match`` fits, or where the user has a ``site.toml`` anyway. A variable
-    fits when the whole of it is what the regular expression says; of a site all have to.
+    fits when its regular expression matches all of it; all variables of a site have to fit.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def shipped_keys(site: str) -> set[str]:
 
 
 def title(path: Path) -> str:
-    """Return what a site file says that it is of, '' where it does not say."""
+    """Return the title of a site file, '' without one."""
     return str(read_toml(path).get("title", ""))
 
 

@@ -11,11 +11,18 @@ import json
 import os
 import shlex
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core import ownership
+from hpc_ddp.core import file_io, ownership
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.submission.resources import is_shipped
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 RECORD = ".config/hpc-ddp/trusted.json"
 
@@ -23,7 +30,7 @@ RECORD = ".config/hpc-ddp/trusted.json"
 def read(path: Path) -> bytes:
     """Return the content of a file that may act for the user.
 
-    What is checked is the opened file, not its name, so that none can be put in its place between
+    The opened file is checked, not its name, so that no other one can be put in its place between
     the check and the reading.
 
     Raises
@@ -52,6 +59,23 @@ def _hint(path: Path, status: os.stat_result) -> str:
     return f"read it; if it may decide what your jobs run: hpc-ddp trust {_quoted(path)}"
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return what a TOML file holds.
+
+    Raises
+    ------
+    UsageError
+        it can't be read, or isn't TOML; the message has the line. Or it may not act for the user
+        (see `read`)
+    """
+    try:
+        content = path.read_bytes() if is_shipped(path) else read(path)
+        values: dict[str, Any] = tomllib.loads(content.decode())
+        return values
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} can't be read as TOML: {error}", hint=f"look at {path}") from None
+
+
 def accept(path: Path) -> None:
     """Record that a file may act for the user as long as its content and owner stay the same.
 
@@ -74,7 +98,7 @@ def accept(path: Path) -> None:
 
 
 def _open(path: Path) -> tuple[bytes, os.stat_result]:
-    # Of a symbolic link its end is opened. Without O_NONBLOCK a FIFO would be waited for.
+    # A symbolic link is followed to its end. Without O_NONBLOCK a FIFO would be waited for.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path.resolve(), flags), "rb") as file:
         status = os.fstat(file.fileno())
@@ -85,7 +109,7 @@ def _fault(path: Path, status: os.stat_result) -> str:
     """Return what is wrong with an opened file, or with the link that led to it."""
     uid = os.geteuid()
     link = path.lstat()
-    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (uid, ownership.ROOT):
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (uid, file_io.ROOT):
         return f"it is a symbolic link that belongs to {ownership.user_name(link.st_uid)}"
     return ownership.file_fault(status, path.resolve().parent.stat(), uid)
 

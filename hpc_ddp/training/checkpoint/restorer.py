@@ -18,9 +18,9 @@ import torch
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import DiskError, HpcDdpError
+from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.journal.events import CheckpointRestored
 from hpc_ddp.core.journal.journal import Journal
-from hpc_ddp.core.retry import patiently
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import files as disk
 from hpc_ddp.training.checkpoint.shards import Reader

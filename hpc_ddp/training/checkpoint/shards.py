@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpc_ddp.core.errors import DiskError, HpcDdpError
-from hpc_ddp.core.retry import patiently
+from hpc_ddp.core.file_io import patiently
 from hpc_ddp.training import devices
 from hpc_ddp.training.models.dtensor import from_local, is_sharded, local_box
 

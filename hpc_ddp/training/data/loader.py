@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -160,12 +161,11 @@ def batches_of(
     **options: Any,
 ) -> DataLoader[_Batch]:
     """Return what yields the rest of the epoch of `position`, a new one at each iteration."""
-    for name in ("sampler", "batch_sampler", "generator", "in_order"):
-        if name in options:
-            raise UsageError(
-                f"{name} was given; the run has its own, so that the order can be resumed",
-                hint="choose or weight samples in the data set",
-            )
+    if refused := options.keys() & {"sampler", "batch_sampler", "generator", "in_order"}:
+        raise UsageError(
+            f"{min(refused)} was given; the run has its own, so that the order can be resumed",
+            hint="choose or weight samples in the data set",
+        )
     collate = collate_fn or default_collate
     source: Any
     if isinstance(dataset, IterableDataset):
@@ -179,6 +179,8 @@ def batches_of(
     else:
         source = _Seeded(dataset, seed, collate)
         options["sampler"] = _Keys(len(dataset), plan, seed, position, shuffle)  # type: ignore[arg-type]
+    if num_workers and _may_fork():
+        options.setdefault("multiprocessing_context", "fork")
     try:
         return DataLoader(
             source,
@@ -195,6 +197,16 @@ def batches_of(
         raise UsageError(
             f"torch's DataLoader refuses the options: {error}", hint="see torch.utils.data"
         ) from None
+
+
+def _may_fork() -> bool:
+    """Return whether loader workers are forked: unless the script has set a start method.
+
+    Python 3.14 starts processes by a server that imports the script again, and torch with it, for
+    each rank; and it pickles the data set. Older ones fork, and so do all under hpc-ddp.
+    """
+    is_set = multiprocessing.get_start_method(allow_none=True) is not None
+    return not is_set and "fork" in multiprocessing.get_all_start_methods()
 
 
 class _Keys:

@@ -13,9 +13,10 @@ from hpc_ddp.core import process
 from hpc_ddp.core.checkpoints import published
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Started
-from hpc_ddp.core.run_folder import RunFolder, write_json
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.process.process_group import Control, on_first
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from typing import ParamSpec
 
+from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.run import Run
 
@@ -44,13 +46,27 @@ def start(options: Options) -> Run:
     Raises
     ------
     UsageError
-        a variable of the environment, or a parameter, makes no sense
+        a variable of the environment, or a parameter, makes no sense; or multiprocessing runs the
+        script again, in a process that it starts
     HpcDdpError
         more workers than GPUs on this node, the backend can't be used, or another process works
         in the run's folder
     """
+    _refuse_in_child()
     if plan := os.environ.get("HPC_DDP_DRILL"):
         from hpc_ddp.training.drill import DrilledRun
 
         return DrilledRun(options, json.loads(plan))
     return Run(options)
+
+
+def _refuse_in_child() -> None:
+    """Raise UsageError while multiprocessing imports the script in a new process (spawn, server).
+
+    A second rank of the same number would wait for its group for ever.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(  # a hint of its own would not be printed there
+            "start() was called by a process that multiprocessing has started, which runs the"
+            ' script again; accepted: a script whose body stands below  if __name__ == "__main__":'
+        )

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.journal.events import (
+    CheckpointSaved,
+    Finished,
+    FirstStep,
+    JournalEvent,
+    Stopped,
+)
+from hpc_ddp.core.journal.journal import by_attempt, last_event
 from hpc_ddp.training.checkpoint.saver import Checkpoints
 from hpc_ddp.training.process.process_group import Control
 from hpc_ddp.training.stops.signals import DEADLINE, NONE, Notices
@@ -204,24 +211,23 @@ def young_daly(stall_s: float, between_failures_s: float) -> float:
     return math.sqrt(2 * stall_s * between_failures_s)
 
 
-def between_failures(events: Sequence[Event]) -> float:
+def between_failures(events: Sequence[JournalEvent]) -> float:
     """Return the mean time between failures in seconds, from a run's earlier attempts.
 
     A failure is an attempt that ended without a stop: it lost what came after its last save.
     """
     spent, failures = PRIOR_S, 1
-    for attempt in {event["attempt"] for event in events}:
-        of_attempt = [event for event in events if event["attempt"] == attempt]
-        if any(event["event"] == "first_step" for event in of_attempt):
-            times = [event["time"] for event in of_attempt]
+    for of_attempt in by_attempt(events).values():
+        if last_event(of_attempt, FirstStep):
+            times = [event.time for event in of_attempt]
             spent += max(times) - min(times)
-            failures += not any(event["event"] in ("stopped", "finished") for event in of_attempt)
+            failures += last_event(of_attempt, Stopped, Finished) is None
     return spent / failures
 
 
-def slowest_save(events: Sequence[Event]) -> float:
+def slowest_save(events: Sequence[JournalEvent]) -> float:
     """Return how long the slowest save of a run's earlier attempts took, in seconds."""
-    saves = [event["write_s"] for event in events if event["event"] == "checkpoint"]
+    saves = [event.write_s for event in events if isinstance(event, CheckpointSaved)]
     return max(saves, default=FIRST_SAVE_S)
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.file_io import read_seconds, read_word
 from hpc_ddp.core.journal.vocabulary import StopReason
-from hpc_ddp.core.run_folder import read_seconds, read_word
 
 NONE, CANCELLED, DEADLINE, NOTICE = range(4)  # ranks agree on the largest
 REASONS = {

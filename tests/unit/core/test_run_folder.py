@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import errno
+import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.core.journal.events import Queued, Started
-from hpc_ddp.core.run_folder import RunFolder, all_runs, find_run, link_job
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import write_json
+from hpc_ddp.core.journal.events import (
+    JournalEvent,
+)
+from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, RunFolder
+from tests.raw_events import typed
 
 
 def _run(root: Path, name: str = "n", run_id: str = "20260101-000000-aa") -> RunFolder:
@@ -48,55 +52,6 @@ def test_of_many_that_claim_at_once_one_wins(tmp_path: Path) -> None:
     assert [path.name for path in run.logs.iterdir()] == ["attempt-0"]
 
 
-def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
-    old, new = _run(tmp_path, run_id="20250101-000000-aa"), _run(tmp_path)
-    link_job("77", old)
-    for run, job in ((old, "77"), (new, "78")):
-        run.journal("submit").write(Queued(job))
-    assert find_run(tmp_path, str(old.path)) == old
-    assert find_run(tmp_path, old.id) == old
-    assert find_run(tmp_path, "n") == new
-    assert find_run(tmp_path, "77") == old
-    assert all_runs(tmp_path) == [new, old]
-
-
-def test_the_newest_is_the_one_begun_last_whatever_its_id(tmp_path: Path) -> None:
-    names = ["20250101-000000-aa", "local-1", "20250301-000000-aa", "local", "20250501-000000-aa"]
-    runs = [_run(tmp_path, run_id=name) for name in names]
-    for run, month in ((runs[1], 2), (runs[3], 4)):
-        when = time.mktime((2025, month, 1, 0, 0, 0, 0, 0, -1))
-        os.utime(run.job_json, (when, when))
-    (tmp_path / "n" / "zzz").mkdir()  # no run
-    assert all_runs(tmp_path) == runs[::-1]
-    assert find_run(tmp_path, "n") == runs[-1]
-    other = _run(tmp_path, "a", "local")
-    assert find_run(tmp_path, "local") == other
-    runs[-1].job_json.unlink()
-    assert find_run(tmp_path, "n") == runs[3]
-
-
-def test_a_task_of_an_array_is_found_by_the_id_that_is_shown(tmp_path: Path) -> None:
-    array = _run(tmp_path)
-    task = RunFolder(array.path / "task-3").make()
-    task.job_json.write_text("{}")
-    link_job("12", array)
-    link_job("15", task)
-    array.journal("submit").write(Queued("12"))
-    task.journal("batch").write(Started("n1", job_id="15"))
-    assert (task.name, task.id, task.root) == ("n", f"{array.id}/task-3", tmp_path)
-    for text in (task.id, "15", "12_3", str(task.path)):
-        assert find_run(tmp_path, text) == task
-    assert find_run(tmp_path, "12") == array
-
-
-@pytest.mark.parametrize("text", ["nope", "*", "../..", "", "a/b", "[", "~nobody-here/x", "\0"])
-def test_an_unknown_run_is_an_error_with_a_hint(tmp_path: Path, text: str) -> None:
-    _run(tmp_path)
-    with pytest.raises(UsageError, match="no run") as caught:
-        find_run(tmp_path, text)
-    assert "hpc-ddp status" in str(caught.value.hint)
-
-
 def test_run_folders_are_private(tmp_path: Path) -> None:
     assert _run(tmp_path).path.stat().st_mode & 0o777 == 0o700
 
@@ -114,3 +69,116 @@ def test_a_number_that_was_taken_meanwhile_is_passed_over(tmp_path: Path) -> Non
     assert run.claim_attempt({"pid": 3}, is_live).number == 2
     assert [attempt.info for attempt in run.attempts()] == [{"pid": pid} for pid in (1, 2, 3)]
     assert sorted(path.name for path in run.logs.iterdir()) == [f"attempt-{n}" for n in range(3)]
+
+
+def _event(event: str, time: float = 1.0, attempt: int = 0, **fields: Any) -> JournalEvent:
+    return typed(event, time, attempt, **fields)
+
+
+def test_where_things_are(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "name" / "id")
+    task = run.task(12)
+    assert (run.is_task, task.is_task, task.index) == (False, True, 12)
+    assert (run.whole, task.whole, task.name) == (run.path, run.path, "name")
+    assert (task.root, run.root, run.id, task.id) == (tmp_path, tmp_path, "id", "id/task-12")
+    attempt = run.attempt(3)
+    assert (attempt.number, attempt.path) == (3, run.path / "logs" / "attempt-3")
+    names = ("notice", "failed", "fabric", "port_taken")
+    result = [str(getattr(attempt, name).relative_to(attempt.path)) for name in names]
+    assert result == ["notice", "failed", "fabric", "port-taken"]
+    files = ("notice", "record", "failures", "printed")
+    of_node, of_task = attempt.node("n1"), attempt.node("n1", 2)
+    assert [getattr(of_node, name).name for name in files] == [
+        *("notice", "record.json", "failures.json", "printed")
+    ]
+    assert [getattr(of_task, name).name for name in files] == [
+        *("notice-2", "record-2.json", "failures-2.json", "printed-2")
+    ]
+    per_rank = [of_node.rank_log(4), of_node.stacks(4), of_node.flight(4), of_node.agent_log]
+    assert [path.name for path in per_rank] == [
+        *("rank-4.log", "stack-rank-4.txt", "flight-rank-4", "agent.log")
+    ]
+    paths = [run.job_json, run.script, run.lib, run.code, run.slurm_out]
+    paths += [run.checkpoints, run.cancelled, run.journal_folder]
+    assert [str(path.relative_to(run.path)) for path in paths] == [
+        *("job.json", "job.sbatch", "lib", "code", "logs/slurm.out"),
+        *("checkpoints", "cancelled", "journal"),
+    ]
+
+
+def test_attempts_tasks_and_code_are_in_order_of_their_numbers(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "name" / "id").make()
+    assert (run.newest_code, run.attempts(), run.tasks()) == (None, [], [])
+    for number in (9, 10):
+        for folder in (run.code / str(number), run.task(number).path):
+            folder.mkdir(parents=True)
+        run.attempt(number).path.mkdir()
+    for other in (run.code / "x", run.path / "task-x", run.logs / "attempt-x"):
+        other.mkdir()
+    assert run.newest_code == run.task(9).newest_code == run.code / "10"
+    assert [attempt.number for attempt in run.attempts()] == [9, 10]
+    assert [task.index for task in run.tasks()] == [9, 10]
+    assert (run.is_newest(10), run.is_newest(9), run.is_newest(11)) == (True, False, True)
+    assert run.claim_attempt({"pid": 7, "host": "h"}, lambda info: False).number == 11
+    with pytest.raises(HpcDdpError, match="attempt 11, process 7 on h"):
+        run.claim_attempt({}, lambda info: True)
+
+
+def test_an_attempt_that_can_not_be_made_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "name" / "id").make()
+
+    def refuse(draft: Path, target: Path) -> Path:
+        raise OSError(errno.EDQUOT, "quota")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="quota"):
+        run.claim_attempt({}, lambda info: False)
+    assert list(run.logs.iterdir()) == []
+
+
+def test_what_nodes_recorded(tmp_path: Path) -> None:
+    attempt = AttemptFolder(tmp_path / "attempt-0")
+    for node, name, value in (
+        ("n2", "record.json", {"code": 0, "node": "n2"}),
+        ("n1", "record-0.json", {"code": 1, "node": "n1"}),
+        ("n1", "record-1.json", {"node": "torn"}),
+        ("n1", "other.json", {"code": 5}),
+    ):
+        (attempt.path / node).mkdir(parents=True, exist_ok=True)
+        (attempt.path / node / name).write_text(json.dumps(value))
+    (attempt.path / "notice").touch()
+    assert [node.path.name for node in attempt.nodes()] == ["n1", "n2"]
+    assert [record["node"] for record in attempt.records()] == ["n1", "n2"]
+    assert len(NodeFolder(attempt.path / "n1").records()) == 2
+
+
+def test_ids_of_jobs_oldest_first(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "name" / "id").make()
+    for number, link in enumerate(("8", "", 9, "7")):
+        attempt = run.claim_attempt({}, lambda info: False)
+        assert attempt.number == number
+        write_json(attempt.path / "next.json", {"job_id": link})
+    events = [_event("queued", job_id="7"), _event("started", job_id=""), _event("cancelled")]
+    assert run.job_ids([*events, _event("started", job_id="6"), events[0]]) == ["7", "6", "8"]
+
+
+def test_hours_are_those_of_all_tasks(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "name" / "id").make()
+    tasks = [run.task(index).make() for index in (0, 1)]
+    for item, hours in zip((run, *tasks), (9, 1, 2), strict=True):
+        path = item.journal_folder / "batch.jsonl"
+        end = hours * 3600.0
+        events = [_event("started", 0.0, nodes=["a", "b"])]
+        events += [_event("verdict", end, why="")]
+        path.write_text("".join(json.dumps(event.to_line()) + "\n" for event in events))
+    assert tasks[0].gpu_hours(4) == run.gpu_hours(4) == 3 * 2 * 4
+    assert not run.finished()
+
+
+def test_a_new_run_takes_no_folder_of_another_one(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "train" / "1").make(is_new=True)
+    run.make()
+    with pytest.raises(FileExistsError):
+        run.make(is_new=True)

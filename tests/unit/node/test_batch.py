@@ -19,14 +19,15 @@ from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.events import Submitted
+from hpc_ddp.core.journal.events import Submitted, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, read_json, write_json
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.batch import attempt_env, begin, judge, next_port, verdict, warned
 from hpc_ddp.node.outcome import requeue
-from tests.raw_events import raw
+from tests.raw_events import raw, raw_events
 
 SHOWN = """\
 JobId=7 JobName=x
@@ -109,7 +110,7 @@ def test_the_step_is_told_what_it_needs(controller: Slurm, run: RunFolder) -> No
         "HPC_DDP_WARN_S": "90",
         "HPC_DDP_CPUS": "1",
     }
-    (event,) = run.events()
+    (event,) = raw_events(run.path)
     assert (event["event"], event["nodes"], event["cluster"]) == ("started", ["n1", "n2"], "c")
     assert (event["job_id"], event["restarts"]) == ("7", 3)
     assert run.attempt(0).info == {name: event[name] for name in ("job_id", "restarts", "host")}
@@ -180,7 +181,7 @@ def test_a_run_without_hours_left_does_not_start(
         with pytest.raises(HpcDdpError, match="2 of 2 GPU hours are spent") as caught:
             begin(_environ(run))
     assert f"hpc-ddp submit --run {run.path} --budget-gpu-hours" in str(caught.value.hint)
-    (event,) = run.events()
+    (event,) = raw_events(run.path)
     assert (event["cause"], event["action"], event["exit_code"]) == ("budget", "give up", 1)
     assert event["attempt"] == last
 
@@ -470,7 +471,7 @@ def test_an_end_without_trouble(
     for node in ("n1", "n2"):
         _record(attempt, node)
     assert verdict(_in_step(run)) == 0
-    (event,) = run.events()
+    (event,) = raw_events(run.path)
     assert (event["cause"], event["action"], event["why"], event["exit_code"]) == (
         *("finished", "none", ""),
         0,
@@ -488,7 +489,7 @@ def test_an_error_of_the_script(
     _record(attempt, "n1", code=1)
     _record(attempt, "n2", code=1, failures=[failure])
     assert verdict(_in_step(run)) == 4
-    (event,) = run.events()
+    (event,) = raw_events(run.path)
     assert (event["cause"], event["action"], event["exit_code"]) == ("failed", "give up", 4)
     assert (event["rank"], event["node"], event["error"]) == (3, "n2", "ValueError: x")
     assert printed == [
@@ -513,7 +514,7 @@ def test_a_lost_node_is_kept_off_the_requeued_job(
         run.journal("rank-0").write(raw("first_step", step=step))
     _record(attempt, "n1")
     assert verdict(_in_step(run)) == 0
-    (event,) = [event for event in run.events() if event["event"] == "verdict"]
+    (event,) = [event for event in raw_events(run.path) if event["event"] == "verdict"]
     assert (event["cause"], event["bad_nodes"]) == ("node lost", ["n2"])
     assert printed == [
         f"attempt 0: no word from n2; {then}",
@@ -548,7 +549,7 @@ def test_what_is_on_disk_and_in_slurm_are_facts(
     if "superseded" in marks:
         run.claim_attempt({}, lambda info: False)
     verdict(_in_step(run))
-    assert run.events()[0]["cause"] == cause
+    assert raw_events(run.path)[0]["cause"] == cause
     assert printed == [text]
 
 
@@ -567,7 +568,7 @@ def test_fixed_code_has_its_budgets_anew(run: RunFolder) -> None:
     journal("batch", 0).write(raw("verdict", cause="failed", action="requeue", why=""))
     journal("submit").write(raw("submitted", first_attempt=1))
     journal("batch", 1).write(raw("started"))
-    assert [event["event"] for event in batch._since_submit(run.events())] == ["started"]
+    assert [event.event for event in batch._since_submit(run.events())] == ["started"]
     assert batch._since_submit([]) == []
 
 
@@ -675,5 +676,5 @@ def test_the_last_event_of_an_attempt_is_its_verdict(
     for node in ("n1", "n2"):
         _record(attempt, node)
     verdict(_in_step(run))
-    assert last_event(run.events(), "verdict") == run.events()[-1]
-    assert run.events()[-1]["step"] == 3
+    assert last_event(run.events(), VerdictGiven) == run.events()[-1]
+    assert raw_events(run.path)[-1]["step"] == 3

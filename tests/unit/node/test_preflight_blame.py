@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core.journal.events import PreflightEnded
 from hpc_ddp.node import checks
 from hpc_ddp.node.bandwidth import partner, turns
 from hpc_ddp.node.preflight import (
@@ -242,7 +243,7 @@ def test_the_table() -> None:
     told = _told(2)
     told["a"].values |= {"interface": "eth0", "address": "10.0.0.1", "clock_s": 0.0}
     told["b"].bad.append(("tmpdir", "full"))
-    lines = preflight_table(outcome(told)).splitlines()
+    lines = preflight_table(PreflightEnded(**outcome(told), seconds=1.0)).splitlines()
     assert " ".join(lines[1].split()).endswith("+0.000 s - 1.0 GB/s 1.0 GB/s good")
     assert lines[2].endswith("tmpdir")
 

@@ -28,6 +28,7 @@ from hpc_ddp.node.preflight import (
     examine,
     outcome,
 )
+from tests.raw_events import raw_events
 
 
 @pytest.fixture
@@ -483,7 +484,7 @@ def test_the_outcome_is_journalled_and_said(run: RunFolder, printed: list[str]) 
     report["n2"].bad.append(("gpus", "none"))
     assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is False
     assert printed == ["preflight: n1: note: odd", "preflight: n2: none"]
-    event = run.events()[-1]
+    event = raw_events(run.path)[-1]
     assert (event["event"], event["ok"], event["bad_nodes"]) == ("preflight", False, ["n2"])
 
 
@@ -605,7 +606,7 @@ def test_a_preflight_that_can_not_be_made_is_nobodys_fault(
 ) -> None:
     slurm_commands.answer("scontrol", err="Access denied", code=1)
     assert main(SLURM_JOB_NODELIST="n[1-2]") == 1
-    event = run.events()[-1]
+    event = raw_events(run.path)[-1]
     assert (event["ok"], event["bad_nodes"], event["hopeless"]) == (False, [], False)
     assert event["why"] == "the preflight could not be made: scontrol refused: Access denied"
     assert printed == [f"preflight: {event['why']}"]

@@ -15,7 +15,8 @@ import pytest
 from fakes import Clock, stop_clock
 
 from hpc_ddp.core import process
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, read_json
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node import supervisor
 from hpc_ddp.node import task as task_module
 from hpc_ddp.node.net import fabric
@@ -31,6 +32,7 @@ from hpc_ddp.node.supervisor import (
     split,
 )
 from hpc_ddp.node.task import TaskSupervisor
+from tests.raw_events import raw_events
 
 COMMAND = ["python", "node.py", "agent", "--nnodes=2", "--rdzv-conf=a=1", "train.py", "--lr=1"]
 
@@ -328,7 +330,7 @@ def test_a_signal_is_a_notice(
     assert sorted(sent) == [(41, signal.SIGUSR1), (42, signal.SIGUSR1)]
     assert not agent.killed
     assert read_json(watcher.folder.notice) == {"source": "SIGHUP", "time": 1000.0}
-    (event,) = watcher.place.run.events()
+    (event,) = raw_events(watcher.place.run.path)
     assert (event["event"], event["source"]) == ("notice", "SIGHUP")
     watcher.signals.seen += [signal.SIGTERM]
     watcher._look(agent)  # one is enough
@@ -519,7 +521,7 @@ def test_the_first_node_notes_its_fabric_for_the_others(
     first = _supervisor(attempt, fabric="auto")
     assert first._fabric_env() == {"NCCL_NET": "IB"}
     assert "fabric: n1: infiniband (mlx5_0); NCCL_NET=IB" in capsys.readouterr().err
-    (event,) = first.place.run.events()
+    (event,) = raw_events(first.place.run.path)
     assert (event["event"], event["node"], event["name"]) == ("fabric", "n1", "infiniband")
     assert event["env"] == {"NCCL_NET": "IB"}
     look[0] = Found("roce", ("mlx5_1",))
@@ -726,7 +728,7 @@ def test_the_first_task_of_a_node_notes_its_fabric(
 ) -> None:
     for rank in (3, 2):
         assert task(rank)._fabric_env() == {"NCCL_NET": "IB"}
-    events = task(2).place.run.events()
+    events = raw_events(task(2).place.run.path)
     assert [event["node"] for event in events] == ["n2"]
 
 

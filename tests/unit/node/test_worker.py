@@ -27,7 +27,7 @@ from hpc_ddp.node.local import LocalRun
 from hpc_ddp.node.log_offsets import Growth
 from hpc_ddp.node.net import network
 from hpc_ddp.node.outcome.verdict import Verdict
-from tests.raw_events import raw
+from tests.raw_events import raw, raw_events
 from tests.waiting import pid_in, wait_until
 
 # --- its start -----------------------------------------------------------------------------
@@ -464,7 +464,7 @@ def test_an_attempt_is_judged_after_it_was_looked_at_and_played(
     monkeypatch.setattr(local_run, "_supervise", lambda environ: calls.append("supervise"))
     assert local_run.attempt() == Verdict(Cause.FINISHED, Action.NONE, "", 0)
     assert calls == [*expected, "0"]
-    (event,) = run.events()
+    (event,) = raw_events(run.path)
     assert (event["event"], event["nodes"]) == ("started", ["local-0", "local-1"])
     assert event["pid"] == os.getpid()
     local_run.notified = False
@@ -547,7 +547,7 @@ def test_the_tasks_of_a_sweep_are_played_one_after_the_other(
     words = [(index, ["python", "t.py", f"--lr={index + 1}"]) for index in (1, 2, 3)]
     assert Played.calls == words
     assert "task 2: --lr=3" in "".join(capfd.readouterr())
-    assert sweep.events()[0]["pid"] == os.getpid()
+    assert raw_events(sweep.path)[0]["pid"] == os.getpid()
 
 
 def test_a_task_that_is_finished_is_not_played_again(sweep: RunFolder) -> None:

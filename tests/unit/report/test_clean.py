@@ -17,7 +17,8 @@ from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.run_folder import RunFolder, all_runs, link_job
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs, link_job
 from hpc_ddp.report import clean
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.report.status.state import Queue
@@ -43,7 +44,7 @@ def checkpoint(run: RunFolder, name: str, good: bool = True, best: int | None = 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(clean, "read_queue", lambda: Queue({}, set()))
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue({}))
     return tmp_path / "runs"
 
 
@@ -70,7 +71,7 @@ def make(root: Path) -> Callable[..., RunFolder]:
 def taken(root: Path, *named: RunFolder, only: bool = False, **how: Any) -> set[str]:
     """Clean, and return what has gone, below the folder of runs."""
     before = {path.relative_to(root) for path in root.glob("digits/**/*")}
-    items = clean.plan(
+    items = clean.find_deletions(
         root, named, how.get("older_than_s", 0.0), how.get("states", ()), checkpoints_only=only
     )
     assert [problem for _, problem in clean.delete(items, root) if problem] == []
@@ -143,7 +144,7 @@ def test_an_array_goes_when_all_of_it_is_finished(root: Path, make: Any) -> None
     gone = {f"1/task-{index}/checkpoints/step-1" for index in range(2)}
     assert taken(root) == gone
     with pytest.raises(UsageError, match="is a task of an array"):
-        clean.plan(root, [run.task(0)], 0, (), checkpoints_only=False)
+        clean.find_deletions(root, [run.task(0)], 0, (), checkpoints_only=False)
     run.task(1).journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
     assert taken(root) == {"1"}
 
@@ -159,9 +160,10 @@ def test_what_is_at_work_is_left_alone(
     jobs = {
         "3": slurm.QueuedJob("PENDING", "Priority", "", ""),
         "5": slurm.QueuedJob("PREEMPTED", "", "", ""),
+        "99": slurm.QueuedJob("RUNNING", "", "", "", str(by_hand.script)),
     }
-    monkeypatch.setattr(clean, "read_queue", lambda: Queue(jobs, {str(by_hand.script)}))
-    assert clean.plan(root, [], 0, (), checkpoints_only=False) == []
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue(jobs))
+    assert clean.find_deletions(root, [], 0, (), checkpoints_only=False) == []
     for run, what in (
         (here, "process"),
         (elsewhere, "on another, which can't be seen"),
@@ -170,29 +172,31 @@ def test_what_is_at_work_is_left_alone(
         (requeued, "job 5, preempted"),
     ):
         with pytest.raises(UsageError, match=f"is at work: .*{what}"):
-            clean.plan(root, [run], 0, (), checkpoints_only=True)
+            clean.find_deletions(root, [run], 0, (), checkpoints_only=True)
     monkeypatch.setattr(clean, "read_queue", lambda: None)
     with pytest.raises(UsageError, match="can't be asked from here"):
-        clean.plan(root, [queued], 0, (), checkpoints_only=True)
+        clean.find_deletions(root, [queued], 0, (), checkpoints_only=True)
 
 
 def test_a_run_that_is_taken_up_meanwhile(root: Path, make: Any) -> None:
     run = make("1")
-    items = clean.plan(root, [], 0, (), checkpoints_only=False)
+    items = clean.find_deletions(root, [], 0, (), checkpoints_only=False)
     run.journal("submit").write(raw("submitted"))
     ((_, problem),) = clean.delete(items, root)
     assert "was resumed meanwhile" in problem
     assert len(all_runs(root)) == 1
-    assert run.events()[-1]["event"] == "submitted"
+    assert run.events()[-1].event == "submitted"
 
 
 def test_links_lead_nowhere(root: Path, make: Any, tmp_path: Path) -> None:
     make("1")
     (root / "digits").rename(tmp_path / "elsewhere")
     (root / "digits").symlink_to(tmp_path / "elsewhere")
-    assert clean.plan(root, [], 0, (), checkpoints_only=False) == []
+    assert clean.find_deletions(root, [], 0, (), checkpoints_only=False) == []
     with pytest.raises(UsageError, match="is not below"):
-        clean.plan(root, [RunFolder(tmp_path / "elsewhere" / "1")], 0, (), checkpoints_only=False)
+        clean.find_deletions(
+            root, [RunFolder(tmp_path / "elsewhere" / "1")], 0, (), checkpoints_only=False
+        )
     (root / "digits").unlink()
     run = make("2")
     (run.path / "data").symlink_to(tmp_path / "elsewhere")
@@ -257,7 +261,7 @@ def test_what_is_not_ours_stays(root: Path, make: Any, tmp_path: Path) -> None:
     (results.path / "out").mkdir()
     assert taken(root) == set()
     with pytest.raises(UsageError, match="is no run of hpc-ddp"):
-        clean.plan(root, [RunFolder(other)], 0.0, (), False)
+        clean.find_deletions(root, [RunFolder(other)], 0.0, (), False)
     assert len(list((tmp_path / "theirs" / "checkpoints").iterdir())) == 3
 
 
@@ -267,11 +271,11 @@ def test_what_may_be_at_work_elsewhere_stays(
     """A run of which this cluster knows nothing, and one that another cluster has."""
     lost = make("1", end=None, steps=[])
     with pytest.raises(UsageError, match="it may be at work on another cluster"):
-        clean.plan(root, [lost], 0.0, (), False)
+        clean.find_deletions(root, [lost], 0.0, (), False)
     lost.journal("batch").write(raw("started", nodes=["n1"], job_id="1", cluster="other"))
-    monkeypatch.setattr(clean, "read_queue", lambda: Queue({}, set(), "this"))
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue({}, "this"))
     with pytest.raises(UsageError, match="of cluster other, which can't be asked"):
-        clean.plan(root, [lost], 0.0, (), False)
+        clean.find_deletions(root, [lost], 0.0, (), False)
     assert taken(root) == set()
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "hpc_ddp"
-FORBIDDEN = ("torch", "torchvision", "numpy", "submitit", "rich")
-STDLIB = set(sys.stdlib_module_names)
+FORBIDDEN = ("torch", "torchvision", "numpy", "submitit")
+STDLIB = set(sys.stdlib_module_names) | {"tomllib"}  # since 3.11
 
 # Room: (our rooms that it may import, other packages).
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {

@@ -9,8 +9,10 @@ import pytest
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.journal import Event, node_seconds
+from hpc_ddp.core.journal.events import JournalEvent
+from hpc_ddp.core.journal.journal import node_seconds
 from hpc_ddp.submission.sweep import settings
+from tests.raw_events import typed
 
 
 def test_each_combination_is_a_task_with_its_arguments() -> None:
@@ -81,8 +83,8 @@ def test_what_can_not_be_is_said(values: dict[str, Any], message: str) -> None:
         JobSpec("train.py", **values)
 
 
-def _event(time: float, event: str, attempt: int, **more: Any) -> Event:
-    return {"time": time, "event": event, "attempt": attempt, **more}
+def _event(time: float, event: str, attempt: int, **more: Any) -> JournalEvent:
+    return typed(event, time, attempt, **more)
 
 
 def test_each_attempt_counts_its_nodes_until_its_verdict() -> None:

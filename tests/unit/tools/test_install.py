@@ -59,3 +59,21 @@ def test_every_package_that_is_asked_for_is_pinned() -> None:
 def test_usage_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert install.main(["env"]) == 2
     assert "python tools/install.py ENV PACKAGE" in capsys.readouterr().err
+
+
+def test_a_pin_of_a_newer_python_is_left_out_before_pip_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def run_pip(env: Path, packages: list[str], pins: list[str]) -> tuple[int, str]:
+        calls.append(pins)
+        return 0, "done"
+
+    pin = install.with_marker("networkx==3.6.1", {"NetworkX": "!=3.14.1,>=3.99"})
+    older = install.with_marker("click==8.5.1", {"click": ">=3.10"})
+    monkeypatch.setattr(install, "run_pip", run_pip)
+    monkeypatch.setattr(install.venv, "create", lambda *_, **__: None)  # type: ignore[attr-defined]
+    assert install.install(tmp_path / "env", ["torch"], [pin, older]) == 0
+    assert calls == [["click==8.5.1"]]
+    assert "networkx==3.6.1 can't be had here" in capsys.readouterr().out

@@ -231,7 +231,7 @@ def test_mfu_needs_a_peak_and_the_cost_of_a_sample(tmp_path: Path) -> None:
     metrics.add(Position(step=1), 10, {"loss": torch.tensor(1.0)})
     metrics.flush()
     journal.drain(LIMIT_S)
-    event = read_events(tmp_path)[-1]
+    event = read_events(tmp_path)[-1].to_line()
     assert event["mfu"] == pytest.approx(event["samples_per_s"] / 2, rel=1e-3)
     assert told == [{name: event[name] for name in told[0]}]
     assert told[0]["loss"] == 1.0

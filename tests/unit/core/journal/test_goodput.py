@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_ddp.core.journal.goodput import PARTS, account, line, share
-from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.journal.events import (
+    JournalEvent,
+    Submitted,
+    WorkerStarted,
+    event_of,
+)
+from hpc_ddp.core.journal.goodput import PARTS, account, line, pieces, share
+from tests.raw_events import typed
 
 
-def _event(event: str, time: float, attempt: int = 0, **fields: Any) -> Event:
-    return {"event": event, "time": time, "attempt": attempt, **fields}
+def _event(event: str, time: float, attempt: int = 0, **fields: Any) -> JournalEvent:
+    return typed(event, time, attempt, **fields)
 
 
-def _steps(attempt: int, start: float, first: int, last: int) -> list[Event]:
+def _steps(attempt: int, start: float, first: int, last: int) -> list[JournalEvent]:
     """Steps of one second: `training` at `start`, `metrics` at each second after it."""
     count = last - first + 1
     events = [_event("training", start, attempt, step=first - 1)]
@@ -26,7 +33,7 @@ def _steps(attempt: int, start: float, first: int, last: int) -> list[Event]:
     return events
 
 
-def _start(attempt: int, at: float, step: int | None = None) -> list[Event]:
+def _start(attempt: int, at: float, step: int | None = None) -> list[JournalEvent]:
     """10 s to the worker's process, 4 to import, 2 to start, 3 to restore; 1 more to train."""
     events = [_event("started", at, attempt, nodes=["n1"], job_id="1")]
     events += [_event("worker", at + 15, attempt, began=at + 10, called=at + 14)]
@@ -35,20 +42,22 @@ def _start(attempt: int, at: float, step: int | None = None) -> list[Event]:
     return events
 
 
-def _save(attempt: int, at: float, step: int, stall_s: float = 0.5) -> Event:
+def _save(attempt: int, at: float, step: int, stall_s: float = 0.5) -> JournalEvent:
     return _event("checkpoint", at, attempt, step=step, stall_s=stall_s, write_s=0.4, bytes=1)
 
 
-def _verdict(attempt: int, at: float, cause: str, step: int | None = None) -> Event:
+def _verdict(attempt: int, at: float, cause: str, step: int | None = None) -> JournalEvent:
     return _event("verdict", at, attempt, cause=cause, action="requeue", step=step)
 
 
-def _told(events: list[Event], now: float | None = None, waits: bool = False) -> dict[str, Any]:
+def _told(
+    events: list[JournalEvent], now: float | None = None, waits: bool = False
+) -> dict[str, Any]:
     """Return the parts that are not zero, having checked that they add up."""
-    events = sorted(events, key=lambda event: (event["attempt"], event["time"]))
+    events = sorted(events, key=lambda event: (event.attempt, event.time))
     seconds = account(events, now, waits)
-    begin = min(e["time"] for e in events if e["event"] == "submitted")
-    assert sum(seconds.values()) == pytest.approx((now or max(e["time"] for e in events)) - begin)
+    begin = min(e.time for e in events if isinstance(e, Submitted))
+    assert sum(seconds.values()) == pytest.approx((now or max(e.time for e in events)) - begin)
     return {part: pytest.approx(value) for part, value in seconds.items() if value}
 
 
@@ -185,7 +194,7 @@ def test_a_script_of_others() -> None:
 def test_without_a_launcher_the_worker_comes_first() -> None:
     events = [_event("worker", 105.5, began=100.0, called=104.0), _event("started", 105.0)]
     events += _steps(0, 106.0, 1, 5)
-    seconds = account(sorted(events, key=lambda event: event["time"]))
+    seconds = account(sorted(events, key=lambda event: event.time))
     assert {part: value for part, value in seconds.items() if value} == {
         "importing": 4,
         "starting": 2,
@@ -230,14 +239,41 @@ def test_the_parts_add_up_whatever_is_missing(
     events = []
     for event, (kept, shift, without) in zip(WHOLE, changes, strict=False):
         if kept:
-            changed = {**event, "time": event["time"] + shift}
-            changed.pop(without, None)
+            line = {**event.to_line(), "time": event.time + shift}
+            line.pop(without, None)
+            changed = event_of(json.loads(json.dumps(line)))
+            assert changed is not None
             events.append(changed)
-    seconds = account(sorted(events, key=lambda e: (e["attempt"], e["time"])), now, waits)
+    seconds = account(sorted(events, key=lambda e: (e.attempt, e.time)), now, waits)
     assert all(value >= 0 for value in seconds.values())
     if events:
-        times = [event["time"] for event in events]
-        submitted = [event["time"] for event in events if event["event"] == "submitted"]
-        begin = min(submitted or [*times, *(e["began"] for e in events if "began" in e)])
+        times = [event.time for event in events]
+        submitted = [event.time for event in events if isinstance(event, Submitted)]
+        workers = [event for event in events if isinstance(event, WorkerStarted)]
+        begin = min(submitted or [*times, *(w.began for w in workers if w.began is not None)])
         wall = max((now or max(times)) - begin, 0)
         assert sum(seconds.values()) == pytest.approx(wall, rel=0.01)
+
+
+def test_pieces_have_no_gaps() -> None:
+    events = [
+        *(_event("submitted", 0.0), _event("started", 5.0, nodes=["a"]), _event("notice", 9.0)),
+        _event("verdict", 20.0, cause="failed", action="requeue", why=""),
+        _event("started", 30.0, 1, nodes=["a"]),
+    ]
+    assert [(piece.part, piece.begin, piece.end) for piece in pieces(events, now=50.0)] == [
+        *(("queued", 0.0, 5.0), ("running", 5.0, 20.0)),
+        *(("queued", 20.0, 30.0), ("running", 30.0, 50.0)),
+    ]
+    waits = pieces(events, now=50.0, waits=True)
+    assert [(piece.part, piece.end) for piece in waits][-1] == ("queued", 50.0)
+    assert pieces([]) == []
+
+
+def test_the_share_is_of_what_was_not_queued() -> None:
+    nothing = account([])
+    assert share(nothing) is None
+    assert share({**nothing, "queued": 5.0}) is None
+    assert share({**nothing, "queued": 5.0, "training": 3.0, "lost": 1.0}) == 0.75
+    assert share({**nothing, "running": 5.0}) is None
+    assert line(nothing) == "goodput -: nothing yet"

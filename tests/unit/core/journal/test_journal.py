@@ -2,31 +2,53 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fakes import stop_clock
 
-from hpc_ddp.core.journal.journal import Journal, last_event, read_events
-from tests.raw_events import raw
+from hpc_ddp.core import file_io
+from hpc_ddp.core.journal.events import (
+    Cancelled,
+    Finished,
+    JournalEvent,
+    MetricsLine,
+    Queued,
+    step_of,
+)
+from hpc_ddp.core.journal.journal import (
+    Journal,
+    is_finished,
+    last_event,
+    node_seconds,
+    read_briefly,
+    read_events,
+)
+from tests.raw_events import raw, typed
 from tests.waiting import LIMIT_S
 
 
 def test_merges_writers_by_attempt_then_time(tmp_path: Path) -> None:
-    Journal(tmp_path, "b", attempt=1).write(raw("late"))
-    Journal(tmp_path, "a", attempt=0).write(raw("early", step=3))
+    Journal(tmp_path, "b", attempt=1).write(Cancelled())
+    Journal(tmp_path, "a", attempt=0).write(Queued("7"))
     events = read_events(tmp_path)
-    assert [event["event"] for event in events] == ["early", "late"]
-    assert last_event(events, "early", "never") == events[0]
-    assert last_event(events, "never") is None
+    assert [event.event for event in events] == ["queued", "cancelled"]
+    assert last_event(events, Queued, Finished) == events[0]
+    assert last_event(events, Finished) is None
 
 
 def test_a_torn_line_is_skipped_and_closed_off(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "a")
-    journal.write(raw("one"))
+    journal.write(Queued("1"))
     with open(journal.path, "ab") as file:
         file.write(b'{"time": 1, "event": "torn", "att')
-    journal.write(raw("two"))
-    assert [event["event"] for event in read_events(tmp_path)] == ["one", "two"]
+    journal.write(Queued("2"))
+    assert [event.to_fields() for event in read_events(tmp_path)] == [
+        {"job_id": "1"},
+        {"job_id": "2"},
+    ]
 
 
 def test_lines_that_are_no_events_are_skipped(tmp_path: Path) -> None:
@@ -47,8 +69,8 @@ def test_a_disk_in_trouble_holds_up_only_the_thread_that_writes(tmp_path: Path) 
     for step in range(3):
         journal.write_later(raw("metrics", step=step))
     journal.drain(0.0)
-    journal.write(raw("stopped"))  # by this thread
-    assert [event["event"] for event in read_events(tmp_path)] == ["stopped"]
+    journal.write(Cancelled())  # by this thread
+    assert [event.event for event in read_events(tmp_path)] == ["cancelled"]
     gate.set()
     journal.drain(LIMIT_S)
     assert len(read_events(tmp_path)) == 4
@@ -59,7 +81,7 @@ def test_what_is_written_later_is_there_after_a_drain(tmp_path: Path) -> None:
     for step in range(3):
         journal.write_later(raw("metrics", step=step))
     journal.drain(LIMIT_S)
-    assert [event["step"] for event in read_events(tmp_path)] == [0, 1, 2]
+    assert [step_of(event) for event in read_events(tmp_path)] == [0, 1, 2]
     journal = Journal(tmp_path / "a.jsonl" / "below", "b")
     journal.write_later(raw("metrics"))
     journal.drain(LIMIT_S)  # a line that can't be written is left out
@@ -67,16 +89,16 @@ def test_what_is_written_later_is_there_after_a_drain(tmp_path: Path) -> None:
 
 def test_a_forked_process_has_a_thread_of_its_own(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "a")
-    journal.write_later(raw("one"))
+    journal.write_later(Queued("1"))
     journal.drain(LIMIT_S)
     pid = os.fork()
     if pid == 0:
         journal.drain(LIMIT_S)  # waits for nothing
-        journal.write_later(raw("two"))
+        journal.write_later(Cancelled())
         journal.drain(LIMIT_S)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert [event["event"] for event in read_events(tmp_path)] == ["one", "two"]
+    assert [event.event for event in read_events(tmp_path)] == ["queued", "cancelled"]
 
 
 def test_a_failing_disk_is_said_once_and_ends_nothing(
@@ -87,3 +109,74 @@ def test_a_failing_disk_is_said_once_and_ends_nothing(
     journal.write(raw("one"))
     journal.write(raw("two"))
     assert capsys.readouterr().err.count("can't write the journal") == 1
+
+
+def _event(event: str, time: float = 1.0, attempt: int = 0, **fields: Any) -> JournalEvent:
+    return typed(event, time, attempt, **fields)
+
+
+def test_of_many_metrics_the_last_is_read_in_full(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "rank-0", attempt=2)
+    for step in (1, 2, 3):
+        journal.write(raw("metrics", step=step, loss=0.5))
+    journal.write(raw("stopped", step=3, reason="notice"))
+    Journal(tmp_path, "batch").write(raw("started"))
+    events = read_briefly(tmp_path)
+    assert [event.event for event in events] == ["started", *["metrics"] * 3, "stopped"]
+    metrics = [event for event in events if isinstance(event, MetricsLine)]
+    assert [event.number("loss") for event in metrics] == [None, None, 0.5]
+    assert [step_of(event) for event in events] == [None, 1, 2, 3, 3]
+    assert [event.time for event in events] == [event.time for event in read_events(tmp_path)]
+    assert all(event.attempt == 2 for event in events[1:])
+
+
+def test_a_line_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "deep" / "er", "a", attempt=4)
+    journal.write_surely(Queued("7"))
+    journal.write(Cancelled())
+    event, _ = read_events(journal.path.parent)
+    assert event == Queued("7", time=event.time, attempt=4)
+    assert abs(event.time - time.time()) < 60
+    assert journal.path.read_bytes().count(b"\n") == 2
+
+
+def test_an_event_that_matters_is_written_patiently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = stop_clock(monkeypatch, file_io)
+    (tmp_path / "file").touch()
+    Journal(tmp_path / "file", "a").write_surely(raw("x"))
+    assert sum(clock.slept) == 61  # a minute, and one more try
+    assert capsys.readouterr().err.count("can't write the journal") == 1
+
+
+@pytest.mark.parametrize(
+    ("events", "finished"),
+    [
+        ([], False),
+        ([_event("finished")], True),
+        ([_event("finished"), _event("verdict", cause="failed")], False),
+        ([_event("verdict", cause="finished"), _event("started")], True),
+        ([_event("verdict", cause="preempted"), _event("finished")], True),
+    ],
+)
+def test_a_run_is_finished_by_its_last_word(events: list[JournalEvent], finished: bool) -> None:
+    assert is_finished(events) is finished
+
+
+def test_node_seconds() -> None:
+    events = [
+        _event("submitted", 0.0),
+        _event("started", 10.0, nodes=["a", "b"]),
+        _event("metrics", 25.0),
+        _event("verdict", 20.0),
+        _event("rerun", 500.0),
+        _event("started", 30.0, 1, nodes=["a"]),
+        _event("metrics", 40.0, 1),
+    ]
+    assert node_seconds(events) == 2 * 10 + 10
+    assert node_seconds(events, now=100.0) == 2 * 10 + 70
+    assert node_seconds(events, now=35.0) == 2 * 10 + 10
+    assert node_seconds([_event("started", 10.0), *events[:1]]) == 0
+    over = [*events, _event("verdict", 45.0, 1)]
+    assert node_seconds(over, now=100.0) == 2 * 10 + 15

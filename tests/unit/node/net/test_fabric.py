@@ -15,7 +15,7 @@ from hpc_ddp.node.preflight import NodeReport, find_other_fabric
 from hpc_ddp.node.supervisor import Place
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.script.render import job_env
-from hpc_ddp.submission.settings.fabrics import fabric_env, for_auto
+from hpc_ddp.submission.settings.fabric_profiles import fabric_env, for_auto
 from hpc_ddp.submission.snapshot import carry_library
 
 FILES = sorted((folder("templates") / "fabrics").glob("*.toml"))

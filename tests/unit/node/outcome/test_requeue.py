@@ -12,10 +12,11 @@ from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal import journal
 from hpc_ddp.core.journal.vocabulary import Action, Cause
-from hpc_ddp.core.run_folder import RunFolder, read_json, write_json
+from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import requeue
 from hpc_ddp.node.outcome.requeue import (
     KEPT_OFF_S,
@@ -27,17 +28,16 @@ from hpc_ddp.node.outcome.requeue import (
     queue_next_link,
 )
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
-from tests.raw_events import raw
+from tests.raw_events import raw, typed
 
 
 def test_a_blamed_node_is_kept_off_for_a_day() -> None:
-    verdict = {"event": "verdict", "attempt": 0, "time": 1000.0, "bad_nodes": ["n2", "n1"]}
-    older = {**verdict, "time": 0.0, "bad_nodes": ["n3"]}
-    other = {"event": "verdict", "attempt": 1, "time": 1001.0}
-    events = [older, verdict, other]
-    assert _bad_nodes(events, 1002.0) == ["n1", "n2", "n3"]
-    assert _bad_nodes(events, 500.0 + KEPT_OFF_S) == ["n1", "n2"]
-    assert _bad_nodes(events, 1000.0 + KEPT_OFF_S) == []
+    verdict = typed("verdict", 1000.0, bad_nodes=["n2", "n1"])
+    older = typed("verdict", 1.0, bad_nodes=["n3"])
+    events = [older, verdict, typed("verdict", 1001.0, 1)]
+    assert _bad_nodes(events, since=0.0) == ["n1", "n2", "n3"]
+    assert _bad_nodes(events, since=500.0) == ["n1", "n2"]
+    assert _bad_nodes(events, since=1000.0) == []
 
 
 def test_a_task_of_an_array_is_named_by_array_and_task() -> None:

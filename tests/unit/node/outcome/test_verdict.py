@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict, decide, too_many_silent
 from hpc_ddp.slurm import Job
+from tests.raw_events import changed, typed
 
 RUNNING = Job("RUNNING", "None", 0, None, 1000.0)
 
 
-def _event(event: str, attempt: int = 0, **fields: Any) -> dict[str, Any]:
-    return {"event": event, "attempt": attempt, "time": 0.0, **fields}
+def _event(event: str, attempt: int = 0, **fields: Any) -> JournalEvent:
+    return typed(event, 0.0, attempt, **fields)
 
 
 def _record(node: str, notice: str | None = None, **failure: Any) -> dict[str, Any]:
@@ -71,8 +73,8 @@ def test_finished_although_a_notice_came_in_the_last_moment() -> None:
     assert _decide(records=records[:1], events=(_event("finished"),)).cause == "finished"
     preempted = replace(RUNNING, preempted_at=900.0)
     assert _decide(job=preempted, events=(_event("finished"),)).cause == "finished"
-    lost = _decide(job=preempted, records=FINE[:1], events=(_event("finished"),))
-    assert (lost.cause, lost.why) == ("preempted", "preempted")
+    lost = _decide(job=preempted, records=FINE[:1], events=(_event("finished", step=9),))
+    assert (lost.cause, lost.why) == ("preempted", "preempted, at step 9")
     assert _decide(job=preempted, events=(_event("first_step", step=4),)).why == (
         "preempted, at step 4"
     )
@@ -128,9 +130,13 @@ def test_cancelled_through_us_whatever_else() -> None:
     assert _decide(cancelled=True, records=_failed()).action == "none"
 
 
-@pytest.mark.parametrize("source", ["time limit", "warning signal", "deadline"])
-def test_the_deadline_is_the_time_limit(source: str) -> None:
-    verdict = _decide(events=(_event("stopped", step=5, reason=source), _event("checkpoint")))
+@pytest.mark.parametrize(
+    ("reason", "notice"),
+    [("notice", "time limit"), ("notice", "warning signal"), ("deadline", None)],
+)
+def test_the_deadline_is_the_time_limit(reason: str, notice: str | None) -> None:
+    events = (_event("stopped", step=5, reason=reason), _event("checkpoint"))
+    verdict = _decide(events=events, records=(_record("n1", notice), _record("n2", notice)))
     assert (verdict.cause, verdict.action) == ("time limit", "requeue")
 
 
@@ -166,7 +172,7 @@ def test_ends_without_a_verdict_are_bounded(
     why: str,
 ) -> None:
     """The job may take its own first node down each time, and the shell with it."""
-    events = [_event(name, number, cause="failed") for name, number in marks]
+    events = [_event(name, number) for name, number in marks]
     reason = too_many_silent(JobSpec("t.py", **spec), most, events, range(attempts))
     assert why in (reason or "") if why else reason is None
 
@@ -223,7 +229,7 @@ def test_a_hang_is_retried_like_a_lost_connection() -> None:
     verdict = _decide(attempt=1, records=records, events=[last, *here])
     assert (verdict.cause, verdict.action) == ("failed", "requeue")
     assert error in verdict.why
-    stuck = [{**last, "progress": False}, *here]
+    stuck = [changed(last, progress=False), *here]
     assert _decide(attempt=1, records=records, events=stuck).action == "give up"
 
 
@@ -235,7 +241,7 @@ def test_a_job_that_takes_one_node_down_after_the_other_is_bounded() -> None:
     here = {"records": [], "lost_nodes": ["n9"]}
     assert _decide(attempt=8, events=lost[:8], **here).action == "requeue"
     assert "10 attempts in a row have lost a node" in _decide(attempt=9, events=lost, **here).why
-    saved = [*lost[:5], {**lost[5], "progress": True}, *lost[6:]]
+    saved = [*lost[:5], changed(lost[5], progress=True), *lost[6:]]
     assert _decide(attempt=9, events=saved, **here).action == "requeue"
 
 
@@ -259,7 +265,7 @@ def test_two_attempts_without_progress_end_it() -> None:
     events = [first, _event("first_step", 1, step=1)]
     verdict = _decide(attempt=1, records=_failed(error="", code=-9), events=events)
     assert "without a newer checkpoint" in verdict.why
-    preempted = [{**first, "cause": "preempted"}, *events[1:]]
+    preempted = [changed(first, cause=Cause.PREEMPTED), *events[1:]]
     assert (
         _decide(attempt=1, records=_failed(error="", code=-9), events=preempted).action == "requeue"
     )
@@ -340,13 +346,13 @@ def test_a_failed_preflight_keeps_off_its_bad_nodes() -> None:
     verdict = decide(facts)
     assert (verdict.cause, verdict.action) == ("bad node", "requeue")
     assert verdict.why == "preflight: n2: no space"
-    hopeless = _decide(records=(), events=[{**event, "bad_nodes": [], "hopeless": True}])
+    hopeless = _decide(records=(), events=[changed(event, bad_nodes=[], hopeless=True)])
     assert (hopeless.cause, hopeless.action, hopeless.exit_code) == ("failed", "give up", 1)
     before = [_event("verdict", k, cause="bad node", action="requeue") for k in range(3)]
-    again = [*before, {**event, "attempt": 3}]
+    again = [*before, changed(event, attempt=3)]
     assert _decide(records=(), events=again, attempt=3).action == "give up"
     assert _decide(records=(), events=again[1:], attempt=3).action == "requeue"
-    ended = {**event, "bad_nodes": [], "notice": "SIGTERM"}
+    ended = changed(event, bad_nodes=[], notice="SIGTERM")
     assert _decide(records=(), events=[ended]).cause == "notice"
     preempted = replace(RUNNING, preempted_at=900.0)
     assert _decide(records=(), events=[ended], job=preempted).cause == "preempted"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from written_runs import (
@@ -18,6 +17,7 @@ from hpc_ddp.node.outcome.verdict import decide
 from hpc_ddp.report.logs.files import LogQuery
 from hpc_ddp.report.logs.view import follow, show
 from hpc_ddp.report.status.run_status import status_of
+from tests.raw_events import typed
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_no_run_finish(written: Written) -> None:
 
 
 def test_no_progress_as_the_verdict_words_it(written: Written) -> None:
-    events: list[dict[str, Any]] = [
-        {"event": "verdict", "attempt": 0, "time": 0.0, "cause": "time limit", "progress": False},
-        {"event": "first_step", "attempt": 1, "time": 0.0, "step": 1},
-        {"event": "stopped", "attempt": 1, "time": 0.0, "step": 1, "reason": "time limit"},
+    events = [
+        typed("verdict", cause="time limit", progress=False),
+        typed("first_step", attempt=1, step=1),
+        typed("stopped", attempt=1, step=1, reason="deadline"),
     ]
     verdict = decide(
         VerdictFacts(JobSpec("t.py"), 1, False, False, None, 0, ["n1"], [], events=events)

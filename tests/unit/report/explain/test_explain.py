@@ -12,7 +12,8 @@ from written_runs import Written, record
 
 from hpc_ddp.core.journal.events import Queued
 from hpc_ddp.core.process import identity
-from hpc_ddp.core.run_folder import RunFolder, find_run
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import find_run
 
 
 def test_finished(written: Written) -> None:

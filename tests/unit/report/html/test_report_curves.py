@@ -8,15 +8,16 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_ddp.core.journal.journal import Event
+from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.report.html.curves import Curve, Point, columns, curves_of, starts_of
+from tests.raw_events import typed
 
 
-def _event(name: str, attempt: int = 0, **fields: Any) -> Event:
-    return {"time": 0.0, "event": name, "attempt": attempt, **fields}
+def _event(name: str, attempt: int = 0, **fields: Any) -> JournalEvent:
+    return typed(name, 0.0, attempt, **fields)
 
 
-def _steps(first: int, last: int, attempt: int = 0) -> list[Event]:
+def _steps(first: int, last: int, attempt: int = 0) -> list[JournalEvent]:
     return [
         _event("metrics", attempt, step=step, loss=float(step)) for step in range(first, last + 1)
     ]

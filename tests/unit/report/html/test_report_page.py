@@ -145,7 +145,8 @@ def test_runs_of_which_little_is_known(tmp_path: Path) -> None:
     plain = Written(tmp_path / "plain").event("submitted").event("started", nodes=["n1"])
     plain.event("verdict", after=60, cause="failed", action="give up", why="it failed", exit_code=3)
     assert plain.page().headings() == ["Where the time went", "Attempts", "Settings"]
-    standalone = Written(tmp_path / "hand").event("started", backend="local", pid=1, began=0)
+    standalone = Written(tmp_path / "hand").event("started", backend="local", pid=1, began="0")
+    standalone.run.attempt(0).path.mkdir(parents=True)
     standalone.steps(1, 3)
     standalone.event("failed", rank=0, error="ValueError: no", traceback="Traceback\n  x")
     parsed = standalone.page()

@@ -64,12 +64,12 @@ def logs(tmp_path: Path) -> Logs:
 def shown(logs: Logs, capfd: Any, **asked: Any) -> list[str]:
     capfd.readouterr()
     told: dict[str, Any] = {
-        **dict.fromkeys(("rank", "attempt", "grep")),
+        **dict.fromkeys(("rank", "attempt")),
         "job": False,
         "raw": False,
     }
     told |= asked
-    show(logs.run, LogQuery.from_options(**told))
+    show(logs.run, LogQuery(**told))
     return [line.rstrip() for line in capfd.readouterr().out.splitlines()]
 
 
@@ -138,16 +138,6 @@ def test_attempts_follow_each_other_with_how_they_ended(logs: Logs, capfd: Any) 
     assert shown(logs, capfd, attempt=1)[1:] == ["y"]
     with pytest.raises(UsageError, match="no log of rank 0 in attempt 2; ranks: 0; attempts: 0, 1"):
         shown(logs, capfd, attempt=2)
-
-
-def test_grep(logs: Logs, capfd: Any) -> None:
-    logs.say("loss 0.3\n", 0).say("loss nan\n", 2).say("other\n", 0)
-    assert shown(logs, capfd, grep=r"loss (nan|inf)") == ["b rank 2 | loss nan"]
-    assert shown(logs, capfd, grep="0.3", rank=0) == ["loss 0.3"]
-    with pytest.raises(UsageError, match="--grep '\\(' is no regular expression"):
-        shown(logs, capfd, grep="(")
-    with pytest.raises(UsageError, match="--job was given with --rank"):
-        shown(logs, capfd, job=True, rank=1)
 
 
 def test_the_jobs_own_output(logs: Logs, capfd: Any) -> None:

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import Slurm
 from written_runs import RUNNING_JOB, make_run, write_event
 
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import MetricsLine
 from hpc_ddp.core.journal.goodput import account
 from hpc_ddp.core.journal.journal import last_event, read_briefly
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.report.status import table as overview
-from hpc_ddp.report.status.run_status import status_of
+from hpc_ddp.report.status import run_table as overview
+from hpc_ddp.report.status.run_status import cancel, status_of
 from hpc_ddp.slurm import QueuedJob
+from tests.raw_events import raw
 
 
 def test_a_run_that_runs(tmp_path: Path) -> None:
@@ -46,13 +50,9 @@ def test_brief_reading_tells_the_same(tmp_path: Path) -> None:
     with open(run.journal_folder / "rank-0.jsonl", "ab") as file:
         file.write(b'{"time": 1.0, "event": "metrics", "attempt": 0, "step": 9, "lo')  # torn
     events, brief = run.events(), read_briefly(run.journal_folder)
-    assert [e["event"] for e in events] == [e["event"] for e in brief]
+    assert [e.event for e in events] == [e.event for e in brief]
     assert account(events) == account(brief)
-    assert last_event(events, "metrics") == {
-        name: value
-        for name, value in (last_event(brief, "metrics") or {}).items()
-        if name != "line"
-    }
+    assert last_event(events, MetricsLine) == last_event(brief, MetricsLine)
 
 
 def _ranks(run: RunFolder, busy: list[float], data: list[float], **more: Any) -> None:
@@ -103,3 +103,22 @@ def test_damaged_ranks_name_nobody(tmp_path: Path) -> None:
         fields = {"busy_s": [0.1, 0.3], "data_s": [0.0], "slowest": 1, "node": 7, "step_s": 0.3}
         write_event(run, "rank-0", "ranks", 0, **{**fields, **damage})
     assert slow_rank(run.events()) is None
+
+
+def test_only_jobs_of_the_runs_script_are_cancelled(slurm_commands: Slurm, tmp_path: Path) -> None:
+    """A journal may name a job whose number is another job's by now."""
+    run = RunFolder(tmp_path / "train" / "20260101-000000-abcd").make()
+    run.job_json.write_text(JobSpec("train.py").to_json())
+    journal = run.journal("submit")
+    journal.write(raw("submitted", backend="slurm"))
+    for job_id in ("14", "15", "16"):
+        journal.write(raw("queued", job_id=job_id))
+    rows = (
+        f"14|14|RUNNING|None|n1|9:00|/|{run.script}\n15|15|RUNNING|None|n1|9:00|/|mine.sh\n"
+        f"16|16|COMPLETED|None|n1|9:00|/|{run.script}\n"
+    )
+    slurm_commands.answer("squeue", rows)
+    slurm_commands.answer("scancel", "")
+    cancel(run)
+    (call,) = slurm_commands.calls("scancel")
+    assert call[-1:] == ["14"]

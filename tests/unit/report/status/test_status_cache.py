@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from written_runs import RUNNING_JOB, make_run, write_event
 
+from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status
 from hpc_ddp.slurm import QueuedJob
@@ -26,7 +28,7 @@ def test_only_what_has_ended_is_remembered_and_only_as_long_as_nothing_changes(
 
     first = look({"8": RUNNING_JOB})
     assert [each.state for each in first] == ["finished", "running"]
-    kept = json.loads((tmp_path / ".status.json").read_text())["runs"]
+    kept = json.loads((tmp_path / f".status-{os.geteuid()}.json").read_text())["runs"]
     assert list(kept) == [str(ended.path)]
     again = look({"8": RUNNING_JOB})
     assert again[0].seconds == first[0].seconds
@@ -52,5 +54,5 @@ def test_only_what_has_ended_is_remembered_and_only_as_long_as_nothing_changes(
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1, "runs": 3}', '{"runs": {}}'])
 def test_a_damaged_memory_is_none(tmp_path: Path, text: str) -> None:
     run = make_run(tmp_path, ended=True)
-    (tmp_path / ".status.json").write_text(text)
+    write_whole(tmp_path / f".status-{os.geteuid()}.json", text, mode=0o600)
     assert StatusCache(tmp_path, {}).status_of(run).state == "finished"

@@ -8,7 +8,7 @@ import pytest
 from fakes import Slurm
 
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.report.status.state import Queue, describe_work, read_queue
+from hpc_ddp.report.status.state import describe_work, read_queue
 from hpc_ddp.slurm import QueuedJob
 from tests.raw_events import raw
 
@@ -22,11 +22,12 @@ def run(tmp_path: Path) -> RunFolder:
 
 def test_the_queue_is_asked(slurm_commands: Slurm) -> None:
     slurm_commands.answer("scontrol", "ClusterName = here\n")
-    slurm_commands.answer("squeue", "5|5|RUNNING|None|n1|9:00\n")
-    slurm_commands.answer("squeue", "RUNNING|/w|job.sbatch\nCOMPLETED|/w|over\n")
+    rows = "5|5|RUNNING|None|n1|9:00|/w|job.sbatch\n6|6|COMPLETED|None|n1|9:00|/w|over\n"
+    slurm_commands.answer("squeue", rows)
     queue = read_queue()
-    jobs = {"5": QueuedJob("RUNNING", "None", "n1", "9:00")}
-    assert queue == Queue(jobs, {"/w/job.sbatch"}, "here")
+    assert queue
+    assert queue.jobs["5"] == QueuedJob("RUNNING", "None", "n1", "9:00", "/w/job.sbatch")
+    assert (queue.scripts, queue.cluster) == ({"/w/job.sbatch"}, "here")
 
 
 def test_without_an_answer_nothing_is_known(
@@ -41,20 +42,23 @@ def test_without_an_answer_nothing_is_known(
 
 
 @pytest.mark.parametrize(
-    ("jobs", "scripts", "cluster", "work"),
+    ("jobs", "cluster", "work"),
     [
-        ("5|5|RUNNING|None|n1|9:00\n", "", "here", "job 5, running"),
-        ("5|5|COMPLETED|None|n1|9:00\n", "", "here", ""),
-        ("", "RUNNING|/|{script}\n", "here", "a job of its script"),
-        ("", "COMPLETED|/|{script}\n", "here", ""),
-        ("", "RUNNING|/|(null)\n", "here", ""),  # of somebody else: this one has a job
-        ("", "", "there", "job 5 of cluster here, which can't be asked from here"),
+        ("5|5|RUNNING|None|n1|9:00|/w|a\n", "here", "job 5, running"),
+        ("5|5|COMPLETED|None|n1|9:00|/w|a\n", "here", ""),
+        ("6|6|RUNNING|None|n1|9:00|/|{script}\n", "here", "a job of its script"),
+        ("6|6|COMPLETED|None|n1|9:00|/|{script}\n", "here", ""),
+        ("6|6|RUNNING|None|n1|9:00|/|(null)\n", "here", ""),  # another run's: this one has a job
+        ("", "there", "job 5 of cluster here, which can't be asked from here"),
     ],
 )
+@pytest.mark.parametrize("is_queued", [False, True])
 def test_what_works_on_a_run(
-    slurm_commands: Slurm, run: RunFolder, jobs: str, scripts: str, cluster: str, work: str
+    slurm_commands: Slurm, run: RunFolder, jobs: str, cluster: str, work: str, is_queued: bool
 ) -> None:
+    if is_queued:  # on the other cluster it may be waiting still
+        (run.journal_folder / "batch.jsonl").unlink()
+        run.journal("submit").write(raw("queued", job_id="5", cluster="here"))
     slurm_commands.answer("scontrol", f"ClusterName = {cluster}\n")
-    slurm_commands.answer("squeue", jobs)
-    slurm_commands.answer("squeue", scripts.format(script=run.script))
+    slurm_commands.answer("squeue", jobs.format(script=run.script))
     assert describe_work(run, read_queue()) == work

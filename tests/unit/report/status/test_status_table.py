@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from written_runs import RUNNING_JOB, make_run
 
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.report.status import table as overview
+from hpc_ddp.report.status import run_table as overview
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.slurm import QueuedJob
 from tests.raw_events import raw
@@ -77,7 +78,7 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
         "finished",
     ]
     (runs[0].journal_folder / "a.jsonl").mkdir()
-    (tmp_path / ".status.json").unlink()
+    (tmp_path / f".status-{os.geteuid()}.json").unlink()
     assert [row.state for row in overview.read_statuses(tmp_path, runs, {})] == [
         "unreadable",
         "finished",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -252,11 +253,13 @@ def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a job's set-up and the start of its attempt on a node with a `python3` and no other."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("sh", "sleep", "kill"):
-        (programs / name).symlink_to(f"/bin/{name}")
+    for name in ("sh", "sleep", "kill", "find", "mktemp", "rm", "stat"):
+        (programs / name).symlink_to(shutil.which(name) or name)
     (programs / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "run" / "lib").mkdir(parents=True)
     (tmp_path / "run" / "lib" / "node.py").write_text(NODE_SIDE)
+    for path in ("run", "run/lib", "run/lib/node.py"):
+        (tmp_path / path).chmod(0o755)
     for program in programs.iterdir():
         if not program.is_symlink():
             program.chmod(0o755)
@@ -328,3 +331,31 @@ def test_a_warning_during_the_set_up_is_passed_on_after_it(
 ) -> None:
     done = stage(setup=("kill -USR2 $$",), gpus_per_node="2")
     assert done.stdout.splitlines() == ["python batch warned", f"{sys.executable} 4"], done.stderr
+
+
+@pytest.mark.parametrize("path", ["run", "run/lib", "run/lib/node.py"])
+@pytest.mark.parametrize("change", ["writable", "of another user", "absent"])
+def test_nothing_is_run_of_a_folder_that_another_user_could_have_made(
+    stage: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, path: str, change: str
+) -> None:
+    target = tmp_path / path
+    if change == "writable":
+        target.chmod(0o775)
+    elif change == "absent":
+        target.rename(tmp_path / "away")
+    elif os.geteuid() == 0:
+        os.chown(target, 12345, -1)
+    else:
+        pytest.skip("only root can give a file away")
+    done = stage()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "hpc-ddp: nothing is run of " in done.stderr
+    assert str(tmp_path / "run") in done.stderr
+
+
+def test_a_library_that_can_not_be_preloaded_is_no_reason(
+    stage: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """ld.so complains of it in the name of each program."""
+    done = stage(env={"LD_PRELOAD": "/no/such.so"})
+    assert done.stdout == f"{sys.executable} 8\n", done.stderr

@@ -11,7 +11,8 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import parse_signal
 from hpc_ddp.core.job.spec import JobSpec, directives
 from hpc_ddp.submission.script import container
-from hpc_ddp.submission.settings.config import Settings, runs_dir
+from hpc_ddp.submission.settings.config import Settings
+from hpc_ddp.submission.settings.runs_dir import runs_root
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ from hpc_ddp.submission.settings.config import Settings, runs_dir
     ],
 )
 def test_where_runs_are(settings: dict[str, Any], environ: dict[str, str], expected: str) -> None:
-    assert runs_dir(Settings(settings), environ) == Path(expected)
+    assert runs_root(Settings(settings), environ) == Path(expected)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_where_runs_are(settings: dict[str, Any], environ: dict[str, str], expec
 )
 def test_what_is_missing_is_said(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        runs_dir(Settings({"scratch": text}), {})
+        runs_root(Settings({"scratch": text}), {})
 
 
 def _entry(**values: Any) -> container.Entry:

@@ -16,9 +16,11 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import plan
 from hpc_ddp.submission.plan import Plan
+from hpc_ddp.submission.restart import plan_continuation
 from hpc_ddp.submission.settings import config, operators, origin, sites
 from hpc_ddp.submission.settings.config import Settings
 from hpc_ddp.submission.settings.operators import comment_pairs
+from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder
 from tests.skips import skip_or_fail
 
 LIMITS = """
@@ -188,12 +190,12 @@ def test_a_run_from_before_the_limits(
     run.job_json.write_text(replace(planned().spec).to_json())
     site_file.write_text(LIMITS)
     with pytest.raises(UsageError, match="budget-gpu-hours is unbounded") as caught:
-        plan.plan_continuation(run, {}, settings(), Path.cwd())
+        plan_continuation(run, {}, settings(), Path.cwd())
     assert caught.value.hint == "--budget-gpu-hours 1000"
     bounds = {"max-requeues": 50, "budget-gpu-hours": 10}
-    assert plan.plan_continuation(run, bounds, settings(), Path.cwd()).spec.max_requeues == 50
+    assert plan_continuation(run, bounds, settings(), Path.cwd()).spec.max_requeues == 50
     site_file.write_text("[limits]\nmax-requeues = 2\n")
-    assert plan.plan_continuation(run, {}, settings(), Path.cwd()).spec.max_requeues is None
+    assert plan_continuation(run, {}, settings(), Path.cwd()).spec.max_requeues is None
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_a_bad_line_keeps_nobody_from_a_run(
     paths[file].write_text(text)
     with pytest.raises(UsageError, match=problem):
         config.load({}, cwd, home)
-    assert config.runs_folder(None) == Path("/s/hpc-ddp")
+    assert runs_folder(None) == Path("/s/hpc-ddp")
     assert f"warning: {paths[file]}" in capsys.readouterr().err
 
 
@@ -262,9 +264,9 @@ def test_a_path_of_a_run_needs_no_settings(
     site_file.write_text('scratch = "/scratch/{account}"\n')
     monkeypatch.delenv("HPC_DDP_RUNS", raising=False)
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
-    assert config.run_of(str(run.path), None) == run
+    assert run_of(str(run.path), None) == run
     with pytest.raises(UsageError, match="no account is named"):
-        config.run_of("1", None)
+        run_of("1", None)
 
 
 def test_only_the_operators_have_limits(site_file: Path, settings: Callable[..., Settings]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from hpc_ddp.submission import plan
 from hpc_ddp.submission.plan import Plan
+from hpc_ddp.submission.restart import plan_continuation
 from hpc_ddp.submission.settings import config, origin
 from hpc_ddp.submission.settings.config import Settings
 
@@ -79,7 +80,7 @@ def test_a_run_that_goes_on_keeps_its_own_settings(project: Path) -> None:
     run = plan.plan_new(settings, project, project.parent / "runs").write().run
     options = {"time": "5"}
     settings = config.load(options, project, project.parent)
-    planned = plan.plan_continuation(run, options, settings, project)
+    planned = plan_continuation(run, options, settings, project)
     rows = {row.key: row for row in origin.origins(planned, settings)}
     assert (rows["time"].place, rows["nodes"].place) == ("--time", str(run.job_json))
     assert rows["signal"].place == "default"

@@ -25,7 +25,8 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import parse_time
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.settings import config, sites
-from hpc_ddp.submission.settings.fabrics import read_toml
+from hpc_ddp.submission.settings.runs_dir import runs_root
+from hpc_ddp.submission.settings.trust import read_toml
 
 EXAMPLES = {path.stem: path for path in sorted(Path(__file__).parent.glob("sites/*.toml"))}
 SHIPPED = {path.stem: path for path in sorted((folder("templates") / "sites").glob("*.toml"))}
@@ -316,10 +317,10 @@ def test_scratch_is_by_account_which_slurm_may_have_been_told(
 ) -> None:
     monkeypatch.setenv("CSC_SYSTEM_NAME", "mahti")
     with pytest.raises(UsageError, match="no account is named"):
-        config.runs_dir(_loaded(login), os.environ)
+        runs_root(_loaded(login), os.environ)
     monkeypatch.setenv("SBATCH_ACCOUNT", "project_1")
-    assert config.runs_dir(_loaded(login), os.environ) == Path("/scratch/project_1/me/hpc-ddp")
-    named = config.runs_dir(_loaded(login, account="project_2"), os.environ)
+    assert runs_root(_loaded(login), os.environ) == Path("/scratch/project_1/me/hpc-ddp")
+    named = runs_root(_loaded(login, account="project_2"), os.environ)
     assert named == Path("/scratch/project_2/me/hpc-ddp")
 
 

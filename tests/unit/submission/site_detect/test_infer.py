@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from hpc_ddp.slurm import parse_config, parse_records
-from hpc_ddp.submission.site_detect.infer import ClusterFacts, Site, describe, gpus_of
+from hpc_ddp.submission.site_detect.cluster import ClusterFacts, gpus_of
+from hpc_ddp.submission.site_detect.infer import Site, describe
 
 if sys.version_info >= (3, 11):
     import tomllib

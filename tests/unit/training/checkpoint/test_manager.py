@@ -18,7 +18,7 @@ import torch
 from fakes import Clock, stop_clock
 
 from hpc_ddp.cli import jobs
-from hpc_ddp.core import checkpoints, retry
+from hpc_ddp.core import checkpoints, file_io
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import files
@@ -41,6 +41,7 @@ from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.export import export
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims
+from tests.raw_events import raw_events
 from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ def _names(run: RunFolder) -> list[str]:
 
 
 def _events(run: RunFolder, name: str) -> list[dict[str, Any]]:
-    return [event for event in run.events() if event["event"] == name]
+    return [event for event in raw_events(run.path) if event["event"] == name]
 
 
 # --- saving --------------------------------------------------------------------------------
@@ -929,7 +930,7 @@ def test_a_disk_that_is_away_is_waited_for(
     run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(make(), 1, 2)
-    clock = stop_clock(monkeypatch, retry)
+    clock = stop_clock(monkeypatch, file_io)
     error = OSError(errno.EIO, "tensors-0.bin can't be read: Input/output error")
     names = _find(monkeypatch, error, error, None)
     restored = make().restore()
@@ -942,11 +943,11 @@ def test_a_disk_that_stays_away_fails_the_attempt_and_costs_nothing(
 ) -> None:
     """No checkpoint is taken for damaged: the older one might come next, and then step 0."""
     _save(make(), 1, 2)
-    clock = stop_clock(monkeypatch, retry)
+    clock = stop_clock(monkeypatch, file_io)
     names = _find(monkeypatch, *[OSError(errno.EIO, "Input/output error")] * 99)
     with pytest.raises(HpcDdpError, match=r"step-2 can't be read on rank 0.*: Input/output error"):
         make().restore()
-    assert sum(clock.slept) >= retry.PATIENCE_S
+    assert sum(clock.slept) >= file_io.PATIENCE_S
     assert set(names) == {"step-2"}
     assert _names(run) == ["step-1", "step-2"]
 
@@ -955,7 +956,7 @@ def test_what_may_not_be_read_is_a_matter_of_permissions(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(make(), 1)
-    stop_clock(monkeypatch, retry)
+    stop_clock(monkeypatch, file_io)
     _find(monkeypatch, *[OSError(errno.EACCES, "Permission denied")] * 99)
     with pytest.raises(HpcDdpError, match="Permission denied") as caught:
         make().restore()
@@ -989,7 +990,7 @@ def test_a_folder_of_checkpoints_that_is_away_is_no_run_without_any(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(make(), 1)
-    stop_clock(monkeypatch, retry)
+    stop_clock(monkeypatch, file_io)
 
     def fail(folder: Path) -> list[Path]:
         raise OSError(errno.ESTALE, "Stale file handle")

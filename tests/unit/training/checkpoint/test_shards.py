@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker
 from torch.utils.data._utils import worker as torch_worker
 from training_fakes import Holds
 
-from hpc_ddp.core import retry
+from hpc_ddp.core import file_io
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint import loading, shards, state
 from hpc_ddp.training.checkpoint.shards import (
@@ -701,7 +701,7 @@ def _stored(folder: Path) -> Reader:
 def test_a_data_file_that_is_away_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader, clock = _stored(tmp_path), stop_clock(monkeypatch, retry)
+    reader, clock = _stored(tmp_path), stop_clock(monkeypatch, file_io)
     (tmp_path / "data").rename(tmp_path / "away")
 
     def sleep(seconds: float) -> None:
@@ -715,7 +715,7 @@ def test_a_data_file_that_can_not_be_read_is_not_of_another_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No SIGBUS either, which ends a process that has mapped a file at an I/O error."""
-    reader, clock = _stored(tmp_path), stop_clock(monkeypatch, retry)
+    reader, clock = _stored(tmp_path), stop_clock(monkeypatch, file_io)
     os.truncate(tmp_path / "data", 20)
     holds = Holds(torch.zeros(3, 2))
     with pytest.raises(
@@ -723,7 +723,7 @@ def test_a_data_file_that_can_not_be_read_is_not_of_another_program(
     ) as caught:
         loading.put_back({"t": holds}, {"t": state.TENSOR}, reader, 1)
     assert caught.value.exit_code == CAN_GO_ON  # another attempt may find that the disk answers
-    assert sum(clock.slept) >= retry.PATIENCE_S
+    assert sum(clock.slept) >= file_io.PATIENCE_S
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_fakes import Alone, Saves
 
+from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.journal import Journal, read_events
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.run import Run
@@ -25,6 +26,7 @@ from hpc_ddp.training.stops.consensus import (
 from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.telemetry import metrics as metrics_module
 from hpc_ddp.training.telemetry.metrics import Metrics
+from tests.raw_events import typed
 from tests.waiting import LIMIT_S
 
 
@@ -99,11 +101,11 @@ def test_a_clock_waits_for_the_save_under_way_and_retries_a_failed_one_soon() ->
 
 
 def test_auto_is_young_and_daly_from_what_was_measured(capsys: Any) -> None:
-    history: list[dict[str, Any]] = []
+    history: list[JournalEvent] = []
     for attempt, end in enumerate(("failed", "stopped", "verdict")):  # two that lost something
         for event, at in (("first_step", 0), ("checkpoint", 10), (end, 28_800)):
             more = {"write_s": 3.0} if event == "checkpoint" else {}
-            history.append({"event": event, "attempt": attempt, "time": 1e9 + at, **more})
+            history.append(typed(event, 1e9 + at, attempt, **more))
     assert between_failures(history) == 2 * 86_400 / 3
     saves = Saves()
     schedule = make_schedule(
@@ -168,7 +170,7 @@ def test_metrics_are_written_rarely_and_at_the_end(tmp_path: Path) -> None:
     metrics.flush()
     metrics.flush()
     journal.drain(LIMIT_S)
-    first, *events = read_events(tmp_path)
+    first, *events = [event.to_line() for event in read_events(tmp_path)]
     assert (first["event"], first["step"], first["hosts"]) == ("first_step", 1, ["a", "b"])
     assert 1 <= len(events) <= 2
     assert (events[-1]["step"], events[-1]["loss"]) == (99, 99.0)

@@ -38,6 +38,7 @@ from hpc_ddp.training.stops.consensus import (
 )
 from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.telemetry.step_timing import StepTimer
+from tests.raw_events import typed
 from tests.waiting import wait_until
 
 
@@ -418,7 +419,7 @@ def test_the_interval_is_within_bounds(clock: Clock, capsys: pytest.CaptureFixtu
 
 def test_an_attempt_without_steps_is_no_failure() -> None:
     assert between_failures([]) == 86_400.0
-    assert between_failures([{"event": "started", "attempt": 0, "time": 5.0}]) == 86_400.0
+    assert between_failures([typed("started", 5.0)]) == 86_400.0
 
 
 # --- devices and the process group ---------------------------------------------------------

@@ -10,7 +10,9 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints
+from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import Submitted
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.run_status import Status, status_of
@@ -54,7 +56,7 @@ def tasks(run: RunFolder, queue: Mapping[str, slurm.QueuedJob]) -> list[Task]:
 
     `queue` has the user's jobs in Slurm, by job id.
     """
-    spec = JobSpec.from_json(run.job_json.read_text())
+    spec = JobSpec.from_json(read_text(run.job_json))
     if not spec.array or run.is_task:
         return []
     folders = {task.index: task for task in run.tasks()}
@@ -83,8 +85,8 @@ def _task(
 
 def _is_resubmitted(run: RunFolder) -> bool:
     """Whether a task was submitted again, and has not begun since."""
-    submitted = last_event(run.events(), "submitted")
-    return submitted is not None and submitted.get("first_attempt") == len(run.attempts())
+    submitted = last_event(run.events(), Submitted)
+    return submitted is not None and submitted.first_attempt == len(run.attempts())
 
 
 def _best(run: RunFolder) -> float | None:
@@ -123,7 +125,7 @@ def summary(run: RunFolder, tasks: Sequence[Task]) -> str:
     """Return the number of tasks in each state, and the used part of the budget."""
     counts = Counter(task.state for task in tasks)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
-    spec = JobSpec.from_json(run.job_json.read_text())
+    spec = JobSpec.from_json(read_text(run.job_json))
     hours = run.gpu_hours(spec.gpus_in_use)
     unit = "GPU" if spec.gpu_count else "worker"
     budget = f" of {spec.budget_gpu_hours:g}" if spec.budget_gpu_hours else ""

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError, closest
-from hpc_ddp.submission.resources import folder, is_shipped
-from hpc_ddp.submission.settings import trust
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return what a TOML file holds.
-
-    Raises
-    ------
-    UsageError
-        it can't be read, or isn't TOML; the message has the line. Or it may not act for the user
-        (see `trust.read`)
-    """
-    try:
-        content = path.read_bytes() if is_shipped(path) else trust.read(path)
-        values: dict[str, Any] = tomllib.loads(content.decode())
-        return values
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path} can't be read as TOML: {error}", hint=f"look at {path}") from None
+from hpc_ddp.submission.resources import folder
+from hpc_ddp.submission.settings.trust import read_toml
 
 
 def fabric_env(name: str) -> dict[str, str]:

@@ -6,16 +6,16 @@ import json
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_ddp import slurm
 from hpc_ddp.core.console.progress import ProgressBar
+from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.console.units import duration
-from hpc_ddp.core.run_folder import RunFolder, all_runs, find_run
-from hpc_ddp.report.status import sweep
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import all_runs, find_run
+from hpc_ddp.report.status import array_tasks
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status, unreadable
 from hpc_ddp.report.status.state import jobs_in_queue, state_of_job
@@ -59,7 +59,7 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     rows = read_statuses(root, runs, queue)
     if not names:
         rows.sort(key=lambda row: not row.state.is_live)
-    tasks = sweep.tasks(runs[0], queue) if len(names) == 1 else []
+    tasks = array_tasks.tasks(runs[0], queue) if len(names) == 1 else []
     if as_json:
         dicts = [row.to_dict() for row in rows]
         if tasks:
@@ -73,7 +73,7 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     if older:
         parts[0] += f"\n… {older:,} older: hpc-ddp status --all"
     if tasks:
-        parts += [sweep.table(tasks), sweep.summary(runs[0], tasks)]
+        parts += [array_tasks.table(tasks), array_tasks.summary(runs[0], tasks)]
     return "\n\n".join(parts)
 
 
@@ -171,7 +171,7 @@ def _cells(row: Status) -> dict[str, str]:
         "left": _time_left(row),
         "why": "; ".join(filter(None, (row.slow, row.why))),
     }
-    return {name: "-" if cell is None else str(cell) for name, cell in cells.items()}
+    return {name: "-" if cell is None else printable(str(cell)) for name, cell in cells.items()}
 
 
 def _time_left(row: Status) -> str | None:
@@ -189,12 +189,3 @@ def terminal() -> tuple[int | None, bool]:
     if not sys.stdout.isatty():
         return None, False
     return shutil.get_terminal_size().columns, "NO_COLOR" not in os.environ
-
-
-def watch(render: Callable[[], str], every_s: float) -> None:
-    """Show the text of `render` again and again, in place on a terminal, until Ctrl-C."""
-    clear = "\033[H\033[J" if sys.stdout.isatty() else ""
-    with suppress(KeyboardInterrupt):
-        while True:
-            print(f"{clear}{render()}", flush=True)
-            time.sleep(every_s)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.submission.drill.compare import Curve, Difference
+from hpc_ddp.submission.drill.compare import Difference
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,13 @@ class Row:
     survived: bool
     resumed_from: int | None = None
     passed_over: tuple[str, ...] = ()
-    curve: Curve = field(default_factory=Curve)
     difference: Difference | None = None
 
 
 @dataclass
-class Report:
+class DrillResult:
     """`verdict` is ``right``, ``sums`` (right but for the order of sums), ``wrong``,
-    ``unsteady`` (two undisturbed runs differ already), ``broken`` (it did not go on), or
-    ``plain`` (a script that uses nothing of hpc-ddp has survived)."""
+    ``unsteady`` (two undisturbed runs differ already), or ``broken`` (it did not go on)."""
 
     script: str
     folder: Path
@@ -39,7 +37,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        return self.verdict in ("right", "sums", "plain")
+        return self.verdict in ("right", "sums")
 
     def text(self) -> str:
         """Return the result as a person reads it: what was done, what came of it, the verdict."""
@@ -53,7 +51,6 @@ class Report:
             "wrong": f"{name} does NOT resume right. {self.why}",
             "unsteady": f"{name} is not reproducible: {self.why}",
             "broken": f"{name} does NOT go on. {self.why}",
-            "plain": f"{name} survives. {self.why}",
         }[self.verdict]
         lines += ["", verdict]
         lines += [f"hint: {self.hint}"] if self.hint else []
@@ -63,14 +60,14 @@ class Report:
         return {**asdict(self), "ok": self.ok, "folder": str(self.folder) if not self.ok else None}
 
 
-HEAD = ["done", "survived", "went on from", "loss curve", "state"]
+HEAD = ["done", "survived", "went on from", "state"]
 
 
 def _cells(row: Row) -> list[str]:
     if row.resumed_from is None:
-        return [row.done, "yes" if row.survived else "NO", "", "", ""]
+        return [row.done, "yes" if row.survived else "NO", "", ""]
     damaged = ", ".join(text.partition(":")[0] for text in row.passed_over)
-    difference, curve, state = row.difference, row.curve, "equal"
+    difference, state = row.difference, "equal"
     if difference is not None:
         judgement = "rounding" if difference.is_rounding else "DIFFERS"
         state = f"{judgement}: {difference.label} from step {difference.step}"
@@ -78,7 +75,6 @@ def _cells(row: Row) -> list[str]:
         row.done,
         "yes" if row.survived else "NO",
         f"step {row.resumed_from}" + (f", past {damaged}" if damaged else ""),
-        f"{curve.equal} of {curve.steps} steps equal" if curve.steps else "-",
         state,
     ]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from hpc_ddp.cli.common import json_option
 from hpc_ddp.core.job.options import (
     AMOUNT,
     COMMON,
@@ -24,7 +25,7 @@ Command = Callable[..., Any]
 OTHERS = "Others"
 _GROUP_OF = {"run-text": COMMON, "fresh": CONTINUATION}
 
-# The options that say what the nodes of a job have to be like.
+# The options that describe the nodes of a job.
 _OF_NODES = (
     "gpus-per-node",
     "site",
@@ -37,7 +38,6 @@ _OF_NODES = (
     "env",
     "runs-dir",
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _RUN = click.option(
     "--run", "run_text", metavar="RUN", help="Continue a run: folder, id, name or job id."
 )
@@ -95,23 +95,23 @@ _KEYS = [key for key, declared in config.OPTIONS.items() if not declared.is_file
 
 def job_options(command: Command) -> Command:
     """Add the options of a job, ``--run``, ``--json``, SCRIPT and ARGS to a command."""
-    return _add(_script(command), _KEYS, _RUN, _JSON)
+    return _add(_script(command), _KEYS, _RUN, json_option)
 
 
 def local_options(command: Command) -> Command:
     """Add the options that mean something for processes on this machine, SCRIPT and ARGS."""
     keys = [key for key in _KEYS if config.OPTIONS[key].is_local]
-    return _add(_script(command), keys, _JSON)
+    return _add(_script(command), keys, json_option)
 
 
 def again_options(command: Command) -> Command:
     """Add the options of a job that has its script, its arguments and its site already."""
-    return _add(command, [key for key in _KEYS if key != "site"], _JSON)
+    return _add(command, [key for key in _KEYS if key != "site"], json_option)
 
 
 def node_options(command: Command) -> Command:
-    """Add the options that say what the nodes of a job have to be like."""
-    return _add(command, [key for key in _KEYS if key in _OF_NODES], _JSON)
+    """Add the options that describe the nodes of a job."""
+    return _add(command, [key for key in _KEYS if key in _OF_NODES], json_option)
 
 
 def _script(command: Command) -> Command:

@@ -1,0 +1,177 @@
+"""Small files of a run: read whatever is in them, written in one step, and closed to other users.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
+
+PATIENCE_S = 60.0
+MOST_BYTES = 1 << 30  # read of one file: a sparse file of terabytes must not fill the memory
+ROOT, MOST_LINKS = 0, 40
+_RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
+
+
+def patiently(act: Callable[[], T]) -> T:
+    """Return what `act` returns; while it raises OSError, try again each second.
+
+    For the few things that an attempt's end hangs on. `PATIENCE_S` after the first failure the
+    error is raised: so reading a large file, which takes longer than that, is tried twice.
+    """
+    give_up: float | None = None
+    while True:
+        try:
+            return act()
+        except OSError:
+            give_up = give_up or time.monotonic() + PATIENCE_S
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(1)
+
+
+def check_links(path: Path, most: int = MOST_LINKS) -> None:
+    """Refuse a path that leads through a link of another user, who could turn it to any file.
+
+    As Linux does with protected_symlinks, but in all folders, not only in those like /tmp.
+
+    Raises
+    ------
+    OSError
+        a component of the path, or of the target of a link in it, is such a link; or the path
+        does not exist
+    """
+    for part in (path.absolute(), *path.absolute().parents):
+        status = part.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            if status.st_uid not in (os.geteuid(), ROOT):
+                raise OSError(errno.ELOOP, "a link of another user", str(part))
+            if most == 0:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(part))
+            check_links(part.parent / os.readlink(part), most - 1)
+
+
+def open_data(path: Path) -> BinaryIO:
+    """Open a file of a run that may be another user's, to read it as data.
+
+    Raises
+    ------
+    OSError
+        it can't be read, is no regular file (a pipe would wait for a writer), or lies behind a
+        link of another user
+    """
+    check_links(path)
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    return file
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file that `open_data` accepts; raises OSError."""
+    with open_data(path) as file:
+        return file.read(MOST_BYTES).decode(errors="replace")
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file that `open_data` accepts; raises OSError."""
+    with open_data(path) as file:
+        return file.read(MOST_BYTES).splitlines()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an absent, torn or foreign one reads as empty."""
+    try:
+        value = json.loads(read_text(path))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file so that a reader sees all of it or none."""
+    write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file by a draft and a rename; a link that lies there is replaced, and not followed.
+
+    The draft has a random name and is new: others may write to the folder. The umask takes from
+    the `mode`.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        opener = partial(os.open, mode=mode)
+        with open(draft, "x", encoding="utf-8", opener=opener) as file:  # x: it follows no link
+            file.write(text)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_word(path: Path) -> str:
+    """Return what a `notice` or `failed` file holds, '' when it is empty or can't be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def read_seconds(path: Path) -> float | None:
+    """Return the number that a file like `end-time` holds, None where there is none."""
+    try:
+        return float(read_word(path))
+    except ValueError:
+        return None
+
+
+def read_tail(path: Path, size: int) -> str:
+    """Return the last `size` bytes of a log, without torch's and our own mark of the rank in
+    front of its lines; '' when it can't be read."""
+    try:
+        with open_data(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            text = file.read(size).decode(errors="replace")
+    except (OSError, ValueError):
+        return ""
+    return _RANK_MARK.sub("", text)
+
+
+@contextlib.contextmanager
+def written_by_owner() -> Iterator[None]:
+    """Make files that only the owner can write, also with the umask 002 of a project's group: an
+    owner may open a run to be read, and its files are executed and believed.
+
+    Not for a whole process: a job inherits the umask of its submit, and so do the files of its
+    script.
+    """
+    umask = os.umask(0o022)
+    os.umask(umask | 0o022)
+    try:
+        yield
+    finally:
+        os.umask(umask)
+
+
+def close_to_others(top: Path) -> None:
+    """Take the others' right to write from a folder and all below it: a copy has its original's
+    mode, whatever the umask."""
+    for path in (top, *top.rglob("*")):
+        mode = path.lstat().st_mode
+        if not stat.S_ISLNK(mode) and mode & 0o022:
+            path.chmod(stat.S_IMODE(mode) & ~0o022)

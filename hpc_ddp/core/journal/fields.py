@@ -1,0 +1,75 @@
+"""The fields of a journal's lines: JSON values as the types of the records.
+
+A line may be another version's or damaged: a missing field has its default, or else the empty value
+of its type; a value of another type is an error, for which the line is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field
+from typing import Any
+
+from hpc_ddp.core.journal.vocabulary import Action, Cause, StopReason
+
+_LARGEST = 1e15  # a larger number is damage
+# The JSON types of each type of a record; the first one makes the empty value.
+_TYPES: dict[str, tuple[type[Any], ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "Sequence": (list,),
+    "Mapping": (dict,),
+}
+# A missing word has no empty value: the line counts as damaged.
+_WORDS = {"Action": Action, "Cause": Cause, "StopReason": StopReason}
+
+
+def read_fields(declared: Iterable[Field[Any]], table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a record from a JSON table, by the record's fields.
+
+    Raises
+    ------
+    ValueError
+        a value is of another type than its field
+    """
+    return {field.name: _read_field(field, table.get(field.name)) for field in declared}
+
+
+def _read_field(declared: Field[Any], entry: Any) -> Any:
+    type_name = str(declared.type).removesuffix(" | None")
+    if entry is not None or type_name in _WORDS:
+        return checked(entry, type_name)
+    if declared.default is not MISSING:
+        return declared.default
+    is_optional = type_name != declared.type
+    return None if is_optional else _TYPES[type_name.partition("[")[0]][0]()
+
+
+def checked(entry: Any, type_name: str) -> Any:
+    """Return a JSON value as a type of the records, such as ``int`` or ``Sequence[str]``.
+
+    Raises
+    ------
+    ValueError
+        the value is of another type
+    """
+    if type_name in _WORDS:
+        return _WORDS[type_name](entry)
+    outer, _, inner = type_name.removesuffix("]").partition("[")
+    if not isinstance(entry, _TYPES[outer]):
+        raise ValueError(f"no {type_name}")
+    if outer in ("int", "float") and not abs(entry) < _LARGEST:  # also for NaN
+        raise ValueError("no possible number")
+    if outer == "Sequence":
+        return [checked(element, inner) for element in entry]
+    return entry
+
+
+def to_number(entry: Any) -> float | None:
+    """Return a number of the journal as a float; None for anything else."""
+    try:
+        return float(entry) if isinstance(entry, (int, float)) else None
+    except OverflowError:  # a whole number of hundreds of digits
+        return float("inf") if entry > 0 else float("-inf")

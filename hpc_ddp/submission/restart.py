@@ -1,0 +1,227 @@
+"""The plans of runs that exist: the same run continued, or its job as a new run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp import slurm
+from hpc_ddp.core import checkpoints, process
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.slurm_values import array_indexes
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import Queued, Started
+from hpc_ddp.core.ownership import check_executable
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
+from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings, working_directory
+
+
+def plan_rerun(
+    run: RunFolder,
+    changes: Mapping[str, str],
+    options: Mapping[str, Any],
+    settings: Settings,
+    cwd: Path,
+    root: Path,
+    same_code: bool,
+) -> Plan:
+    """Return the plan of a new run below `root` that repeats the job of `run` from its beginning.
+
+    Parameters
+    ----------
+    run
+        any run; a sweep is repeated as a whole, a task of a sweep as a job of its own
+    changes
+        new values of the script's arguments, by name
+    options
+        other new settings, by key
+    same_code
+        take the run's last snapshot, not the code as it is now
+
+    Raises
+    ------
+    UsageError
+        a change or an option is refused, the code is not there any more, or the run is another
+        user's
+    """
+    check_executable(run)
+    old = JobSpec.from_json(run.job_json.read_text())
+    _check_repeatable(run, old, changes)
+    changed = {"args": with_values(old.args, changes), **_changes(old, options, settings, cwd)}
+    changed.setdefault("dependency", None)  # what it waited for then is over
+    if run.is_task and JobSpec.from_json((run.whole / "job.json").read_text()).sweep:
+        changed.setdefault("array", None)  # its point stands in its arguments
+    elif old.array and not run.is_task:
+        indexes = old.indexes(task.index for task in run.tasks())
+        every = f"0-{indexes[-1]}" if old.sweep else ",".join(map(str, indexes))
+        changed.setdefault("array", every + _bound(old))
+    spec = _changed(old, changed)
+    if not same_code:
+        _check_script(spec, hint="hpc-ddp rerun --same-code takes the run's own copy")
+    source = run if same_code else None
+    plan = make_plan(spec, new_folder(root, spec), settings, is_new=True, source=source)
+    return replace(plan, rerun_of=run)
+
+
+def _check_repeatable(run: RunFolder, old: JobSpec, changes: Mapping[str, str]) -> None:
+    for name in changes:
+        if name in old.sweep:
+            raise UsageError(
+                f"{name} is a parameter of the sweep {run.id}",
+                hint=f"a new sweep; or one of its points: hpc-ddp rerun {run.id}/task-0 --set …",
+            )
+    if not run.lib.exists():
+        raise UsageError(
+            f"run {run.path} was started by hand: there is no job to start again",
+            hint=f"hpc-ddp submit {shlex.join([old.script, *old.args])}",
+        )
+
+
+def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
+    """Return a script's arguments with ``--name value`` and ``--name=value`` as `changes` has it;
+    what is not among them comes at the end.
+
+    Examples
+    --------
+    >>> with_values(["data", "--lr", "0.1", "--seed=1"], {"lr": "0.2", "seed": "2", "steps": "9"})
+    ['data', '--lr=0.2', '--seed=2', '--steps=9']
+    """
+    words, pending = list(args), dict(changes)
+    changed: list[str] = []
+    while words:
+        word = words.pop(0)
+        name, equals, _ = word.partition("=")
+        name = name[2:] if name.startswith("--") else ""
+        if name not in changes:
+            changed.append(word)
+            continue
+        if not equals and words and not words[0].startswith("--"):
+            words.pop(0)  # its value
+        if name in pending:  # said twice, the last one counts: there is one from now on
+            changed.append(f"--{name}={pending.pop(name)}")
+    return [*changed, *(f"--{name}={value}" for name, value in pending.items())]
+
+
+def plan_continuation(
+    run: RunFolder, options: Mapping[str, Any], settings: Settings, cwd: Path
+) -> Plan:
+    """Return the plan of a run that continues: its job with `options` over it, and fresh code.
+
+    Raises
+    ------
+    UsageError
+        the run is finished, or another user's, or an option is refused
+    """
+    check_executable(run)
+    if run.finished():
+        raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
+    _check_idle(run)
+    spec = JobSpec.from_json(run.job_json.read_text())
+    changed = _changes(spec, options, settings, cwd)
+    # The back-end is not the run's: what was tried here may go on there, and the other way round.
+    changed.setdefault("backend", settings.get("backend", "slurm"))
+    if run.is_task:  # it alone goes on, and keeps its index
+        changed["array"] = str(run.index)
+    elif spec.array:
+        changed.setdefault("array", _unfinished(run, spec))
+    spec = _changed(spec, changed)
+    _check_script(spec, hint="name SCRIPT")
+    return make_plan(spec, run, settings, is_new=False)
+
+
+def _changes(
+    spec: JobSpec, options: Mapping[str, Any], settings: Settings, cwd: Path
+) -> dict[str, Any]:
+    """Return the changes of an existing job by the user's options, by field."""
+    changed = {key.replace("-", "_"): value for key, value in options.items()}
+    # A site's own stand before those that were said: modules, the flags of its srun.
+    changed |= {key: settings.get(key) for key in JOINED if key in changed}
+    if "script" in changed:
+        changed["script"] = str((cwd / changed["script"]).absolute())
+    if "chdir" in changed:
+        changed["chdir"] = working_directory(cwd, changed["chdir"])
+    if "template" in changed:
+        changed["template"] = str(cwd / changed["template"])
+    if "env" in changed:
+        changed["env"] = {**spec.env, **changed["env"]}
+    return changed
+
+
+def _changed(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
+    names = {field.name for field in fields(JobSpec)}
+    new = {name: value for name, value in changed.items() if name in names}
+    for pair in EXCLUSIVE:
+        for key, rival in (pair, pair[::-1]):
+            if key.replace("-", "_") in new:
+                new.setdefault(rival.replace("-", "_"), None)
+    return replace(spec, **new)
+
+
+def _check_script(spec: JobSpec, hint: str) -> None:
+    if not Path(spec.script).is_file():
+        raise UsageError(f"script {spec.script!r} does not exist any more", hint=hint)
+
+
+def _unfinished(run: RunFolder, spec: JobSpec) -> str:
+    """Return the indexes of the array's tasks that are not finished, with its bound (``%2``)."""
+    indexes = spec.indexes(task.index for task in run.tasks())
+    unfinished = [str(index) for index in indexes if not run.task(index).finished()]
+    if not unfinished:
+        raise UsageError(f"all tasks of {run.path} are finished", hint=f"hpc-ddp status {run.id}")
+    return ",".join(unfinished) + _bound(spec)
+
+
+def _bound(spec: JobSpec) -> str:
+    """Return an array's bound on the tasks that run at once, as ``%2``; '' without one."""
+    _, percent, bound = (spec.array or "").partition("%")
+    return percent + bound
+
+
+def set_aside(prepared: PreparedRun) -> list[Path]:
+    """Let a continued run, or those tasks of an array that go on, begin at step 0.
+
+    Returns the folders where the checkpoints are now; nothing is deleted.
+
+    Raises
+    ------
+    UsageError
+        the disk refuses it; what was moved by then stays there
+    """
+    run, array = prepared.run, prepared.spec.array
+    runs = [task for task in run.tasks() if array and task.index in array_indexes(array)] or [run]
+    try:
+        return [folder for folder in map(checkpoints.set_aside, runs) if folder]
+    except OSError as error:
+        raise UsageError(
+            f"the checkpoints of {run.path} can't be set aside: {error.strerror}",
+            hint="the same command again, when the disk answers",
+        ) from None
+
+
+def bring_back(folders: Sequence[Path]) -> None:
+    """Undo `set_aside`, which has returned these folders, where the start has failed."""
+    for aside in folders:
+        checkpoints.bring_back(RunFolder(aside.parent.parent), aside)
+
+
+def _check_idle(run: RunFolder) -> None:
+    """Refuse a run that is queued or under way: its next job would find it taken.
+
+    The last job of a chain is queued by the one before it.
+    """
+    events = run.events()
+    starts = [event for event in events if isinstance(event, (Queued, Started))]
+    newest = max(starts, key=lambda event: event.time, default=None)
+    for job_id in dict.fromkeys([newest.job_id if newest else None, *run.job_ids(events)[-1:]]):
+        if not job_id or job_id == os.environ.get("SLURM_JOB_ID"):
+            continue
+        if not slurm.is_pending_or_running(job_id):
+            continue
+        raise UsageError(f"run {run.path} is job {job_id} by now", hint=f"hpc-ddp cancel {job_id}")
+    if isinstance(newest, Started) and process.is_live(newest.process):
+        raise UsageError(f"run {run.path} runs here", hint=f"hpc-ddp cancel {run.id}")

@@ -1,0 +1,61 @@
+"""The folder of all runs, by the settings, and the run that a person means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_index import find_run
+from hpc_ddp.submission.settings.config import PROJECT_FILE, Settings, load
+
+
+def runs_root(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of all runs.
+
+    That is ``runs-dir``, else ``HPC_DDP_RUNS``, else ``hpc-ddp`` below ``scratch`` (a site file
+    has it) or ``$SCRATCH``, else ``./runs``. ``$NAME``, ``~`` and ``{account}`` are filled in.
+
+    Raises
+    ------
+    UsageError
+        a variable in it is not set here, or the account is not known
+    """
+    if text := settings.get("runs-dir") or environ.get("HPC_DDP_RUNS"):
+        return _filled(text, settings, environ)
+    scratch = settings.get("scratch") or environ.get("SCRATCH")
+    return _filled(f"{scratch}/hpc-ddp" if scratch else "runs", settings, environ)
+
+
+def runs_folder(option: str | None, is_strict: bool = False) -> Path:
+    """Return the folder of all runs for a command that knows no other setting of a job."""
+    layer = {"runs-dir": option} if option else {}
+    return runs_root(load(layer, Path.cwd(), Path.home(), is_strict))
+
+
+def run_of(text: str, option: str | None) -> RunFolder:
+    """Return the run that a person means, as `find_run` has it; a path needs no settings."""
+    is_path = bool(text) and "\0" not in text and (Path(text) / "job.json").is_file()
+    return find_run(Path() if is_path else runs_folder(option), text)
+
+
+def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
+    values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
+    try:
+        filled = Template(text.replace("{account}", "${account}")).substitute(values)
+    except KeyError as error:
+        raise UsageError(
+            f"the folder of runs is {text}, and {error.args[0]} is not set here",
+            hint="export it, or --runs-dir DIR",
+        ) from None
+    except ValueError:  # a $ that is part of a name
+        filled = text
+    if "{account}" in text and not values["account"]:
+        raise UsageError(
+            f"the folder of runs is {text}, and no account is named",
+            hint=f'account = "…" in {PROJECT_FILE}, --account, or --runs-dir DIR',
+        )
+    return Path(os.path.expanduser(filled)).absolute()

@@ -1,0 +1,256 @@
+"""A cluster as a login node sees it: its partitions, the kinds of its nodes, and preemption.
+
+`probe` queries Slurm's controller and the shell; all else is pure. Records hold the values of
+``scontrol`` and ``sacctmgr`` by name; a version of Slurm may lack some.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc_ddp import slurm
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.slurm_values import parse_time
+
+Record = Mapping[str, str]
+
+# Variables of sites for a disk that all nodes see, the fastest first.
+SCRATCH = ("SCRATCH", "PSCRATCH", "CINECA_SCRATCH", "FAST", "WORK", "GROUP_SCRATCH")
+CONTAINERS = ("apptainer", "singularity", "shifter", "podman-hpc")
+_GRES = re.compile(r"(?P<name>\w+)(?P<type>(:[A-Za-z][\w.-]*)*)(:(?P<count>\d+))?")
+_NOTHING = ("", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE")
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """The values that a login node has of its cluster.
+
+    Attributes
+    ----------
+    config
+        ``scontrol show config``
+    partitions, nodes
+        ``scontrol show partition`` and ``node``, in order
+    qos, accounts
+        of the accounting; empty without one
+    scratch
+        for each variable of the shell that names a shared disk: its name, the folder, and whether
+        the folder can be written
+    runs
+        the value of HPC_DDP_RUNS
+    containers
+        the installed container tools, by the names of ``templates/containers``
+    """
+
+    config: Record
+    partitions: Sequence[Record]
+    nodes: Sequence[Record]
+    qos: Sequence[Record] = ()
+    accounts: Sequence[Record] = ()
+    scratch: Sequence[tuple[str, str, bool]] = ()
+    runs: str = ""
+    containers: Sequence[str] = ()
+
+    def value(self, name: str) -> str:
+        """Return a value of slurm.conf, '' where it is not set."""
+        return _set_value(self.config, name)
+
+
+def probe(environ: Mapping[str, str]) -> ClusterFacts:
+    """Return the values of the cluster that Slurm and this shell have.
+
+    Raises
+    ------
+    HpcDdpError
+        this machine has no Slurm client, or the controller does not answer
+    """
+    return ClusterFacts(
+        config=slurm.show_config(),
+        partitions=slurm.show_all("partition"),
+        nodes=slurm.show_all("node"),
+        qos=slurm.show_qos(),
+        accounts=slurm.show_accounts(getpass.getuser()),
+        scratch=_scratch(environ),
+        runs=environ.get("HPC_DDP_RUNS", ""),
+        containers=_containers(),
+    )
+
+
+def _scratch(environ: Mapping[str, str]) -> list[tuple[str, str, bool]]:
+    named = [(name, environ[name]) for name in SCRATCH if environ.get(name)]
+    return [(name, path, Path(path).is_dir() and os.access(path, os.W_OK)) for name, path in named]
+
+
+def _containers() -> list[str]:
+    pyxis = ["pyxis"] if slurm.takes_option("srun", "container-image") else []
+    return [name for name in CONTAINERS if shutil.which(name)] + pyxis
+
+
+class NodeKind(NamedTuple):
+    """Nodes of the same make: GPUs as (type, number), with type '' where Slurm has none; MB."""
+
+    gpus: tuple[tuple[str, int], ...]
+    cpus: int
+    memory: int
+
+    @property
+    def gpu_requests(self) -> list[str]:
+        """The values of --gpus-per-node for all GPUs of such a node, one for each type."""
+        return [f"{type}:{count}" if type else str(count) for type, count in self.gpus]
+
+    def __str__(self) -> str:
+        gpus = "".join(f", {count} {f'{type} GPUs'.strip()}" for type, count in self.gpus)
+        return f"{self.cpus} CPUs, {self.memory / 1000:.0f} GB{gpus}"
+
+
+def gpus_of(gres: str) -> tuple[tuple[str, int], ...]:
+    """Return the GPUs in a Gres value such as ``gpu:a100:4(S:0-1),nvme:1``."""
+    gpus = []
+    for part in re.sub(r"\([^)]*\)", "", gres).split(","):
+        match = _GRES.match(part)
+        if match and match["name"] == "gpu":
+            types = [t for t in match["type"].split(":") if t not in ("", "no_consume")]
+            gpus.append((types[0] if types else "", int(match["count"] or 1)))
+    return tuple(gpus)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition, its nodes' kinds (the most common first), and the nodes' names."""
+
+    values: Record
+    kinds: Sequence[NodeKind]
+    nodes: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return self.values["PartitionName"]
+
+    @property
+    def is_default(self) -> bool:
+        return self.values.get("Default") == "YES"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a job gets whole nodes. Slurm 26.05 has a field of its own for it."""
+        is_exclusive = self.values.get("OverSubscribe", "").startswith("EXCLUSIVE")
+        return is_exclusive or self.values.get("Exclusive", "") == "NODE"
+
+    @property
+    def tier(self) -> int:
+        return int(self.values.get("PriorityTier") or 1)
+
+    @property
+    def has_gpus(self) -> bool:
+        return any(kind.gpus for kind in self.kinds)
+
+    @cached_property
+    def gpu_requests(self) -> list[str]:
+        """The values of --gpus-per-node for all GPUs of a node, for each kind of node."""
+        return list(dict.fromkeys(text for kind in self.kinds for text in kind.gpu_requests))
+
+    def value(self, name: str) -> str:
+        return _set_value(self.values, name)
+
+    @property
+    def summary(self) -> str:
+        """The partition in a line: nodes, time limits, and whether it is the default."""
+        kinds = ", or ".join(map(str, self.kinds[:3])) or "unknown"
+        parts = [f"{len(self.nodes)} node{'s' * (len(self.nodes) != 1)}: {kinds}"]
+        if self.is_default:
+            parts.insert(0, "the default")
+        if self.is_whole:
+            parts.append("jobs get whole nodes")
+        if limit := self.value("MaxTime"):
+            parts.append(f"time limit {limit}")
+        if default := self.value("DefaultTime"):
+            parts.append(f"{default} without --time")
+        return "; ".join(parts)
+
+
+def partitions_of(facts: ClusterFacts) -> list[Partition]:
+    """Return the partitions with the kinds of their nodes, in Slurm's order."""
+    partitions = []
+    for values in facts.partitions:
+        name = values["PartitionName"]
+        nodes = [n for n in facts.nodes if name in n.get("Partitions", "").split(",")]
+        kinds = Counter(
+            NodeKind(
+                gpus_of(node.get("Gres", "")),
+                int(node.get("CPUEfctv") or node.get("CPUTot") or 0),
+                int(node.get("RealMemory") or 0),
+            )
+            for node in nodes
+        )
+        names = frozenset(node["NodeName"] for node in nodes)
+        partitions.append(Partition(values, [kind for kind, _ in kinds.most_common()], names))
+    return partitions
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """Jobs of a partition or QOS that other jobs may preempt; scope None: any job may be."""
+
+    scope: tuple[str, str] | None
+    mode: str
+    grace_s: int
+    by: Sequence[str]
+
+    def __str__(self) -> str:
+        by = f" by {', '.join(self.by)}" if self.by else ""
+        return f"jobs can be preempted{by} ({self.mode}, {self.grace_s} s of grace)"
+
+
+def preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Preemption]:
+    """Return the kinds of jobs that may be preempted, in which mode, and their grace time (s)."""
+    plugin = facts.value("PreemptType").rpartition("/")[2]
+    if plugin == "partition_prio":
+        return [row for p in partitions if (row := _of_partition(p, partitions))]
+    if plugin != "qos":
+        return []
+    if not facts.qos:
+        return [Preemption(None, facts.value("PreemptMode"), 0, ())]
+    rows = []
+    for qos in facts.qos:
+        by = [row["Name"] for row in facts.qos if qos["Name"] in row.get("Preempt", "").split(",")]
+        mode = qos.get("PreemptMode", "").upper()
+        mode = facts.value("PreemptMode") if mode in ("", "CLUSTER") else mode
+        if by and mode != "OFF":
+            rows.append(
+                Preemption(("qos", qos["Name"]), mode, _seconds(qos.get("GraceTime", "")), by)
+            )
+    return rows
+
+
+def _of_partition(partition: Partition, partitions: Sequence[Partition]) -> Preemption | None:
+    mode = partition.value("PreemptMode")
+    by = [p.name for p in partitions if p.tier > partition.tier and p.nodes & partition.nodes]
+    if not by or mode in ("", "OFF"):
+        return None
+    grace_s = _seconds(partition.value("GraceTime"))
+    return Preemption(("partition", partition.name), mode, grace_s, by)
+
+
+def _set_value(record: Record, name: str) -> str:
+    """Return a value of a record, '' where it is not set."""
+    text = record.get(name, "")
+    return "" if text in _NOTHING else text
+
+
+def _seconds(text: str) -> int:
+    """Return the seconds of a number with or without ``sec``, or of a time as ``00:02:00``."""
+    if match := re.fullmatch(r"(\d+)( sec)?", text):
+        return int(match[1])
+    with suppress(UsageError):
+        return parse_time(text)
+    return 0
