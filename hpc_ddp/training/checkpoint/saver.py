@@ -231,7 +231,7 @@ class Checkpoints(Restorer):
         except Exception as error:  # whatever it is, the peers wait for an answer
             claim = _failure(error)
         if refusal := self._decide(self._open_draft, draft, content, claim):
-            return refusal
+            return refusal  # for the failure of this rank, or of any
         if misfit := find_misfit(self._background, inventory):
             if self._is_first:
                 disk.remove(draft)
@@ -247,12 +247,18 @@ class Checkpoints(Restorer):
         content: Content,
         answer: object,
     ) -> Outcome | None:
-        """Return on all ranks the decision of rank 0, which has the answers of all of them."""
+        """Return on all ranks the decision of rank 0, which has the answers of all of them.
+
+        It is `decide`'s, unless that raises an error, or a rank's answer is a `Failure`.
+        """
         answers = self._background.to_first(answer)
         outcome: Outcome | None = None
         if self._is_first:
-            is_failed = Failure in map(type, answers)
-            outcome = (self._drop if is_failed else decide)(draft, content, answers)
+            is_failed = any(isinstance(reply, Failure) for reply in answers)
+            try:
+                outcome = (self._drop if is_failed else decide)(draft, content, answers)
+            except Exception as error:  # as above
+                outcome = self._drop(draft, content, [_failure(error)])
         outcome = self._background.from_first(outcome)
         return outcome
 
@@ -267,19 +273,15 @@ class Checkpoints(Restorer):
             files[STATE] = [_dump(content.shared)]
         return files
 
-    def _open_draft(self, draft: Path, content: Content, claims: list[Claim]) -> Outcome | None:
-        """On rank 0: make the draft's folder, where there is room for all; None to go on."""
+    def _open_draft(self, draft: Path, content: Content, claims: list[Claim]) -> None:
+        """On rank 0: make the draft's folder; raise OSError where there is no room for all."""
         size, files = sum(claim.size for claim in claims), sum(claim.files for claim in claims)
+        draft.mkdir(parents=True, exist_ok=True)
         try:
-            draft.mkdir(parents=True, exist_ok=True)
-            try:
-                disk.check_space(draft, size, files + 1)
-            except OSError:
-                self._make_room(content)
-                disk.check_space(draft, size, files + 1)
-        except OSError as error:
-            return self._drop(draft, content, [_failure(error)])
-        return None
+            disk.check_space(draft, size, files + 1)
+        except OSError:
+            self._make_room(content)
+            disk.check_space(draft, size, files + 1)
 
     def _write(
         self, draft: Path, files: Files, content: Content
@@ -307,16 +309,13 @@ class Checkpoints(Restorer):
             "world_size": self._background.world_size,
             **content.facts,
         }
-        try:
-            self.before_publishing(content.step)
-            disk.write_manifest(draft, facts, files)
-            # Looked at as late as can be: from the rename on, a successor would see it.
-            if not self._run.is_newest(self._attempt):
-                disk.remove(draft)
-                return Outcome(error=self._superseded_error())
-            disk.publish(draft, self._attempt)
-        except Exception as error:  # as above
-            return self._drop(draft, content, [_failure(error)])
+        self.before_publishing(content.step)
+        disk.write_manifest(draft, facts, files)
+        # Looked at as late as can be: from the rename on, a successor would see it.
+        if not self._run.is_newest(self._attempt):
+            disk.remove(draft)
+            return Outcome(error=self._superseded_error())
+        disk.publish(draft, self._attempt)
         return Outcome(sum(file_facts.size for file_facts in files.values()))
 
     def _drop(self, draft: Path, content: Content, answers: Sequence[object]) -> Outcome:

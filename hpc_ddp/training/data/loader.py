@@ -161,12 +161,11 @@ def batches_of(
     **options: Any,
 ) -> DataLoader[_Batch]:
     """Return what yields the rest of the epoch of `position`, a new one at each iteration."""
-    for name in ("sampler", "batch_sampler", "generator", "in_order"):
-        if name in options:
-            raise UsageError(
-                f"{name} was given; the run has its own, so that the order can be resumed",
-                hint="choose or weight samples in the data set",
-            )
+    if refused := options.keys() & {"sampler", "batch_sampler", "generator", "in_order"}:
+        raise UsageError(
+            f"{min(refused)} was given; the run has its own, so that the order can be resumed",
+            hint="choose or weight samples in the data set",
+        )
     collate = collate_fn or default_collate
     source: Any
     if isinstance(dataset, IterableDataset):

@@ -183,6 +183,19 @@ def test_what_is_not_finite_is_not_published(run: RunFolder, make: Make) -> None
     assert _names(run) == ["step-3"]
 
 
+def test_an_error_of_rank_0s_decision_reaches_all_ranks(
+    run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> HpcDdpError:
+        raise OSError("disk away")
+
+    monkeypatch.setattr(saver_module, "non_finite_error", fail)
+    saver = make()
+    assert _save(saver, 5, buffer=_buffer(is_finite=False)) == [False]
+    assert saver._outcome.failure == "rank 0: disk away"
+    assert _names(run) == []
+
+
 def test_a_later_attempt_is_not_written_over(run: RunFolder, make: Make) -> None:
     saver = make()
     run.claim_attempt({}, lambda info: False)
