@@ -44,6 +44,7 @@ from hpc_ddp.node.outcome.verdict import (
     too_many_silent,
 )
 from hpc_ddp.node.worker import die_with_parent
+from hpc_ddp.slurm_text import Job
 
 ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again
 ASK_LEAST_S = 5.0
@@ -275,7 +276,7 @@ def watch(environ: dict[str, str]) -> None:
             _note_end_time(environ, end_time)
 
 
-def _end_of(job: slurm.Job | None) -> float | None:
+def _end_of(job: Job | None) -> float | None:
     """Return when a job's time is over by this host's clock, inf without a limit; None where that
     is not known."""
     return None if job is None or job.left_s is None else time.time() + job.left_s
@@ -331,7 +332,7 @@ def verdict(environ: dict[str, str]) -> int:
 
 
 def judge(
-    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: slurm.Job | None
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: Job | None
 ) -> tuple[AttemptFacts, Verdict]:
     """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
     env, records = AttemptEnv.from_env(environ), attempt.records()

@@ -19,6 +19,7 @@ from hpc_ddp.core.journal.journal import Event
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, link_job, read_json, write_json
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
+from hpc_ddp.slurm_text import Job
 
 REQUEUE_PATIENCE_S = 600.0
 PAUSE_S = 5.0
@@ -27,7 +28,7 @@ TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
 
 
-def ask(job_id: str, is_quiet: bool = False) -> slurm.Job | None:
+def ask(job_id: str, is_quiet: bool = False) -> Job | None:
     """Return what Slurm says of a job; None where it says nothing, and unless quiet print why."""
     try:
         return slurm.show_job(job_id)

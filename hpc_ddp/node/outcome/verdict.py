@@ -31,7 +31,7 @@ from hpc_ddp.core.journal.events import Finished, Stopped, TrainingBegun
 from hpc_ddp.core.journal.journal import Event, last_event
 from hpc_ddp.core.journal.vocabulary import END_OF_TIME, Action, Cause, StopReason
 from hpc_ddp.node.outcome.first_failure import Failure, first_cause, from_record
-from hpc_ddp.slurm import Job
+from hpc_ddp.slurm_text import Job
 
 UNFINISHED = "the script ended without run.finish(); what came after its last checkpoint is lost"
 CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it

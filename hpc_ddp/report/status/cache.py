@@ -16,11 +16,12 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp import __version__, slurm
+from hpc_ddp import __version__
 from hpc_ddp.core.journal.journal import Event, last_event, read_briefly
 from hpc_ddp.core.run_folder import RunFolder, read_json, write_json
 from hpc_ddp.report.status.run_status import Status, summarize
 from hpc_ddp.report.status.state import RunState
+from hpc_ddp.slurm_text import QueuedJob
 
 FORMAT = [__version__, *(field.name for field in fields(Status))]
 
@@ -28,7 +29,7 @@ FORMAT = [__version__, *(field.name for field in fields(Status))]
 class StatusCache:
     """Reads the status of runs below `root`; `save` keeps it for the next command."""
 
-    def __init__(self, root: Path, queue: Mapping[str, slurm.QueuedJob]) -> None:
+    def __init__(self, root: Path, queue: Mapping[str, QueuedJob]) -> None:
         self._path, self._queue = root / ".status.json", queue
         content = read_json(self._path)
         entries = content.get("runs") if content.get("format") == FORMAT else None

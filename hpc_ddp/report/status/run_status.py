@@ -21,6 +21,7 @@ from hpc_ddp.core.ownership import check_executable
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.patterns import explain_pending
 from hpc_ddp.report.status.state import RunState, find_state
+from hpc_ddp.slurm_text import QueuedJob
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Status:
         return asdict(self)
 
 
-def status_of(run: RunFolder, queue: Mapping[str, slurm.QueuedJob]) -> Status:
+def status_of(run: RunFolder, queue: Mapping[str, QueuedJob]) -> Status:
     """Return the status of one run; `queue` has the user's jobs in Slurm, by job id."""
     events = read_briefly(run.journal_folder)
     return summarize(run, events, run.job_ids(events), queue)
@@ -98,7 +99,7 @@ def summarize(
     run: RunFolder,
     events: Sequence[Event],
     jobs: Sequence[str],
-    queue: Mapping[str, slurm.QueuedJob],
+    queue: Mapping[str, QueuedJob],
 ) -> Status:
     """Return the status of a run from its journal and the ids of all its jobs."""
     events = list(events)
@@ -141,12 +142,12 @@ def summarize(
     )
 
 
-def _is_running(task: RunFolder, queue: Mapping[str, slurm.QueuedJob]) -> bool:
+def _is_running(task: RunFolder, queue: Mapping[str, QueuedJob]) -> bool:
     jobs = task.job_ids(read_briefly(task.journal_folder))
     return any(job in queue and queue[job].state == "RUNNING" for job in jobs)
 
 
-def _time_left_s(queued: Sequence[slurm.QueuedJob]) -> float | None:
+def _time_left_s(queued: Sequence[QueuedJob]) -> float | None:
     """Return squeue's time left in seconds; None for a job without a limit."""
     limit = next((job.time_left for job in queued if job.state == "RUNNING"), "")
     try:

@@ -30,6 +30,7 @@ from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.journal import Event, is_finished, last_event
 from hpc_ddp.core.journal.vocabulary import Action, Word
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.slurm_text import OVER, QueuedJob
 
 
 class RunState(Word):
@@ -81,7 +82,7 @@ def state_of_job(slurm_state: str) -> RunState | None:
 
 
 def find_state(
-    run: RunFolder, events: Sequence[Event], queued: Sequence[slurm.QueuedJob]
+    run: RunFolder, events: Sequence[Event], queued: Sequence[QueuedJob]
 ) -> tuple[RunState, str]:
     """Return the state of a run, and the reason in words (Slurm's reason while it waits).
 
@@ -171,12 +172,12 @@ class Queue:
     """The user's jobs: `jobs` by id, the `scripts` of those that are not over, and the name of the
     `cluster`."""
 
-    jobs: Mapping[str, slurm.QueuedJob]
+    jobs: Mapping[str, QueuedJob]
     scripts: Collection[str]
     cluster: str = ""
 
 
-def jobs_in_queue() -> Mapping[str, slurm.QueuedJob]:
+def jobs_in_queue() -> Mapping[str, QueuedJob]:
     """Return the user's jobs by id; none without a Slurm, or without an answer."""
     try:
         return slurm.queue()
@@ -225,7 +226,7 @@ def _describe_work(run: RunFolder, queue: Queue | None) -> str:
 
 def _describe_job(run: RunFolder, events: list[Event], jobs: Sequence[str], queue: Queue) -> str:
     for job in jobs:
-        if job in queue.jobs and queue.jobs[job].state not in slurm.OVER:
+        if job in queue.jobs and queue.jobs[job].state not in OVER:
             return f"job {job}, {queue.jobs[job].state.lower()}"
     if os.path.realpath(run.script) in queue.scripts:  # submitted by sbatch, without hpc-ddp
         return "a job of its script"

@@ -26,6 +26,7 @@ from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, read_json, write_j
 from hpc_ddp.node import batch
 from hpc_ddp.node.batch import attempt_env, begin, judge, next_port, verdict, warned
 from hpc_ddp.node.outcome import requeue
+from hpc_ddp.slurm_text import parse_job
 from tests.raw_events import raw
 
 SHOWN = """\
@@ -43,7 +44,7 @@ def shown(state: str = "RUNNING", restarts: int = 0, preempted: str = "None") ->
     return SHOWN.format(state=state, restarts=restarts, preempted=preempted)
 
 
-END = slurm.parse_job(shown()).end_time or 0.0
+END = parse_job(shown()).end_time or 0.0
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict, decide, too_many_silent
-from hpc_ddp.slurm import Job
+from hpc_ddp.slurm_text import Job
 
 RUNNING = Job("RUNNING", "None", 0, None, 1000.0)
 

@@ -15,7 +15,7 @@ from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status import table as overview
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.slurm import QueuedJob
+from hpc_ddp.slurm_text import QueuedJob
 
 
 def test_a_run_that_runs(tmp_path: Path) -> None:

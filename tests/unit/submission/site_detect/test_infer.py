@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.slurm import parse_config, parse_records
+from hpc_ddp.slurm_text import parse_config, parse_records
 from hpc_ddp.submission.site_detect.infer import ClusterFacts, Site, describe, gpus_of
 
 if sys.version_info >= (3, 11):
