@@ -76,6 +76,10 @@ class NodeFolder:
     def _task(self) -> str:
         return "" if self.rank is None else f"-{self.rank}"
 
+    def pids(self) -> list[Path]:
+        """Return the files with the process ids of the workers that have started."""
+        return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
+
     def records(self) -> list[Path]:
         """Return what the node's tasks have recorded so far."""
         return sorted(self.path.glob("record*.json"))

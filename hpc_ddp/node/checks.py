@@ -36,7 +36,8 @@ from typing import IO, Any
 
 from hpc_ddp.core.accelerators import VENDORS, device_files, visible
 from hpc_ddp.node.net import fabric, network
-from hpc_ddp.node.supervisor import NOTICE_SIGNALS, Place
+from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.supervisor import NOTICE_SIGNALS
 
 MARK = "hpc-ddp-preflight "  # what a set-up line or a container prints is passed over
 TEXT = 500  # bytes of a reason; Slurm breaks lines of more than 1024

@@ -29,7 +29,8 @@ from hpc_ddp.node import bandwidth, checks
 from hpc_ddp.node.bandwidth import Meter, measure, turns
 from hpc_ddp.node.checks import UnfitError, Way
 from hpc_ddp.node.net import fabric, network
-from hpc_ddp.node.supervisor import NOTICE_SIGNALS, Place
+from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.supervisor import NOTICE_SIGNALS
 from tests.waiting import wait_until
 
 

@@ -11,8 +11,8 @@ import pytest
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.fabric import VERBS, Found, _loads, look, settings
+from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import NodeReport, find_other_fabric
-from hpc_ddp.node.supervisor import Place
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.script.render import job_env
 from hpc_ddp.submission.settings.fabrics import fabric_env, for_auto
