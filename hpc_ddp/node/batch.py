@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.core import process
@@ -27,22 +27,14 @@ from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.events import Started, VerdictGiven
-from hpc_ddp.core.journal.journal import Event
-from hpc_ddp.core.journal.vocabulary import Action, Cause, NoticeSource
+from hpc_ddp.core.journal.events import Started
+from hpc_ddp.core.journal.vocabulary import NoticeSource
 from hpc_ddp.core.retry import patiently
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, link_job, read_seconds
 from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.outcome import requeue
+from hpc_ddp.node.outcome.judgement import check_budget, check_silent_ends, judge
 from hpc_ddp.node.outcome.requeue import ask
-from hpc_ddp.node.outcome.verdict import (
-    AttemptFacts,
-    Verdict,
-    decide,
-    over_budget,
-    silent_nodes,
-    too_many_silent,
-)
 from hpc_ddp.node.worker import die_with_parent
 from hpc_ddp.slurm_text import Job
 
@@ -137,33 +129,6 @@ def least_cpus(counts: str) -> int:
     """Return the CPUs that the job has on its smallest node; `counts` is like ``72(x2),36``."""
     by_node = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", counts)
     return min((int(count) for count in by_node), default=1)
-
-
-def check_budget(run: RunFolder, spec: JobSpec) -> None:
-    """Refuse to start what its array's other tasks have left no GPU hours for."""
-    over_text = over_budget(spec, _gpu_hours(run, spec))
-    if over_text:
-        hint = f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS"
-        _give_up(run, Cause.BUDGET, over_text, hint)
-
-
-def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
-    """Refuse another attempt where too many have ended without a verdict: a job may take its own
-    first node down each time, and with it the shell that would count."""
-    events = run.events()
-    first = _first_attempt(events)
-    numbers = [attempt.number for attempt in run.attempts() if attempt.number >= first]
-    why = too_many_silent(spec, run.most_requeues, _since_submit(events), numbers)
-    if why:
-        hint = f"hpc-ddp submit --run {run.whole} goes on all the same"
-        _give_up(run, Cause.NODE_LOST, why, hint)
-
-
-def _give_up(run: RunFolder, cause: Cause, why: str, hint: str) -> NoReturn:
-    """Journal for the last attempt that none may follow, and refuse the one that would."""
-    journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
-    journal.write(VerdictGiven(cause, Action.GIVE_UP, why, 1, False, None, ()))
-    raise HpcDdpError(why, hint=hint)
 
 
 def attempt_env(
@@ -331,33 +296,6 @@ def verdict(environ: dict[str, str]) -> int:
     return requeue.go_on(run, attempt, environ, facts, decided)
 
 
-def judge(
-    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: Job | None
-) -> tuple[AttemptFacts, Verdict]:
-    """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
-    env, records = AttemptEnv.from_env(environ), attempt.records()
-    nodes = list(env.nodes)
-    spec = JobSpec.from_json(patiently(run.job_json.read_text))
-    silent = silent_nodes(spec, nodes, records)
-    facts = AttemptFacts(
-        spec=spec,
-        attempt=attempt.number,
-        cancelled=run.cancelled.exists(),
-        superseded=not run.is_newest(attempt.number),
-        job=job,
-        restarts=env.restarts,
-        nodes=nodes,
-        records=records,
-        lost_nodes=slurm.unusable(silent) if job else [],
-        events=_since_submit(run.events()),
-        gpu_hours=_gpu_hours(run, spec),
-        most_requeues=run.most_requeues,
-    )
-    decided = decide(facts)
-    _note(run, attempt, facts, decided)
-    return facts, decided
-
-
 def teardown_time(environ: dict[str, str]) -> int:
     """Return how many seconds the user's lines after the training may take: the job's time may be
     over soon, and Slurm would end the batch shell, and with it the verdict."""
@@ -368,56 +306,6 @@ def teardown_time(environ: dict[str, str]) -> int:
     if left_s < TEARDOWN_S:
         say(f"the teardown has {max(1, int(left_s))} s: the job's time is nearly over")
     return max(1, int(min(left_s, TEARDOWN_S)))
-
-
-def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
-    """Return what a run with a budget has used; nobody asks without one."""
-    return 0.0 if spec.budget_gpu_hours is None else run.gpu_hours(spec.gpus_in_use)
-
-
-def _since_submit(events: list[Event]) -> list[Event]:
-    """Drop what lies before the newest submit: mended code has its budgets anew.
-
-    By attempt and not by time, since the login node's clock is another one.
-    """
-    first = _first_attempt(events)
-    return [event for event in events if event["attempt"] >= first]
-
-
-def _first_attempt(events: list[Event]) -> int:
-    """Return the number of the attempt that the newest submit began."""
-    return max((e.get("first_attempt", 0) for e in events if e["event"] == "submitted"), default=0)
-
-
-def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict) -> None:
-    """Write the verdict to the journal, and for people to the job's output.
-
-    The output ends with what went wrong, where people look first.
-    """
-    failure = facts.failure if decided.cause == Cause.FAILED else None
-    where: dict[str, Any] = {}
-    if failure:
-        where = {"rank": failure.rank, "node": failure.node, "error": failure.error}
-    event = VerdictGiven(
-        decided.cause,
-        decided.action,
-        decided.why,
-        decided.exit_code,
-        facts.progress,
-        facts.step,
-        list(facts.bad_nodes),
-        **where,
-    )
-    run.journal("batch", attempt.number).write_surely(event)
-    if failure and failure.rank is not None:
-        say(f"its log: {attempt.node(failure.node).rank_log(failure.rank)}")
-    if decided.action == Action.NONE:
-        why = f"; {decided.why}" if decided.why else ""
-        say(f"attempt {facts.attempt}: {decided.cause}{why}")
-    else:
-        again = "it starts over" if facts.step is None else "it goes on"  # by what it has told
-        then = again if decided.action == Action.REQUEUE else "given up"
-        say(f"attempt {facts.attempt}: {decided.why}; {then}")
 
 
 def main(argv: list[str]) -> int:

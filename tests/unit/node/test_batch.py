@@ -20,12 +20,12 @@ from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.events import Submitted
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, read_json, write_json
 from hpc_ddp.node import batch
-from hpc_ddp.node.batch import attempt_env, begin, judge, next_port, verdict, warned
-from hpc_ddp.node.outcome import requeue
+from hpc_ddp.node.batch import attempt_env, begin, next_port, verdict, warned
+from hpc_ddp.node.outcome import judgement, requeue
+from hpc_ddp.node.outcome.judgement import judge
 from hpc_ddp.slurm_text import parse_job
 from tests.raw_events import raw
 
@@ -248,18 +248,6 @@ def test_a_link_queues_the_next_one_before_its_set_up(controller: Slurm, run: Ru
     assert len(controller.calls("sbatch")) == 1
 
 
-def test_a_submit_counts_ends_without_a_verdict_anew(controller: Slurm, run: RunFolder) -> None:
-    spec = JobSpec.from_json(_spec(run, nodes=2).to_json())
-    for _ in range(12):
-        run.claim_attempt({}, lambda info: False)
-    with pytest.raises(HpcDdpError, match="12 attempts in a row ended without a verdict"):
-        batch.check_silent_ends(run, spec)
-    run.journal("submit").write(Submitted(first_attempt=12))
-    batch.check_silent_ends(run, spec)
-    run.claim_attempt({}, lambda info: False)
-    batch.check_silent_ends(run, spec)
-
-
 def test_a_run_that_is_not_to_go_on_queues_no_link(controller: Slurm, run: RunFolder) -> None:
     _spec(run, nodes=2, continue_by="resubmit")
     write_json(run.early_links, {"6": "7"})
@@ -460,7 +448,7 @@ def _record(attempt: AttemptFolder, node: str, **values: Any) -> None:
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said to the user."""
     lines: list[str] = []
-    for module in (batch, requeue):
+    for module in (batch, judgement, requeue):
         monkeypatch.setattr(module, "say", lines.append)
     return lines
 
@@ -560,24 +548,6 @@ def test_of_a_silent_node_slurm_is_asked_where_there_is_one(
     facts, decided = judge(run, attempt, _in_step(run), None)
     assert (facts.lost_nodes, decided.cause) == ([], "node lost")
     assert slurm_commands.calls("sinfo") == []
-
-
-def test_fixed_code_has_its_budgets_anew(run: RunFolder) -> None:
-    journal = run.journal
-    journal("submit").write(raw("submitted"))
-    journal("batch", 0).write(raw("verdict", cause="failed", action="requeue", why=""))
-    journal("submit").write(raw("submitted", first_attempt=1))
-    journal("batch", 1).write(raw("started"))
-    assert [event["event"] for event in batch._since_submit(run.events())] == ["started"]
-    assert batch._since_submit([]) == []
-
-
-def test_hours_are_measured_for_a_budget_only(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RunFolder, "gpu_hours", lambda run, gpus: 10.0 * gpus)
-    assert batch._gpu_hours(run, JobSpec("t.py")) == 0.0
-    assert batch._gpu_hours(run, JobSpec("t.py", budget_gpu_hours=1, gpus_per_node="4")) == 40.0
 
 
 # --- as the batch script calls it ----------------------------------------------------------
