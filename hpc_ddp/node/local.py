@@ -28,11 +28,12 @@ from hpc_ddp.core.job.spec import JobSpec, trial_args
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.journal.vocabulary import Action
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
-from hpc_ddp.node import preflight
 from hpc_ddp.node.batch import attempt_env, task_of
 from hpc_ddp.node.net.network import LOOPBACK, free_port
 from hpc_ddp.node.outcome.judgement import check_budget, judge
 from hpc_ddp.node.outcome.verdict import Verdict
+from hpc_ddp.node.preflight import driver
+from hpc_ddp.node.preflight.dialogue import Command
 from hpc_ddp.node.supervisor import expand
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
@@ -79,16 +80,16 @@ class LocalRun:
         return judge(self.run, attempt, environ, job=None)[1]
 
     def _preflight(self, attempt: int, environ: dict[str, str]) -> bool:
-        """Tell whether the nodes are fit for the training."""
-        argv = [self.command[0], str(self.run.lib / "node.py"), "checks"]
+        """Return whether the nodes are fit for the training."""
+        argv = [self.command[0], str(self.run.lib / "node.py"), "preflight.checks"]
         commands = [
-            preflight.Command(argv, dict(environ, HPC_DDP_NODE_INDEX=str(index)), node)
+            Command(argv, dict(environ, HPC_DDP_NODE_INDEX=str(index)), node)
             for index, node in enumerate(self.nodes)
         ]
-        result = preflight.examine(
+        fields = driver.examine(
             self.run, self.nodes, commands, lambda: "SIGTERM" if self.notified else ""
         )
-        return preflight.conclude(self.run, attempt, result)
+        return driver.conclude(self.run, attempt, fields)
 
     def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
         end = time.time() + self.spec.time_s if self.spec.time_s else None

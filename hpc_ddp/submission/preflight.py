@@ -40,7 +40,7 @@ def look(settings: Settings, cwd: Path, root: Path) -> Event:
         )
     values = _values(settings) | {"job-name": NAME, "snapshot": False, "preflight": True}
     # A run has a script; this one's is the part of the preflight that needs torch.
-    values["script"] = str(PACKAGE / "node" / "bandwidth.py")
+    values["script"] = str(PACKAGE / "node" / "preflight" / "bandwidth.py")
     prepared = plan_new(Settings(values), cwd, root).write()
     run = prepared.run
     try:

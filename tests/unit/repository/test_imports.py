@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 # collectives; submitit is given the supervisor by name.
 EXCEPTIONS = {
     ("node/agent.py", "torch"),
-    ("node/bandwidth.py", "torch"),
+    ("node/preflight/bandwidth.py", "torch"),
     ("submission/backends.py", "hpc_ddp.node.task"),
 }
 

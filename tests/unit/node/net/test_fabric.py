@@ -12,7 +12,6 @@ from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.fabric import VERBS, Found, _loads, look, settings
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.preflight import NodeReport, find_other_fabric
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.script.render import job_env
 from hpc_ddp.submission.settings.fabrics import fabric_env, for_auto
@@ -219,31 +218,3 @@ def test_what_travels_can_be_read_without_toml(tmp_path: Path) -> None:
     assert table == for_auto()
     assert "roce" not in table
     assert "slingshot" in table
-
-
-# --- nodes that differ, in the preflight ---------------------------------------------------
-
-
-def _told(*seen: tuple[str | None, int]) -> dict[str, NodeReport]:
-    return {f"n{i}": NodeReport(values={"fabric": f, "cards": c}) for i, (f, c) in enumerate(seen)}
-
-
-def test_a_node_without_the_cards_of_the_others_is_bad() -> None:
-    told = _told((None, 0), ("infiniband", 4), (None, 0))  # also where it is most of them
-    told["n3"] = NodeReport()  # says nothing
-    find_other_fabric(told, used=True)
-    assert [node for node, each in told.items() if each.bad] == ["n0", "n2"]
-    assert told["n0"].bad == [
-        ("fabric", "no fast network that we know here, while others have infiniband")
-    ]
-
-
-def test_without_gpus_and_of_fewer_cards_it_is_only_noted() -> None:
-    told = _told((None, 0), ("infiniband", 4), ("infiniband", 4), ("infiniband", 3))
-    find_other_fabric(told, used=False)
-    assert not any(each.bad for each in told.values())
-    assert told["n3"].notes == ["3 cards of infiniband, while others have 4"]
-    assert told["n0"].notes
-    none = _told((None, 0), (None, 0))
-    find_other_fabric(none, used=True)
-    assert not any(each.bad or each.notes for each in none.values())
