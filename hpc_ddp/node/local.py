@@ -54,9 +54,12 @@ class LocalRun:
             signal.signal(number, self._notify)
 
     def _notify(self, number: int, frame: FrameType | None) -> None:
-        """Pass the first one on as a notice; who sends another one is in a hurry."""
+        """Pass the first signal on as SIGTERM, a notice; kill the supervisors on the second."""
         for supervisor in self.supervisors:
-            (supervisor.kill if self.notified else supervisor.terminate)()
+            if self.notified:
+                supervisor.kill()
+            else:
+                supervisor.terminate()
         self.notified = True
 
     def play(self) -> int:
@@ -111,21 +114,21 @@ class LocalRun:
             subprocess.Popen(argv, env=environ | self._task(index, tasks))
             for index in range(len(self.nodes) * tasks)
         ]
-        if self.notified:  # before they were there to be told
+        if self.notified:  # before they had started
             for supervisor in self.supervisors:
                 supervisor.terminate()
         end_time = AttemptEnv.from_env(environ).end_time
         end = math.inf if end_time is None else end_time
         while any(supervisor.poll() is None for supervisor in self.supervisors):
             time.sleep(0.1)
-            if os.getppid() != self.parent and not self.notified:  # nobody watches any more
+            if os.getppid() != self.parent and not self.notified:  # the user's command has ended
                 self._notify(signal.SIGTERM, None)
             if time.time() > end + KILL_WAIT_S:
                 for supervisor in self.supervisors:
                     supervisor.kill()
 
     def _task(self, index: int, per_node: int) -> dict[str, str]:
-        """Return what Slurm would tell one task of the step."""
+        """Return the variables that Slurm would set for one task of the step."""
         return {
             "HPC_DDP_NODE_INDEX": str(index // per_node),
             "SLURM_PROCID": str(index),
@@ -139,7 +142,7 @@ def _is_live(info: dict[str, Any]) -> bool:
 
 
 def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
-    """Play the tasks of a sweep one after the other; return the first code that is not 0."""
+    """Run the tasks of a sweep one after the other; return the first code that is not 0."""
     run.journal("batch").write(Started(**process.identity()))
     codes = [0]
     points = spec.trials
@@ -152,7 +155,7 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
         local = LocalRun(task, [*command, *words])  # signals are for this one from now on
         if run.cancelled.exists() or (before and before.notified):
             return max(codes) or CAN_GO_ON
-        task.cancelled.unlink(missing_ok=True)  # of an earlier start: whoever goes on wants it
+        task.cancelled.unlink(missing_ok=True)  # of an earlier start
         say(f"task {index}: {' '.join(words)}")
         codes.append(local.play())
         before = local
