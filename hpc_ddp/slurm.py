@@ -19,6 +19,7 @@ from hpc_ddp.slurm_text import Job, QueuedJob, Record
 
 TIMEOUT_S = 60.0
 PATIENCE_S = 120.0  # how long a controller that is being restarted is waited for
+LONGEST_PAUSE_S = 30.0
 LOOKS = 4  # a submit whose answer was lost came up in the queue seconds after the first look
 
 # What describes an outer job: with it, srun would bind to that one's CPUs. What names the cluster,
@@ -46,7 +47,7 @@ _FAMILIES = (
     {"output", "error"},
 )
 # With these sbatch would submit something else, or not return before the job's end.
-_NEVER = {"array", "wait", "jobid"}
+_NEVER = {"array", "wait", "jobid", "no-kill"}
 
 
 class NoAnswerError(HpcDdpError):
@@ -100,6 +101,7 @@ def _run(
     argv: Sequence[str],
     env: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
+    umask: int = -1,
 ) -> str:
     """Run one of Slurm's commands once and return what it printed.
 
@@ -118,12 +120,15 @@ def _run(
             text=True,
             errors="replace",
             timeout=timeout_s,
+            umask=umask,
         )
     except FileNotFoundError:
         raise HpcDdpError(
             f"{argv[0]} was not found: this machine has no Slurm client",
             hint="log in to the cluster first, or try the job here with `hpc-ddp dry-run`",
         ) from None
+    except OSError as error:  # thousands of node names are too long for one argument, say
+        raise HpcDdpError(f"{argv[0]} can't be started: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise NoAnswerError(
             f"{argv[0]} gave no answer within {timeout_s:.0f} s", hint="scontrol ping"
@@ -138,9 +143,12 @@ def _run(
     return done.stdout
 
 
-def _patiently(argv: Sequence[str]) -> str:
-    """Run a command that may be run twice, and repeat it while the controller does not answer."""
-    give_up, pause_s = time.monotonic() + PATIENCE_S, 1.0
+def _patiently(argv: Sequence[str], give_up: float | None = None) -> str:
+    """Run a command that may be run twice, and repeat it while the controller does not answer.
+
+    `give_up` is the end of that by ``time.monotonic()``; None: PATIENCE_S from now.
+    """
+    give_up, pause_s = _patience(give_up), 1.0
     while True:
         try:
             return _run(argv)
@@ -149,33 +157,45 @@ def _patiently(argv: Sequence[str]) -> str:
                 raise
             say(f"{error.message}; trying again")
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 15.0)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _patience(give_up: float | None) -> float:
+    return time.monotonic() + PATIENCE_S if give_up is None else give_up
 
 
 def sbatch(
-    script: Path, env: Mapping[str, str], *options: str, earlier: Collection[str] = ()
+    script: Path,
+    env: Mapping[str, str],
+    *options: str,
+    earlier: Collection[str] = (),
+    give_up: float | None = None,
 ) -> str:
-    """Submit a script file and return the job id.
+    """Submit a script file and return the job id; `give_up` as `show_job` has it.
 
     A job whose sbatch got no answer may be queued all the same ("Socket timed out", seen on
     22.05). Then the queue is searched for a job of this very script, and only if there is none it
     is submitted again. `earlier` are ids of jobs of the script from before.
+
+    Slurm gives the job sbatch's umask: on a node the user's, which `node.entry` has replaced.
     """
+    umask = int(env.get("HPC_DDP_UMASK", "-1"), 8)
     argv = ["sbatch", "--parsable", *options, str(script)]
     env = submit_env(env, _options_of(script, options))
-    give_up = time.monotonic() + PATIENCE_S
+    give_up = _patience(give_up)
     while True:
         try:
-            printed = _run(argv, env=env)
+            printed = _run(argv, env=env, umask=umask)
         except NoAnswerError as error:
             say(f"{error.message}; trying again")
-            submitted = _find_submitted(script, earlier, options)
+            submitted = _find_submitted(script, earlier, options, give_up)
             if submitted:
                 return submitted
             if time.monotonic() > give_up:
                 raise
         else:
-            job_id = slurm_text.parse_job_id(printed) or _find_submitted(script, earlier, options)
+            job_id = slurm_text.parse_job_id(printed)
+            job_id = job_id or _find_submitted(script, earlier, options, give_up)
             if job_id is None:
                 raise NoAnswerError(
                     f"sbatch has accepted the job, and printed no job id: {printed.strip()!r}",
@@ -184,7 +204,9 @@ def sbatch(
             return job_id
 
 
-def _find_submitted(script: Path, earlier: Collection[str], options: Sequence[str]) -> str | None:
+def _find_submitted(
+    script: Path, earlier: Collection[str], options: Sequence[str], give_up: float
+) -> str | None:
     """Return the id of a job of a script that is not among the `earlier` ones, if there is one.
 
     Tasks of an array share the script, and each may queue a job of its own just now.
@@ -192,7 +214,8 @@ def _find_submitted(script: Path, earlier: Collection[str], options: Sequence[st
     task = next((o.removeprefix("--array=") for o in options if o.startswith("--array=")), None)
     for _ in range(LOOKS):
         time.sleep(2)
-        printed = _patiently(["squeue", "--me", "--noheader", "--format=%F|%K|%o", "--states=all"])
+        argv = ["squeue", "--me", "--noheader", "--format=%F|%K|%o", "--states=all"]
+        printed = _patiently(argv, give_up)
         of_script = [
             id
             for id, of, command in slurm_text.parse_table(printed, 3)
@@ -252,7 +275,7 @@ def unusable(nodes: Sequence[str]) -> list[str]:
     bad = re.compile(r"down|drain|fail|.*\*")  # a star: it does not answer
     if not nodes:
         return []
-    argv = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N|%T"]
+    argv = ["sinfo", "--noheader", "--Node", "--format=%N|%T"]  # all: names may be too many
     try:
         states = dict(slurm_text.parse_table(_run(argv), 2))
     except HpcDdpError:
@@ -274,15 +297,17 @@ def expand_hosts(node_list: str) -> list[str]:
     return names
 
 
-def show_job(job_id: str) -> Job:
+def show_job(job_id: str, give_up: float | None = None) -> Job:
     """Ask the controller for a job.
+
+    An answer is waited for until `give_up`, a time of ``time.monotonic()``; None: PATIENCE_S.
 
     Raises
     ------
     HpcDdpError
         no such job, or no answer
     """
-    return slurm_text.parse_job(_patiently(["scontrol", "show", "job", job_id]))
+    return slurm_text.parse_job(_patiently(["scontrol", "show", "job", job_id], give_up))
 
 
 def job_text(job_id: str) -> str:

@@ -68,6 +68,8 @@ class Job:
     `preempted_at` is when a preemption began, or, without a grace time or after it, when it
     ended the job. `expedited` is one of Slurm 25.11 and later with ``--requeue=expedite``: if its
     batch script ends with a code other than 0, Slurm holds it in the queue as REQUEUE_HOLD.
+
+    `excluded` are the nodes that Slurm keeps it off, as ``n[1-2]``, '' without any.
     """
 
     state: str
@@ -77,6 +79,7 @@ class Job:
     end_time: float | None
     left_s: float | None = None
     expedited: bool = False
+    excluded: str = ""
 
     @property
     def preempted(self) -> bool:
@@ -134,6 +137,7 @@ def parse_job(text: str) -> Job:
         preempted_at=_unix(value(r"^\s+PreemptEligibleTime=\S+ PreemptTime=(\S+)")),
         end_time=_unix(end),
         left_s=_left_s(value(r"^\s+RunTime=(\S+)"), value(r"^\s+RunTime=\S+ TimeLimit=(\S+)")),
+        excluded=value(r"^\s+ReqNodeList=\S+ ExcNodeList=(\S+)").replace("(null)", ""),
         expedited=value(r"^\s+ExpeditedRequeue=(\S+)") == "Yes",
     )
 

@@ -139,7 +139,9 @@ def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
 ) -> None:
     """Slurm itself does not reach the one; the other one's tasks hang before their first word."""
     bad, mark = cluster.nodes[1], tmp_path / "mark"
-    job = hpc.submit("--preflight", "--nodes", "2", "--setup", f"touch {mark}; sleep 5", SCRIPT)
+    raw = f"--sbatch=--exclude={cluster.nodes[3]}"
+    setup = ("--setup", f"touch {mark}; sleep 5")
+    job = hpc.submit("--preflight", "--nodes", "2", raw, *setup, SCRIPT)
     job.until(mark.exists, "set-up")
     cluster.cut(bad)
     first = job.event("preflight")
@@ -147,6 +149,8 @@ def test_a_node_that_is_cut_off_or_silent_is_named_in_time(
     assert first["bad_nodes"] == [bad]
     assert "Slurm can't start a task" in first["why"]
     assert job.end() == "COMPLETED", job.output()
+    shown = cluster.run("scontrol", "show", "hostnames", job.show()["ExcNodeList"]).stdout
+    assert sorted(shown.split()) == [bad, cluster.nodes[3]]
     cluster.reset()
     hang = tmp_path / "hang.sh"
     hang.write_text(f'[ "$SLURMD_NODENAME" != {bad} ] || sleep 600\nexec "$@"\n')

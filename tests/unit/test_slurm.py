@@ -106,7 +106,7 @@ def test_a_controller_that_is_away_is_waited_for(
     slurm_commands.answer("scontrol", "   JobState=RUNNING Reason=None\n")
     assert slurm.show_job("7").state == "RUNNING"
     assert slurm_commands.calls("scontrol") == [["show", "job", "7"]] * 7
-    assert clock.slept == [1, 2, 4, 8, 15, 15]
+    assert clock.slept == [1, 2, 4, 8, 16, 30]
     assert (
         capsys.readouterr().err.count("Socket timed out on send/recv operation; trying again") == 6
     )
@@ -116,7 +116,7 @@ def test_it_is_not_waited_for_without_end(slurm_commands: Slurm, clock: Clock) -
     slurm_commands.answer("scontrol", err="Unable to contact slurm controller", code=1)
     with pytest.raises(NoAnswerError, match="scontrol got no answer"):
         slurm.show_job("7")
-    assert slurm.PATIENCE_S - 15 < sum(clock.slept) <= slurm.PATIENCE_S
+    assert slurm.PATIENCE_S - slurm.LONGEST_PAUSE_S < sum(clock.slept) <= slurm.PATIENCE_S
 
 
 def test_a_refusal_is_not_tried_again(slurm_commands: Slurm, clock: Clock) -> None:
@@ -173,6 +173,7 @@ def test_what_a_job_asks_for_comes_before_a_profile(
     kept = {"SBATCH_ACCOUNT": "physics", "SLURM_CLUSTERS": "big", "SLURM_JWT": "secret"}
     same = {"SBATCH_PARTITION": "debug"}
     other = {"SBATCH_GPUS": "8", "SBATCH_WAIT": "1", "SBATCH_ARRAY_INX": "1-9"}
+    other["SBATCH_NO_KILL"] = "set"  # would keep a job without its first node until its limit
     gone = {"SLURM_JOB_ID": "5", "SRUN_CPUS_PER_TASK": "77", "SLURM_NTASKS": "9"}
     for name, value in {**kept, **same, **other, **gone}.items():
         monkeypatch.setenv(name, value)
@@ -181,8 +182,23 @@ def test_what_a_job_asks_for_comes_before_a_profile(
     assert sorted(capsys.readouterr().err.splitlines()) == [
         "hpc-ddp: SBATCH_ARRAY_INX=1-9 is not used: a job of hpc-ddp has its own way",
         "hpc-ddp: SBATCH_GPUS=8 is not used: the job has --gpus-per-node",
+        "hpc-ddp: SBATCH_NO_KILL=set is not used: a job of hpc-ddp has its own way",
         "hpc-ddp: SBATCH_WAIT=1 is not used: a job of hpc-ddp has its own way",
     ]
+
+
+@pytest.mark.parametrize(("variables", "umask"), [({"HPC_DDP_UMASK": "2"}, "0002"), ({}, "0022")])
+def test_a_job_gets_the_umask_of_its_user(
+    slurm_commands: Slurm, tmp_path: Path, variables: dict[str, str], umask: str
+) -> None:
+    """The processes of hpc-ddp on a node have one of their own, and sbatch passes its own on."""
+    slurm_commands.answer_by("sbatch", f"umask >{tmp_path}/umask; echo 7")
+    before = os.umask(0o022)
+    try:
+        slurm.sbatch(Path("job.sbatch"), {**os.environ, **variables})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "umask").read_text().strip() == umask
 
 
 def test_an_option_of_the_command_line_counts_as_the_jobs(
@@ -315,6 +331,18 @@ def test_nodes_that_are_down_or_do_not_answer(slurm_commands: Slurm) -> None:
     assert slurm.unusable(nodes) == ["n5", "n4", "n3", "n2"]
     assert slurm.unusable([]) == []
     assert len(slurm_commands.calls("sinfo")) == 1
+    many = [f"nid{number:05}.cluster.site.org" for number in range(9999)]
+    slurm_commands.answer("sinfo", f"{many[-1]}|down\n")
+    assert slurm.unusable(many) == [many[-1]]
+
+
+def test_names_that_are_too_long_for_a_command_are_refused(
+    slurm_commands: Slurm, tmp_path: Path
+) -> None:
+    slurm_commands.answer("sbatch")
+    too_long = f"--exclude={'n' * 140_000}"
+    reason = slurm.why_refused(tmp_path / "job", too_long)
+    assert reason == "sbatch can't be started: Argument list too long"
 
 
 def test_a_host_list_is_expanded(slurm_commands: Slurm) -> None:

@@ -57,7 +57,7 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
     events = run.events()
     first = _first_attempt(events)
     numbers = [attempt.number for attempt in run.attempts() if attempt.number >= first]
-    why = too_many_silent(spec, run.most_requeues, _since_submit(events), numbers)
+    why = too_many_silent(spec, run.most_requeues, since_submit(events), numbers)
     if why:
         hint = f"hpc-ddp submit --run {run.whole} goes on all the same"
         _give_up(run, Cause.NODE_LOST, why, hint)
@@ -94,7 +94,7 @@ def judge(
         nodes=nodes,
         records=records,
         lost_nodes=slurm.unusable(silent) if job else [],
-        events=_since_submit(run.events()),
+        events=since_submit(run.events()),
         gpu_hours=_gpu_hours(run, spec),
         most_requeues=run.most_requeues,
     )
@@ -136,7 +136,7 @@ def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
     return 0.0 if spec.budget_gpu_hours is None else run.gpu_hours(spec.gpus_in_use)
 
 
-def _since_submit(events: list[Event]) -> list[Event]:
+def since_submit(events: list[Event]) -> list[Event]:
     """Drop the events before the newest submit: fixed code has its budgets anew.
 
     By attempt and not by time, since the login node's clock is another one.

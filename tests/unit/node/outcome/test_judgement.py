@@ -37,8 +37,8 @@ def test_fixed_code_has_its_budgets_anew(run: RunFolder) -> None:
     journal("batch", 0).write(raw("verdict", cause="failed", action="requeue", why=""))
     journal("submit").write(raw("submitted", first_attempt=1))
     journal("batch", 1).write(raw("started"))
-    assert [event["event"] for event in judgement._since_submit(run.events())] == ["started"]
-    assert judgement._since_submit([]) == []
+    assert [event["event"] for event in judgement.since_submit(run.events())] == ["started"]
+    assert judgement.since_submit([]) == []
 
 
 def test_hours_are_measured_for_a_budget_only(
