@@ -40,6 +40,7 @@ from typing import Any
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.journal.journal import Event, Journal, is_finished, node_seconds, read_events
+from hpc_ddp.core.retry import patiently
 
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
 
@@ -112,8 +113,17 @@ class AttemptFolder:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The job of the attempt (``job_id``, ``restarts``), or its process (``host``, ``pid``)."""
+        """The job of the attempt (``job_id``, ``restarts``), or its process (``host``, ``pid``);
+        and the names of its nodes, ``nodes``."""
         return read_json(self.path / "attempt.json")
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """Names of the attempt's nodes, in the order of the ranks.
+
+        Raises OSError where the disk is away for longer than `patiently` waits.
+        """
+        return tuple(json.loads(patiently((self.path / "attempt.json").read_text))["nodes"])
 
     @property
     def notice(self) -> Path:
@@ -354,15 +364,15 @@ class RunFolder:
         """Put the attempt's folder in place in one step; False when somebody was faster."""
         self.logs.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
-        (draft / "attempt.json").write_text(json.dumps(info))
-        for name in ("notice", "failed", "fabric", "end-time"):
-            (draft / name).touch()
-        (draft / "secret").touch(mode=0o600)
-        (draft / "secret").write_bytes(secrets.token_bytes(32))
         try:
+            (draft / "attempt.json").write_text(json.dumps(info))
+            for name in ("notice", "failed", "fabric", "end-time"):
+                (draft / name).touch()
+            (draft / "secret").touch(mode=0o600)
+            (draft / "secret").write_bytes(secrets.token_bytes(32))
             draft.rename(attempt.path)  # fails on a folder that isn't empty: ours never is
         except OSError as error:
-            shutil.rmtree(draft)
+            shutil.rmtree(draft, ignore_errors=True)
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             return False

@@ -15,7 +15,6 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from hpc_ddp.core.run_folder import AttemptFolder, RunFolder, link_job, read_sec
 from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.outcome import requeue
 from hpc_ddp.node.outcome.judgement import check_budget, check_silent_ends, judge
-from hpc_ddp.node.outcome.requeue import ask
+from hpc_ddp.node.outcome.requeue import VERDICT_S, ask
 from hpc_ddp.node.worker import die_with_parent
 from hpc_ddp.slurm_text import Job
 
@@ -43,7 +42,6 @@ ASK_LEAST_S = 5.0
 ASK_MOST_S = 3600.0  # without a limit, which an operator may set all the same
 SAME_S = 3.0  # how far two answers about the same end may lie apart: Slurm counts whole seconds
 TEARDOWN_S = 300.0  # what a user's lines after the training may take
-VERDICT_S = 20.0  # what is kept free for the verdict after them, and for their end
 
 # --- before the step -----------------------------------------------------------------------
 
@@ -94,15 +92,15 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     requeue.check_wanted(run, restarts, is_link, job_id)
     check_budget(run, spec)
     check_silent_ends(run, spec)
-    job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info: dict[str, Any] = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
+    info["nodes"] = nodes
     if INTERACTIVE in environ:  # the script leads a session
         info["shell"] = process.identity(os.getsid(0))
     cluster = environ.get("SLURM_CLUSTER_NAME")
     is_live = partial(_is_live, job_id=job_id, restarts=restarts)
     attempt = patiently(partial(run.claim_attempt, info, is_live))
-    run.journal("batch", attempt.number).write(Started(nodes=nodes, cluster=cluster, **info))
+    run.journal("batch", attempt.number).write(Started(cluster=cluster, **info))
     if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
         link_job(job_id, run)
     if spec.continue_by == "resubmit":
@@ -113,9 +111,9 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
             f"the job has {cpus} CPU(s) on a node, and {spec.workers_per_node} workers there, which"
             f" will be slow; hint: --cpus-per-node {4 * spec.workers_per_node}"
         )
-    end_time = _end_of(job)
+    end_time = _end_of(ask(job_id))
     end = math.inf if end_time is None else end_time
-    env = attempt_env(run, attempt, nodes, job_id, end if math.isfinite(end) else None, spec)
+    env = attempt_env(run, attempt, len(nodes), job_id, end if math.isfinite(end) else None, spec)
     return replace(
         env,
         restarts=restarts,
@@ -134,7 +132,7 @@ def least_cpus(counts: str) -> int:
 def attempt_env(
     run: RunFolder,
     attempt: AttemptFolder,
-    nodes: Sequence[str],
+    nnodes: int,
     id: str,
     end_time: float | None,
     spec: JobSpec,
@@ -149,9 +147,8 @@ def attempt_env(
     return AttemptEnv(
         run=str(run.path),
         attempt=attempt.number,
-        nodes=tuple(nodes),
-        nnodes=len(nodes),
-        min_nodes=min(spec.least_nodes, len(nodes)),
+        nnodes=nnodes,
+        min_nodes=min(spec.least_nodes, nnodes),
         rdzv_id=f"{id}.{attempt.number}",
         end_time=end_time,
         warn_s=warn_s,
@@ -188,7 +185,7 @@ def _is_live(info: dict[str, Any], job_id: str, restarts: int) -> bool:
     if other_id == job_id:  # an earlier start of this very job, or another shell in an allocation
         return process.is_live(info.get("shell", {}))
     try:
-        job = slurm.show_job(other_id)
+        job = slurm.show_job(other_id, give_up=math.inf)  # no answer does not say that it is over
     except HpcDdpError as error:
         if "Invalid job id" in error.message:
             return False

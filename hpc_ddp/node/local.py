@@ -74,9 +74,9 @@ class LocalRun:
     def attempt(self) -> Verdict:
         """Run one attempt to its end, and decide how it goes on."""
         check_budget(self.run, self.spec)
-        info = process.identity()
+        info = {**process.identity(), "nodes": self.nodes}
         attempt = self.run.claim_attempt(info, _is_live)
-        self.run.journal("batch", attempt.number).write(Started(nodes=self.nodes, **info))
+        self.run.journal("batch", attempt.number).write(Started(**info))
         environ = self._environ(attempt)
         if not self.spec.preflight or self._preflight(attempt.number, environ):
             self._supervise(environ)
@@ -97,7 +97,7 @@ class LocalRun:
     def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
         end = time.time() + self.spec.time_s if self.spec.time_s else None
         id = self.run.id.replace("/", "-")  # torchrun names a folder by it
-        env = attempt_env(self.run, attempt, self.nodes, id, end, self.spec)
+        env = attempt_env(self.run, attempt, len(self.nodes), id, end, self.spec)
         return {
             **os.environ,
             **replace(env, head=LOOPBACK, port=free_port(20000 + os.getpid())).to_env(),

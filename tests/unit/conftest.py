@@ -27,4 +27,4 @@ def written(tmp_path: Path) -> Written:
 @pytest.fixture
 def attempt(tmp_path: Path) -> AttemptFolder:
     run = RunFolder(tmp_path / "name" / "run").make()
-    return run.claim_attempt({}, lambda info: False)
+    return run.claim_attempt({"nodes": ["n1", "n2", "n3"]}, lambda info: False)

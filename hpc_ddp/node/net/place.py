@@ -122,5 +122,5 @@ def node_index(environ: Mapping[str, str]) -> int:
     nodes = env.nodes
     names = (socket.gethostname(), socket.gethostname().partition(".")[0])
     if match := next((name for name in names if name in nodes), None):
-        return env.nodes.index(match)
-    raise OSError(f"this host, {names[0]}, is none of the job's nodes, {' '.join(nodes)}")
+        return nodes.index(match)
+    raise OSError(f"this host, {names[0]}, is none of the job's {len(nodes)} nodes")

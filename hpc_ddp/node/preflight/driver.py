@@ -134,14 +134,16 @@ def main(argv: list[str]) -> int:
     signals: list[str] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: signals.append(signal.Signals(number).name))
-    environ.setdefault(variable("attempt"), "0")  # by hand in an allocation there is no attempt
-    env = AttemptEnv.from_env(environ)
-    run, attempt = env.run_folder, env.attempt_folder
+    run = AttemptEnv.from_env(environ).run_folder
     try:
+        if variable("attempt") not in environ:  # by hand in an allocation
+            names = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
+            claimed = run.claim_attempt({"nodes": names}, lambda info: False)
+            environ[variable("attempt")] = str(claimed.number)
         spec = JobSpec.from_json(run.job_json.read_text())
         environ.setdefault(variable("fabric"), spec.fabric)
-        nodes = [*env.nodes] or slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
-        environ[variable("nodes")] = " ".join(nodes)
+        attempt = AttemptEnv.from_env(environ).attempt_folder
+        nodes = attempt.node_names
         commands = [Command(argv, environ)]
         fields = examine(
             run, nodes, commands, lambda: signals[0] if signals else read_word(attempt.notice)
@@ -150,4 +152,4 @@ def main(argv: list[str]) -> int:
         why = f"the preflight could not be made: {error}"
         fields = _without_blame(why) | {"seconds": 0.0}
         say(f"preflight: {why}")
-    return 0 if conclude(run, attempt.number, fields) else 1
+    return 0 if conclude(run, AttemptEnv.from_env(environ).attempt, fields) else 1

@@ -100,7 +100,6 @@ def test_the_step_is_told_what_it_needs(controller: Slurm, run: RunFolder) -> No
         "HPC_DDP_RESTARTS": "3",
         "HPC_DDP_HEAD": "n1-ib",
         "HPC_DDP_ATTEMPT": "0",
-        "HPC_DDP_NODES": "n1 n2",
         "HPC_DDP_NNODES": "2",
         "HPC_DDP_LEAST_NODES": "2",
         "HPC_DDP_RDZV_ID": "7.0",
@@ -113,7 +112,9 @@ def test_the_step_is_told_what_it_needs(controller: Slurm, run: RunFolder) -> No
     (event,) = run.events()
     assert (event["event"], event["nodes"], event["cluster"]) == ("started", ["n1", "n2"], "c")
     assert (event["job_id"], event["restarts"]) == ("7", 3)
-    assert run.attempt(0).info == {name: event[name] for name in ("job_id", "restarts", "host")}
+    assert run.attempt(0).info == {
+        name: event[name] for name in ("job_id", "restarts", "host", "nodes")
+    }
     assert (run.root / ".jobs" / "7").resolve() == run.path
     assert not (run.attempt(0).path / "next.json").exists()
 
@@ -126,7 +127,7 @@ def test_a_short_attempt_is_warned_in_its_last_tenth(
 ) -> None:
     spec = JobSpec("train.py", nodes="2-4", elastic=True)
     when = None if ends_in is None else clock.now + ends_in
-    env = attempt_env(run, run.attempt(2), ["n1"], "id", when, spec)
+    env = attempt_env(run, run.attempt(2), 1, "id", when, spec)
     exports = env.to_env()
     assert (exports["HPC_DDP_WARN_S"], bool(exports["HPC_DDP_END_TIME"])) == (warn_s, end)
     assert (exports["HPC_DDP_LEAST_NODES"], exports["HPC_DDP_RDZV_ID"]) == ("1", "id.2")
@@ -206,6 +207,33 @@ def test_two_attempts_are_not_run_at_once(
     assert batch._is_live(earlier, job_id="7", restarts=1) is live
 
 
+def test_no_answer_does_not_say_that_the_other_job_is_over(
+    slurm_commands: Slurm, clock: Clock
+) -> None:
+    for _ in range(30):
+        slurm_commands.answer("scontrol", err="Unable to contact slurm controller", code=1)
+    slurm_commands.answer("scontrol", shown("COMPLETED"))
+    assert not batch._is_live({"job_id": "6", "restarts": 0}, job_id="7", restarts=0)
+    assert sum(clock.slept) > 780  # s, which a controller was away for
+
+
+def test_of_thousands_of_nodes_the_step_can_start(
+    slurm_commands: Slurm, clock: Clock, run: RunFolder
+) -> None:
+    """Linux starts no process with a variable of more than 128 KiB."""
+    names = "seq -f nid%05g.cluster.site.org 9999"
+    answer = f"[ $2 = hostnames ] && {names} || cat <<'x'\n{shown()}x\n"
+    slurm_commands.answer_by("scontrol", answer)
+    _spec(run, nodes=9999)
+    environ = _environ(run)
+    exports = begin(environ)
+    assert exports is not None
+    printed = subprocess.check_output(["env"], env={**environ, **exports}, text=True)
+    assert "HPC_DDP_NNODES=9999\n" in printed
+    env = AttemptEnv.from_env({**environ, **exports})
+    assert env.nodes[::9998] == ("nid00001.cluster.site.org", "nid09999.cluster.site.org")
+
+
 def test_where_the_other_job_can_not_be_asked_for_nothing_is_begun(slurm_commands: Slurm) -> None:
     slurm_commands.answer("scontrol", err="Access denied", code=1)
     with pytest.raises(HpcDdpError, match="Access denied"):
@@ -276,7 +304,7 @@ def test_of_two_shells_in_an_allocation_the_second_waits(
 
 @pytest.fixture
 def attempt(run: RunFolder) -> AttemptFolder:
-    return run.claim_attempt({"job_id": "7"}, lambda info: False)
+    return run.claim_attempt({"job_id": "7", "nodes": ["n1", "n2"]}, lambda info: False)
 
 
 def _in_step(run: RunFolder, **values: str) -> dict[str, str]:
@@ -284,7 +312,6 @@ def _in_step(run: RunFolder, **values: str) -> dict[str, str]:
         run,
         **{
             "HPC_DDP_ATTEMPT": "0",
-            "HPC_DDP_NODES": "n1 n2",
             "HPC_DDP_RESTARTS": "0",
             "HPC_DDP_END_TIME": f"{END:.0f}",
         }
@@ -506,7 +533,7 @@ def test_a_lost_node_is_kept_off_the_requeued_job(
     assert (event["cause"], event["bad_nodes"]) == ("node lost", ["n2"])
     assert printed == [
         f"attempt 0: no word from n2; {then}",
-        "kept off for a day: n2",
+        "kept off: n2",
     ]
     changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
     assert changes == [["requeue", "7"], ["update", "JobId=7", "ExcNodeList=n2"]]

@@ -186,7 +186,8 @@ def test_an_interface_of_nccls_own_files_stays(
     conf = tmp_path / "nccl.conf"
     conf.write_text("NCCL_SOCKET_IFNAME=ib0\n")
     monkeypatch.setenv("NCCL_CONF_FILE", str(conf))
-    told = {"HPC_DDP_RUN": str(tmp_path), "HPC_DDP_ATTEMPT": "0", "HPC_DDP_NODES": "local-0"}
+    told = {"HPC_DDP_RUN": str(tmp_path), "HPC_DDP_ATTEMPT": "0"}
+    RunFolder(tmp_path).claim_attempt({"nodes": ["local-0"]}, lambda info: False)
     told["HPC_DDP_NODE_INDEX"] = "0"
     assert Place.from_env(told).interface_env() == {"GLOO_SOCKET_IFNAME": "lo"}
     named = Place.from_env({**told, "HPC_DDP_INTERFACE": "eth1"})

@@ -10,28 +10,34 @@ from typing import Any
 import pytest
 from node_fakes import place_of
 
-from hpc_ddp.core.run_folder import AttemptFolder
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node.net import place as place_module
 from hpc_ddp.node.net.place import Place, node_index
 
-ENVIRON = {"HPC_DDP_RUN": "/r/n/id", "HPC_DDP_ATTEMPT": "3", "HPC_DDP_NODES": "n1 n2"}
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """The variables of the first attempt of a run on two nodes."""
+    run = RunFolder(tmp_path / "run").make()
+    run.claim_attempt({"nodes": ["n1", "n2"]}, lambda info: False)
+    return {"HPC_DDP_RUN": str(run.path), "HPC_DDP_ATTEMPT": "0"}
 
 
-def test_the_place_is_read_from_the_environment() -> None:
-    least = Place.from_env({**ENVIRON, "SLURM_NODEID": "1", "HPC_DDP_WARN_S": ""})
-    assert (least.run.path, least.attempt.number) == (Path("/r/n/id"), 3)
+def test_the_place_is_read_from_the_environment(environ: dict[str, str]) -> None:
+    least = Place.from_env({**environ, "SLURM_NODEID": "1", "HPC_DDP_WARN_S": ""})
+    assert (least.run.path, least.attempt.number) == (Path(environ["HPC_DDP_RUN"]), 0)
     assert (least.nodes, least.index, least.node, least.suffix) == (("n1", "n2"), 1, "n2", "")
     assert (least.end_time, least.warn_s, least.interface, least.fabric) == (None, 0.0, None, "")
     assert least.notice_signal == signal.SIGTERM
     more = {"NODE_INDEX": "0", "END_TIME": "99", "WARN_S": "7", "INTERFACE": "ib0"}
     more |= {"SIGNAL": "USR1", "FABRIC": "auto", "HOST_SUFFIX": "-ib"}
-    most = Place.from_env(ENVIRON | {f"HPC_DDP_{name}": value for name, value in more.items()})
+    most = Place.from_env(environ | {f"HPC_DDP_{name}": value for name, value in more.items()})
     assert (most.index, most.end_time, most.warn_s, most.interface) == (0, 99.0, 7.0, "ib0")
     assert (most.notice_signal, most.fabric, most.suffix) == (signal.SIGUSR1, "auto", "-ib")
 
 
 @pytest.mark.parametrize(
-    ("environ", "host", "index"),
+    ("variables", "host", "index"),
     [
         ({"SLURM_NODEID": "1"}, "n1", 1),
         ({"SLURM_NODEID": "1", "HPC_DDP_NODE_INDEX": "0"}, "n1", 0),
@@ -42,16 +48,22 @@ def test_the_place_is_read_from_the_environment() -> None:
     ],
 )
 def test_which_node_this_is(
-    environ: dict[str, str], host: str, index: int, monkeypatch: pytest.MonkeyPatch
+    environ: dict[str, str],
+    variables: dict[str, str],
+    host: str,
+    index: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: host)
-    assert node_index({**ENVIRON, **environ}) == index
+    assert node_index({**environ, **variables}) == index
 
 
-def test_a_host_that_is_none_of_the_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_none_of_the_nodes_is_refused(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "login")
-    with pytest.raises(OSError, match="this host, login, is none of the job's nodes, n1 n2"):
-        node_index({**ENVIRON, "HPC_DDP_STEP_LAUNCHER": "mpirun"})
+    with pytest.raises(OSError, match="this host, login, is none of the job's 2 nodes"):
+        node_index({**environ, "HPC_DDP_STEP_LAUNCHER": "mpirun"})
 
 
 @pytest.mark.parametrize(

@@ -352,7 +352,8 @@ def answer(
     monkeypatch.setattr(fabric, "look", lambda: fabric.Found("efa", ("a",)))
 
     def call(*questions: Any) -> list[dict[str, Any]]:
-        environ = {"RUN": tmp_path, "ATTEMPT": 0, "NODES": "n1 n2", "NODE_INDEX": 0}
+        RunFolder(tmp_path).claim_attempt({"nodes": ["n1", "n2"]}, lambda info: False)
+        environ = {"RUN": tmp_path, "ATTEMPT": 0, "NODE_INDEX": 0}
         for name, value in environ.items():
             monkeypatch.setenv(f"HPC_DDP_{name}", str(value))
         text = "".join(json.dumps(question) + "\n" for question in questions)

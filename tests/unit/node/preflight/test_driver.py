@@ -25,7 +25,7 @@ from hpc_ddp.node.preflight.driver import conclude, examine
 def run(tmp_path: Path) -> RunFolder:
     run = RunFolder(tmp_path / "name" / "run").make()
     run.job_json.write_text(JobSpec("train.py").to_json())
-    run.claim_attempt({}, lambda info: False)
+    run.claim_attempt({"nodes": ["n3"]}, lambda info: False)
     return run
 
 
@@ -282,7 +282,7 @@ def main(
     """Call `preflight` as the batch script does, with the process's signals as they were after."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
-    for name in ("ATTEMPT", "NODES", "FABRIC"):
+    for name in ("ATTEMPT", "FABRIC"):
         monkeypatch.delenv(f"HPC_DDP_{name}", raising=False)
 
     def call(**environ: str) -> int:
@@ -318,8 +318,9 @@ def test_it_is_called_with_the_attempts_nodes(
     slurm_commands.answer("scontrol", "n1\nn2\n")
     words = ["", "warning signal", "SIGHUP"]
     assert main(SLURM_JOB_NODELIST="n[1-2]") == 0
-    assert main(HPC_DDP_NODES="n3", HPC_DDP_FABRIC="efa", HPC_DDP_ATTEMPT="0") == 0
-    assert seen == [(["n1", "n2"], ["srun"], "auto", words), (["n3"], ["srun"], "efa", words)]
+    assert main(HPC_DDP_FABRIC="efa", HPC_DDP_ATTEMPT="0") == 0
+    assert seen == [(("n1", "n2"), ["srun"], "auto", words), (("n3",), ["srun"], "efa", words)]
+    assert [attempt.number for attempt in run.attempts()] == [0, 1]  # one by hand
     assert len(slurm_commands.calls("scontrol")) == 1
 
 
