@@ -102,7 +102,8 @@ class Launch:
     command, env
         of the child; `env` has the variables that it needs beside those of every launch
     peers
-        the records of all supervisors of the attempt
+        the records of all supervisors of the attempt, which the first supervisor waits for after a
+        failure; none for the others: each waiting for each would be a square of look-ups
     rank
         of the one worker; None for torchrun, which reports its workers in ``folder.failures``
     store_port
@@ -138,7 +139,7 @@ def torchrun_launch(place: Place, command: list[str]) -> Launch:
         folder=place.attempt.node(place.node),
         command=[*start, *options, f"--rdzv-conf={conf}", f"--local-addr={place.host}", *script],
         env={},
-        peers=[place.attempt.node(node).record for node in place.nodes],
+        peers=[] if place.index else [place.attempt.node(node).record for node in place.nodes],
         is_elastic=any(word.startswith("--nnodes=") and ":" in word for word in options),
     )
 
@@ -175,7 +176,7 @@ class Supervisor:
     def run(self) -> int:
         """Run the child to its end and return the code for the task: 0 also for a polite stop."""
         if read_word(self.place.attempt.failed):  # a peer failed before this one was up
-            return 1
+            return 1 if self.launch.peers else 0
         try:
             child = self._start()
         except OSError as error:
@@ -187,7 +188,7 @@ class Supervisor:
             self.signals.wait(0.1)
             self._poll(child)
             if leader_lost and leader_lost.is_set() and not self._kill_at:
-                self._kill_at = time.time()
+                self._kill_at = time.monotonic()
         self._show_rank_0()
         self.growth.note()
         return self._end(child.returncode)
@@ -218,9 +219,9 @@ class Supervisor:
 
     def _poll(self, child: subprocess.Popen[bytes]) -> None:
         """Act on signals, on files of the attempt, and on the clock."""
-        now = time.time()
-        polled_at, self._polled_at = self._polled_at, time.monotonic()
-        if self._polled_at - polled_at > STOOD_STILL_S:
+        now = time.monotonic()  # a clock that is set meanwhile makes no wait longer or shorter
+        polled_at, self._polled_at = self._polled_at, now
+        if now - polled_at > STOOD_STILL_S:
             self._next_poll = self._next_fence = now + CATCH_UP_S
         if self.signals.seen:
             names = [signal.Signals(number).name for number in self.signals.seen]
@@ -231,21 +232,21 @@ class Supervisor:
                 self._give_notice(names[0], child)
         if now >= self._next_poll:
             self._next_poll = now + POLL_EVERY_S
-            self._poll_files(child, now)
+            self._poll_files(child)
         if now >= self._next_fence:
             self._next_fence = now + FENCE_EVERY_S
             self._end_if_superseded(now)
             self._read_end_time()
         source = self.notice or self._unwritten_notice
         is_late = source and now >= self._noticed_at + LEAD_S
-        if is_late and self._time_is_over(now) and not self._kill_at:
+        if is_late and self._time_is_over() and not self._kill_at:
             # Slurm's own SIGKILL would take the batch shell too, and with it the verdict.
             self._kill_at = now
         if self._kill_at and now >= self._kill_at:
             self._signal_workers(signal.SIGKILL)
             child.kill()
 
-    def _poll_files(self, child: subprocess.Popen[bytes], now: float) -> None:
+    def _poll_files(self, child: subprocess.Popen[bytes]) -> None:
         self._show_rank_0()
         self.growth.note()
         self.fabric.compare()
@@ -256,11 +257,15 @@ class Supervisor:
             self._give_notice(self._unwritten_notice, child)
         elif word:
             self._give_notice(word, child)
-        elif self._time_is_over(now + self.place.warn_s):
+        elif self._time_is_over(self.place.warn_s):
             self._give_notice(NoticeSource.TIME_LIMIT, child)
 
-    def _time_is_over(self, time_s: float) -> bool:
-        """Return whether a time is past the job's end, as read anew: a limit may be extended."""
+    def _time_is_over(self, in_s: float = 0.0) -> bool:
+        """Return whether the job ends within some seconds, as read anew: a limit may be extended.
+
+        The end is in unix seconds of the first node's clock.
+        """
+        time_s = time.time() + in_s
         if self.end_time and time_s >= self.end_time:
             self._read_end_time()
         return self.end_time is not None and time_s >= self.end_time
@@ -290,7 +295,7 @@ class Supervisor:
         except OSError:  # workers that are signalled without it would take it for a tear-down
             self._unwritten_notice = source
             return
-        self.notice, self._noticed_at = source, time.time()
+        self.notice, self._noticed_at = source, time.monotonic()
         self.journal.write(NoticeGiven(source))
         if not self._signal_workers(self.place.notice_signal):
             child.kill()
@@ -300,7 +305,7 @@ class Supervisor:
         if not self.torn_down:
             self.torn_down = read_word(self.place.attempt.failed)
             self._signal_workers(signal.SIGTERM)
-            self._kill_at = time.time() + TEARDOWN_S
+            self._kill_at = time.monotonic() + TEARDOWN_S
 
     def _signal_workers(self, number: int) -> int:
         """Signal every worker that has started; return how many there were."""
@@ -349,6 +354,8 @@ class Supervisor:
             return 1
         if not self.torn_down:
             self._write(partial(self.place.attempt.failed.write_text, self.launch.name))
+        if not self.launch.peers:
+            return 0  # the first supervisor's code fails the step, once it has seen all records
         if not self.place.attempt.port_taken.exists():
             self._wait_for_peers()
         return 1
@@ -378,8 +385,8 @@ class Supervisor:
 
     def _wait_for_peers(self) -> None:
         """Let the peers end by themselves: srun kills them when this task fails."""
-        give_up, waiting = time.time() + PEERS_S, list(self.launch.peers)
-        while time.time() < give_up and waiting:
+        give_up, waiting = time.monotonic() + PEERS_S, list(self.launch.peers)
+        while time.monotonic() < give_up and waiting:
             while waiting and waiting[-1].exists():  # each record is looked for until it is there
                 waiting.pop()
             time.sleep(0.2)

@@ -23,7 +23,7 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
     """Return the launch of this task's worker; ranks are in blocks, as --distribution has it."""
     rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     per_node = size // len(place.nodes)
-    node_of = [place.nodes[peer // per_node] for peer in range(size)]
+    node_of = [] if rank else [place.nodes[peer // per_node] for peer in range(size)]
     return Launch(
         name=f"{place.node}-{rank}",
         folder=place.attempt.node(place.node, rank),

@@ -384,7 +384,8 @@ def test_what_a_later_attempt_has_replaced_is_ended(
         (1, None, None, 0, False, True, 0, ""),
         (1, None, None, 0, True, False, 1, "n1"),
         (1, None, None, 1, True, False, 1, "left"),
-        (1, None, None, 1, False, False, 1, "n2"),
+        (1, None, None, 1, False, False, 0, "n2"),  # the first one's code ends the step
+        (1, None, "n1", 1, False, False, 0, ""),
     ],
 )
 def test_how_it_ends(
@@ -429,7 +430,7 @@ def test_a_failed_worker_is_no_lost_leader(attempt: AttemptFolder, clock: Clock)
     watcher.folder.failures.write_text(
         json.dumps({"failures": [{"rank": 1, "code": 1, "time": 5.0}]})
     )
-    assert watcher._end(1) == 1
+    assert watcher._end(1) == 0
     assert read_json(watcher.folder.record)["left"] is False
     assert attempt.failed.read_text() == "n1"
 
@@ -447,6 +448,32 @@ def test_it_waits_for_each_peers_end_and_not_for_ever(attempt: AttemptFolder, cl
     watcher._wait_for_peers()
     assert len(clock.slept) == 1
     assert watcher.launch.peers == [attempt.node(node).record for node in ("n1", "n2", "n3")]
+
+
+def test_the_first_supervisor_alone_looks_for_its_peers(attempt: AttemptFolder) -> None:
+    """Each of thousands looking for each would be a square of look-ups on the shared disk."""
+    watchers = [_supervisor(attempt, index=index) for index in range(3)]
+    assert [len(watcher.launch.peers) for watcher in watchers] == [3, 0, 0]
+    attempt.failed.write_text("n2")
+    assert [watcher.run() for watcher in watchers] == [1, 0, 0]
+
+
+def test_a_clock_that_is_set_moves_no_wait(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    watcher, agent = _supervisor(attempt), _torchrun()
+    _workers(watcher, 41)
+    clock.set_back_s = 3600.0
+    attempt.failed.write_text("n2")
+    watcher._poll(agent)
+    clock.set_back_s = 0.0
+    clock.now += supervisor.TEARDOWN_S - 0.1
+    watcher._poll(agent)
+    assert (sent, agent.killed) == ([(41, signal.SIGTERM)], False)
+    clock.set_back_s = 3600.0
+    clock.now += 0.2
+    watcher._poll(agent)
+    assert agent.killed
 
 
 def test_nobody_is_waited_for_where_a_port_was_taken(attempt: AttemptFolder, clock: Clock) -> None:
@@ -493,10 +520,11 @@ def test_what_the_workers_died_of(
 
 
 def test_a_node_that_can_not_take_part_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"HPC_DDP_NODES": "n1 n2", "HPC_DDP_STEP_LAUNCHER": "mpirun"}.items():
-        monkeypatch.setenv(name, value)
+    values = {"RUN": attempt.path.parents[1], "ATTEMPT": 0, "STEP_LAUNCHER": "mpirun"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"HPC_DDP_{name}", str(value))
     monkeypatch.delenv("HPC_DDP_NODE_INDEX", raising=False)
     assert supervisor.main(["x"]) == 1
     assert "this node can't take part: this host, " in capsys.readouterr().err
