@@ -271,7 +271,7 @@ def facts() -> dict[str, Any]:
         "device": f"{device.type} {devices.name(device)}".strip(),
         "driver": ", ".join(drivers) or "none known",
         "ranks": os.environ.get("WORLD_SIZE", "1"),
-        "nodes": os.environ.get("HPC_DDP_NODES", "").count(" ") + 1,
+        "nodes": int(os.environ.get("HPC_DDP_NNODES", 1)),
     }
 
 

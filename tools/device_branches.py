@@ -27,7 +27,7 @@ ROOM = "branches"
 PACKAGE = REPO / "hpc_ddp"
 FILES = (
     *sorted((PACKAGE / "training").rglob("*.py")),
-    *(PACKAGE / "core" / "accelerators.py", PACKAGE / "node" / "bandwidth.py"),
+    *(PACKAGE / "core" / "accelerators.py", PACKAGE / "node/preflight/bandwidth.py"),
 )
 # Modules that are about devices and numbers alone: all their conditions and functions count.
 WHOLE = {"devices", "accelerators", "meta", "norms", "precision", "sharded"}

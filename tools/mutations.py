@@ -301,7 +301,7 @@ def files_of(room: str, repo: Path = REPO) -> list[str]:
         cores = (package / "training" / name for name in TRAINING_CORE)
         paths: Iterable[Path] = (path for folder in cores for path in folder.rglob("*.py"))
     elif room == "slurm":
-        paths = [package / "slurm.py"]
+        paths = [package / "slurm.py", package / "slurm_text.py"]
     elif room in folders:
         paths = (package / room).rglob("*.py")
     else:

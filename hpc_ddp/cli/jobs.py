@@ -218,7 +218,7 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
         say(f"site: {settings.recognised}")
     if train:
         _first_contact(settings, as_json)
-    event = launch_preflight.look(settings, Path.cwd(), runs_root(settings))
+    event = launch_preflight.examine(settings, Path.cwd(), runs_root(settings))
     if as_json:
         click.echo(json.dumps(event.to_line()))
     elif event.report:

@@ -23,8 +23,6 @@ class AttemptEnv:
     ----------
     run, attempt
         the run's folder, and the attempt's number
-    nodes
-        names of the nodes, in the order of the ranks
     nnodes, min_nodes
         the number of nodes, and with how many an elastic job continues
     head, port, rdzv_id
@@ -42,11 +40,13 @@ class AttemptEnv:
         how often Slurm has requeued the job; CPUs of the smallest node
     node_index
         this node's place among `nodes`, where Slurm does not set it; None elsewhere
+
+    Each value is short whatever the number of nodes: Linux starts no process with a variable of
+    more than 128 KiB.
     """
 
     run: str = ""
     attempt: int = 0
-    nodes: tuple[str, ...] = ()
     nnodes: int = 0
     min_nodes: int = 0
     head: str = ""
@@ -71,6 +71,11 @@ class AttemptEnv:
     def attempt_folder(self) -> AttemptFolder:
         return self.run_folder.attempt(self.attempt)
 
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes, in the order of the ranks, from the attempt's file."""
+        return self.attempt_folder.node_names
+
     def to_env(self) -> dict[str, str]:
         """Return the variables. Those that the batch script itself sets are left as they are."""
         names = (item.name for item in fields(self) if item.name not in _OF_THE_SCRIPT)
@@ -89,16 +94,12 @@ def variable(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(value)
     if isinstance(value, float):
         return f"{value:.0f}"
     return "" if value is None else str(value)
 
 
 def _value(name: str, text: str) -> Any:
-    if name == "nodes":
-        return tuple(text.split())
     if name in ("end_time", "warn_s"):
         return float(text)
     return int(text) if name in _INTEGERS else text

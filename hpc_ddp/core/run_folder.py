@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.file_io import patiently, read_json
 from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
 from hpc_ddp.core.journal.journal import Journal, is_finished, node_seconds, read_events
 
@@ -68,6 +68,10 @@ class NodeFolder:
     def _task(self) -> str:
         return "" if self.rank is None else f"-{self.rank}"
 
+    def pids(self) -> list[Path]:
+        """Return the files with the process ids of the workers that have started."""
+        return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
+
     def records(self) -> list[Path]:
         """Return what the node's tasks have recorded so far."""
         return sorted(self.path.glob("record*.json"))
@@ -100,8 +104,17 @@ class AttemptFolder:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The job of the attempt (``job_id``, ``restarts``), or its process (``host``, ``pid``)."""
+        """The job of the attempt (``job_id``, ``restarts``), or its process (``host``, ``pid``);
+        and the names of its nodes, ``nodes``."""
         return read_json(self.path / "attempt.json")
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """Names of the attempt's nodes, in the order of the ranks.
+
+        Raises OSError where the disk is away for longer than `patiently` waits.
+        """
+        return tuple(json.loads(patiently((self.path / "attempt.json").read_text))["nodes"])
 
     @property
     def notice(self) -> Path:
@@ -342,15 +355,15 @@ class RunFolder:
         """Put the attempt's folder in place in one step; False when another process was faster."""
         self.logs.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
-        (draft / "attempt.json").write_text(json.dumps(info))
-        for name in ("notice", "failed", "fabric", "end-time"):
-            (draft / name).touch()
-        (draft / "secret").touch(mode=0o600)
-        (draft / "secret").write_bytes(secrets.token_bytes(32))
         try:
+            (draft / "attempt.json").write_text(json.dumps(info))
+            for name in ("notice", "failed", "fabric", "end-time"):
+                (draft / name).touch()
+            (draft / "secret").touch(mode=0o600)
+            (draft / "secret").write_bytes(secrets.token_bytes(32))
             draft.rename(attempt.path)  # fails on a folder that isn't empty: ours never is
         except OSError as error:
-            shutil.rmtree(draft)
+            shutil.rmtree(draft, ignore_errors=True)
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             return False

@@ -15,11 +15,10 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.core import process
@@ -28,29 +27,22 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import patiently, read_seconds
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.events import JournalEvent, Started, Submitted, VerdictGiven
-from hpc_ddp.core.journal.vocabulary import Action, Cause, NoticeSource
+from hpc_ddp.core.journal.events import Started
+from hpc_ddp.core.journal.vocabulary import NoticeSource
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.outcome import requeue
-from hpc_ddp.node.outcome.requeue import ask
-from hpc_ddp.node.outcome.verdict import (
-    AttemptFacts,
-    Verdict,
-    decide,
-    over_budget,
-    silent_nodes,
-    too_many_silent,
-)
+from hpc_ddp.node.outcome.judgement import check_budget, check_silent_ends, judge
+from hpc_ddp.node.outcome.requeue import VERDICT_S, ask
 from hpc_ddp.node.worker import die_with_parent
+from hpc_ddp.slurm_text import Job
 
 ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again
 ASK_LEAST_S = 5.0
 ASK_MOST_S = 3600.0  # without a limit, which an operator may set all the same
 SAME_S = 3.0  # how far two answers about the same end may lie apart: Slurm counts whole seconds
 TEARDOWN_S = 300.0  # what a user's lines after the training may take
-VERDICT_S = 20.0  # what is kept free for the verdict after them, and for their end
 
 # --- before the step -----------------------------------------------------------------------
 
@@ -101,15 +93,15 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     requeue.check_wanted(run, restarts, is_link, job_id)
     check_budget(run, spec)
     check_silent_ends(run, spec)
-    job = ask(job_id)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info: dict[str, Any] = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
+    info["nodes"] = nodes
     if INTERACTIVE in environ:  # the script leads a session
         info["shell"] = process.identity(os.getsid(0))
     cluster = environ.get("SLURM_CLUSTER_NAME")
     is_live = partial(_is_live, job_id=job_id, restarts=restarts)
     attempt = patiently(partial(run.claim_attempt, info, is_live))
-    run.journal("batch", attempt.number).write(Started(nodes=nodes, cluster=cluster, **info))
+    run.journal("batch", attempt.number).write(Started(cluster=cluster, **info))
     if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
         link_job(job_id, run)
     if spec.continue_by == "resubmit":
@@ -120,9 +112,9 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
             f"the job has {cpus} CPU(s) on a node, and {spec.workers_per_node} workers there, which"
             f" will be slow; hint: --cpus-per-node {4 * spec.workers_per_node}"
         )
-    end_time = _end_of(job)
+    end_time = _end_of(ask(job_id))
     end = math.inf if end_time is None else end_time
-    env = attempt_env(run, attempt, nodes, job_id, end if math.isfinite(end) else None, spec)
+    env = attempt_env(run, attempt, len(nodes), job_id, end if math.isfinite(end) else None, spec)
     return replace(
         env,
         restarts=restarts,
@@ -138,37 +130,10 @@ def least_cpus(counts: str) -> int:
     return min((int(count) for count in by_node), default=1)
 
 
-def check_budget(run: RunFolder, spec: JobSpec) -> None:
-    """Refuse to start what its array's other tasks have left no GPU hours for."""
-    over_text = over_budget(spec, _gpu_hours(run, spec))
-    if over_text:
-        hint = f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS"
-        _give_up(run, Cause.BUDGET, over_text, hint)
-
-
-def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
-    """Refuse another attempt where too many have ended without a verdict: a job may take its own
-    first node down each time, and with it the shell that would count."""
-    events = run.events()
-    first = _first_attempt(events)
-    numbers = [attempt.number for attempt in run.attempts() if attempt.number >= first]
-    why = too_many_silent(spec, run.most_requeues, _since_submit(events), numbers)
-    if why:
-        hint = f"hpc-ddp submit --run {run.whole} goes on all the same"
-        _give_up(run, Cause.NODE_LOST, why, hint)
-
-
-def _give_up(run: RunFolder, cause: Cause, why: str, hint: str) -> NoReturn:
-    """Journal for the last attempt that none may follow, and refuse the one that would."""
-    journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
-    journal.write(VerdictGiven(cause, Action.GIVE_UP, why, 1, False, None, ()))
-    raise HpcDdpError(why, hint=hint)
-
-
 def attempt_env(
     run: RunFolder,
     attempt: AttemptFolder,
-    nodes: Sequence[str],
+    nnodes: int,
     id: str,
     end_time: float | None,
     spec: JobSpec,
@@ -183,9 +148,8 @@ def attempt_env(
     return AttemptEnv(
         run=str(run.path),
         attempt=attempt.number,
-        nodes=tuple(nodes),
-        nnodes=len(nodes),
-        min_nodes=min(spec.least_nodes, len(nodes)),
+        nnodes=nnodes,
+        min_nodes=min(spec.least_nodes, nnodes),
         rdzv_id=f"{id}.{attempt.number}",
         end_time=end_time,
         warn_s=warn_s,
@@ -222,7 +186,7 @@ def _is_live(info: dict[str, Any], job_id: str, restarts: int) -> bool:
     if other_id == job_id:  # an earlier start of this very job, or another shell in an allocation
         return process.is_live(info.get("shell", {}))
     try:
-        job = slurm.show_job(other_id)
+        job = slurm.show_job(other_id, give_up=math.inf)  # no answer does not say that it is over
     except HpcDdpError as error:
         if "Invalid job id" in error.message:
             return False
@@ -275,7 +239,7 @@ def watch(environ: dict[str, str]) -> None:
             _note_end_time(environ, end_time)
 
 
-def _end_of(job: slurm.Job | None) -> float | None:
+def _end_of(job: Job | None) -> float | None:
     """Return when a job's time is over by this host's clock, inf without a limit; None where that
     is not known."""
     return None if job is None or job.left_s is None else time.time() + job.left_s
@@ -330,33 +294,6 @@ def verdict(environ: dict[str, str]) -> int:
     return requeue.go_on(run, attempt, environ, facts, decided)
 
 
-def judge(
-    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: slurm.Job | None
-) -> tuple[AttemptFacts, Verdict]:
-    """Gather the facts of an attempt that has ended, decide how it goes on, and note it."""
-    env, records = AttemptEnv.from_env(environ), attempt.records()
-    nodes = list(env.nodes)
-    spec = JobSpec.from_json(patiently(run.job_json.read_text))
-    silent = silent_nodes(spec, nodes, records)
-    facts = AttemptFacts(
-        spec=spec,
-        attempt=attempt.number,
-        cancelled=run.cancelled.exists(),
-        superseded=not run.is_newest(attempt.number),
-        job=job,
-        restarts=env.restarts,
-        nodes=nodes,
-        records=records,
-        lost_nodes=slurm.unusable(silent) if job else [],
-        events=_since_submit(run.events()),
-        gpu_hours=_gpu_hours(run, spec),
-        most_requeues=run.most_requeues,
-    )
-    decided = decide(facts)
-    _note(run, attempt, facts, decided)
-    return facts, decided
-
-
 def teardown_time(environ: dict[str, str]) -> int:
     """Return how many seconds the user's lines after the training may take: the job's time may be
     over soon, and Slurm would end the batch shell, and with it the verdict."""
@@ -367,57 +304,6 @@ def teardown_time(environ: dict[str, str]) -> int:
     if left_s < TEARDOWN_S:
         say(f"the teardown has {max(1, int(left_s))} s: the job's time is nearly over")
     return max(1, int(min(left_s, TEARDOWN_S)))
-
-
-def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
-    """Return what a run with a budget has used; nobody asks without one."""
-    return 0.0 if spec.budget_gpu_hours is None else run.gpu_hours(spec.gpus_in_use)
-
-
-def _since_submit(events: list[JournalEvent]) -> list[JournalEvent]:
-    """Drop what lies before the newest submit: mended code has its budgets anew.
-
-    By attempt and not by time, since the login node's clock is another one.
-    """
-    first = _first_attempt(events)
-    return [event for event in events if event.attempt >= first]
-
-
-def _first_attempt(events: list[JournalEvent]) -> int:
-    """Return the number of the attempt that the newest submit began."""
-    submits = [event for event in events if isinstance(event, Submitted)]
-    return max((submit.first_attempt for submit in submits), default=0)
-
-
-def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict) -> None:
-    """Write the verdict to the journal, and for people to the job's output.
-
-    The output ends with what went wrong, where people look first.
-    """
-    failure = facts.failure if decided.cause == Cause.FAILED else None
-    where: dict[str, Any] = {}
-    if failure:
-        where = {"rank": failure.rank, "node": failure.node, "error": failure.error}
-    event = VerdictGiven(
-        decided.cause,
-        decided.action,
-        decided.why,
-        decided.exit_code,
-        facts.progress,
-        facts.step,
-        list(facts.bad_nodes),
-        **where,
-    )
-    run.journal("batch", attempt.number).write_surely(event)
-    if failure and failure.rank is not None:
-        say(f"its log: {attempt.node(failure.node).rank_log(failure.rank)}")
-    if decided.action == Action.NONE:
-        why = f"; {decided.why}" if decided.why else ""
-        say(f"attempt {facts.attempt}: {decided.cause}{why}")
-    else:
-        again = "it starts over" if facts.step is None else "it goes on"  # by what it has told
-        then = again if decided.action == Action.REQUEUE else "given up"
-        say(f"attempt {facts.attempt}: {decided.why}; {then}")
 
 
 def main(argv: list[str]) -> int:

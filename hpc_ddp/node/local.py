@@ -28,10 +28,12 @@ from hpc_ddp.core.job.spec import JobSpec, trial_args
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.journal.vocabulary import Action
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
-from hpc_ddp.node import preflight
-from hpc_ddp.node.batch import attempt_env, check_budget, judge, task_of
+from hpc_ddp.node.batch import attempt_env, task_of
 from hpc_ddp.node.net.network import LOOPBACK, free_port
+from hpc_ddp.node.outcome.judgement import check_budget, judge
 from hpc_ddp.node.outcome.verdict import Verdict
+from hpc_ddp.node.preflight import driver
+from hpc_ddp.node.preflight.dialogue import Command
 from hpc_ddp.node.supervisor import expand
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
@@ -52,9 +54,12 @@ class LocalRun:
             signal.signal(number, self._notify)
 
     def _notify(self, number: int, frame: FrameType | None) -> None:
-        """Pass the first one on as a notice; who sends another one is in a hurry."""
+        """Pass the first signal on as SIGTERM, a notice; kill the supervisors on the second."""
         for supervisor in self.supervisors:
-            (supervisor.kill if self.notified else supervisor.terminate)()
+            if self.notified:
+                supervisor.kill()
+            else:
+                supervisor.terminate()
         self.notified = True
 
     def play(self) -> int:
@@ -69,30 +74,30 @@ class LocalRun:
     def attempt(self) -> Verdict:
         """Run one attempt to its end, and decide how it goes on."""
         check_budget(self.run, self.spec)
-        info = process.identity()
+        info = {**process.identity(), "nodes": self.nodes}
         attempt = self.run.claim_attempt(info, _is_live)
-        self.run.journal("batch", attempt.number).write(Started(nodes=self.nodes, **info))
+        self.run.journal("batch", attempt.number).write(Started(**info))
         environ = self._environ(attempt)
         if not self.spec.preflight or self._preflight(attempt.number, environ):
             self._supervise(environ)
         return judge(self.run, attempt, environ, job=None)[1]
 
     def _preflight(self, attempt: int, environ: dict[str, str]) -> bool:
-        """Tell whether the nodes are fit for the training."""
-        argv = [self.command[0], str(self.run.lib / "node.py"), "checks"]
+        """Return whether the nodes are fit for the training."""
+        argv = [self.command[0], str(self.run.lib / "node.py"), "preflight.checks"]
         commands = [
-            preflight.Command(argv, dict(environ, HPC_DDP_NODE_INDEX=str(index)), node)
+            Command(argv, dict(environ, HPC_DDP_NODE_INDEX=str(index)), node)
             for index, node in enumerate(self.nodes)
         ]
-        result = preflight.examine(
+        fields = driver.examine(
             self.run, self.nodes, commands, lambda: "SIGTERM" if self.notified else ""
         )
-        return preflight.conclude(self.run, attempt, result)
+        return driver.conclude(self.run, attempt, fields)
 
     def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
         end = time.time() + self.spec.time_s if self.spec.time_s else None
         id = self.run.id.replace("/", "-")  # torchrun names a folder by it
-        env = attempt_env(self.run, attempt, self.nodes, id, end, self.spec)
+        env = attempt_env(self.run, attempt, len(self.nodes), id, end, self.spec)
         return {
             **os.environ,
             **replace(env, head=LOOPBACK, port=free_port(20000 + os.getpid())).to_env(),
@@ -109,21 +114,21 @@ class LocalRun:
             subprocess.Popen(argv, env=environ | self._task(index, tasks))
             for index in range(len(self.nodes) * tasks)
         ]
-        if self.notified:  # before they were there to be told
+        if self.notified:  # before they had started
             for supervisor in self.supervisors:
                 supervisor.terminate()
         end_time = AttemptEnv.from_env(environ).end_time
         end = math.inf if end_time is None else end_time
         while any(supervisor.poll() is None for supervisor in self.supervisors):
             time.sleep(0.1)
-            if os.getppid() != self.parent and not self.notified:  # nobody watches any more
+            if os.getppid() != self.parent and not self.notified:  # the user's command has ended
                 self._notify(signal.SIGTERM, None)
             if time.time() > end + KILL_WAIT_S:
                 for supervisor in self.supervisors:
                     supervisor.kill()
 
     def _task(self, index: int, per_node: int) -> dict[str, str]:
-        """Return what Slurm would tell one task of the step."""
+        """Return the variables that Slurm would set for one task of the step."""
         return {
             "HPC_DDP_NODE_INDEX": str(index // per_node),
             "SLURM_PROCID": str(index),
@@ -137,7 +142,7 @@ def _is_live(info: dict[str, Any]) -> bool:
 
 
 def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
-    """Play the tasks of a sweep one after the other; return the first code that is not 0."""
+    """Run the tasks of a sweep one after the other; return the first code that is not 0."""
     run.journal("batch").write(Started(**process.identity()))
     codes = [0]
     points = spec.trials
@@ -150,7 +155,7 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
         local = LocalRun(task, [*command, *words])  # signals are for this one from now on
         if run.cancelled.exists() or (before and before.notified):
             return max(codes) or CAN_GO_ON
-        task.cancelled.unlink(missing_ok=True)  # of an earlier start: whoever goes on wants it
+        task.cancelled.unlink(missing_ok=True)  # of an earlier start
         say(f"task {index}: {' '.join(words)}")
         codes.append(local.play())
         before = local

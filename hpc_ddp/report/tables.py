@@ -13,7 +13,7 @@ from hpc_ddp.core.journal.events import PreflightEnded
 CHECKPOINT_COLUMNS = ("checkpoint", "saved", "size", "ranks", "health")
 # fmt: off
 PREFLIGHT_COLUMNS = (
-    "node", "interface", "GPUs", "TMPDIR", "run folder", "clock", "torch", "sends", "receives",
+    "node", "interface", "GPUs", "TMPDIR", "run folder", "torch", "exchange", "all-reduce",
     "health",
 )
 # fmt: on
@@ -48,7 +48,6 @@ def preflight_table(event: PreflightEnded) -> str:
 
 
 def _preflight_cells(node: str, report: Mapping[str, Any]) -> tuple[Any, ...]:
-    ahead_s = report.get("clock_s")
     interface = " ".join(filter(None, (report.get("interface"), report.get("address"))))
     return (
         node,
@@ -56,10 +55,9 @@ def _preflight_cells(node: str, report: Mapping[str, Any]) -> tuple[Any, ...]:
         report.get("gpus"),
         _optional(_free, report.get("tmpdir_free")),
         _optional(_free, report.get("scratch_free")),
-        None if ahead_s is None else f"{ahead_s:+.3f} s",
         report.get("torch"),
-        _optional(speed, report.get("send_mb_s")),
-        _optional(speed, report.get("receive_mb_s")),
+        _optional(speed, report.get("exchange_mb_s")),
+        _optional(speed, report.get("all_reduce_mb_s")),
         ", ".join(dict.fromkeys(fault["check"] for fault in report["bad"])) or "good",
     )
 

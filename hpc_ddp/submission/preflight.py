@@ -22,10 +22,10 @@ TEMPLATE = "preflight.sh.j2"
 NAME = "preflight"
 
 
-def look(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
-    """Look at all nodes of this allocation; return the event `preflight`.
+def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
+    """Test all nodes of this allocation; return the event `preflight`.
 
-    The run's folder, in which the nodes look whether they share a disk, is taken away again.
+    The run's folder, by which the nodes find that they share a disk, is removed again.
 
     Raises
     ------
@@ -36,12 +36,12 @@ def look(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
     """
     if "SLURM_JOB_ID" not in os.environ:
         raise UsageError(
-            "preflight looks at the nodes of an allocation, and this shell is in none",
+            "preflight tests the nodes of an allocation, and this shell is in none",
             hint="salloc --nodes 2 hpc-ddp preflight, or hpc-ddp submit --preflight …",
         )
     values = _values(settings) | {"job-name": NAME, "snapshot": False, "preflight": True}
-    # A run has a script; this one's is the part of the preflight that needs torch.
-    values["script"] = str(PACKAGE / "node" / "bandwidth.py")
+    # A run needs a script, which is never started here.
+    values["script"] = str(PACKAGE / "node" / "preflight" / "bandwidth.py")
     prepared = plan_new(Settings(values), cwd, root).write()
     run = prepared.run
     try:

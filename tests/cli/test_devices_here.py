@@ -53,7 +53,7 @@ def test_a_dry_run_on_shown_devices_measures_and_trains(tmp_path: Path) -> None:
     (preflight,) = [event for event in raw_events(run.path) if event["event"] == "preflight"]
     for node in preflight["report"].values():
         assert (node["device"], node["devices"]) == ("sim", 4)
-        assert min(node["send_mb_s"], node["all_reduce_mb_s"]) > 0
+        assert min(node["exchange_mb_s"], node["all_reduce_mb_s"]) > 0
 
 
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.more)])

@@ -258,8 +258,7 @@ def test_nodes_that_are_fit_are_trained_on(tmp_path: Path) -> None:
     (event,) = job.events("preflight")
     report: Any = event["report"]
     assert sorted(report) == ["local-0", "local-1"]
-    assert all(abs(checks["clock_s"]) < 60 for checks in report.values())
-    assert all(checks["send_mb_s"] > 0 for checks in report.values())
+    assert all(checks["exchange_mb_s"] > 0 for checks in report.values())
 
 
 def test_status_and_logs_of_a_run(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from harness import (
     same_weights,
 )
 
+from hpc_ddp import slurm
+
 SAVE_OFTEN = {"HPC_DDP_SAVE_EVERY": "1"}
 CANCELS = "PartitionName=lowc PriorityTier=1 GraceTime={grace} PreemptMode=CANCEL\n"
 
@@ -133,6 +135,34 @@ def test_the_controller_is_away_when_the_job_is_to_be_requeued(
 
 
 @pytest.mark.more
+@pytest.mark.row(
+    "slurmctld stopped for 150 s while the next job of a chain starts", promise="waits, and begins"
+)
+def test_the_controller_is_away_when_a_link_begins(
+    hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Path
+) -> None:
+    """The second job stands in its set-up; in `begin` it asks whether the first one still runs."""
+    passed = tmp_path / "passed"
+    wait = f"while [ ! -e {passed} ]; do sleep 1; done"
+    words = ("--continue-by", "resubmit", "--setup", wait, *ONE_BY_TWO, *QUICK_WALK)
+    passed.touch()
+    job = hpc.submit(*words, "--hold-at", "25")
+    job.held(25)
+    passed.unlink()
+    link = Job(cluster, job.run.job_ids(job.run.events())[1], job.run)
+    job.preempt()
+    job.until(lambda: link.state() == "RUNNING", "the link")
+    cluster.stop_ctld()
+    passed.touch()
+    time.sleep(slurm.PATIENCE_S + 30)
+    assert len(job.run.attempts()) == 1
+    cluster.restart_ctld()
+    job.event("first_step", attempt=1)
+    assert link.end() == "COMPLETED", job.output()
+    assert same_weights(job, walked)
+
+
+@pytest.mark.more
 @pytest.mark.row("slurmctld restarted in mid-run", promise="nothing happens")
 def test_a_controller_that_is_restarted(hpc: Hpc, cluster: Cluster, undisturbed: Job) -> None:
     job = hpc.submit(*TWO_BY_TWO, str(DIGITS), *DIGITS_ARGS)
@@ -167,9 +197,14 @@ def test_a_requeue_that_is_refused(
     "chain, by --continue-by resubmit", promise="goes on in the next job; stops when finished"
 )
 @pytest.mark.parametrize("backend", [pytest.param("slurm", marks=pytest.mark.more), "submitit"])
-def test_a_chain(hpc: Hpc, cluster: Cluster, walked: Job, backend: str) -> None:
+def test_a_chain(hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Path, backend: str) -> None:
     words = ("--backend", backend, "--continue-by", "resubmit", *ONE_BY_TWO)
-    job = hpc.submit(*words, *QUICK_WALK, "--hold-at", "25")
+    words = (*words, "--setup", f"umask >>{tmp_path}/umasks")
+    umask = os.umask(0o027)
+    try:
+        job = hpc.submit(*words, *QUICK_WALK, "--hold-at", "25")
+    finally:
+        os.umask(umask)
     job.held(25)
     job.preempt()
     job.event("first_step", attempt=1)
@@ -178,6 +213,7 @@ def test_a_chain(hpc: Hpc, cluster: Cluster, walked: Job, backend: str) -> None:
     second, third = (Job(cluster, id, job.run) for id in jobs[1:])
     assert second.end() == "COMPLETED", job.output()
     assert third.end() == "CANCELLED"
+    assert (tmp_path / "umasks").read_text().split() == ["0027", "0027"]
     assert in_one_go(job)
     assert same_weights(job, walked)
     assert '"finished"' in hpc("status", "--json", job.id).stdout

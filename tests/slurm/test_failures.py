@@ -84,3 +84,35 @@ def test_a_crash_loop_ends(hpc: Hpc, cluster: Cluster, backend: str, trouble: st
     assert job.verdicts() == [("failed", "requeue")] * 2 + [("failed", "give up")]
     assert "two attempts in a row have ended without a newer checkpoint" in job.output()
     assert ("SIGKILL" if trouble == "--die-at" else "ValueError: at ") in job.output()
+
+
+@pytest.mark.more
+@pytest.mark.row(
+    "a script of the site sends SIGTERM into each attempt, before a step",
+    promise="ends after three times --max-failures requeues without a newer checkpoint",
+)
+def test_a_signal_to_each_attempt_ends(hpc: Hpc, cluster: Cluster) -> None:
+    use(cluster)
+    signal_each = "(sleep 2; scancel --signal=TERM $SLURM_JOB_ID) &"
+    words = ("--max-failures", "1", "--setup", signal_each, *ONE_BY_TWO, str(WALK))
+    job = hpc.submit(*words)
+    assert job.end() == "FAILED", job.output()
+    assert job.verdicts() == [("notice", "requeue")] * 3 + [("notice", "give up")]
+    assert "4 attempts in a row have ended without a newer checkpoint" in job.output()
+
+
+@pytest.mark.more
+@pytest.mark.row(
+    "the first node is lost, with SBATCH_NO_KILL in the profile", promise="goes on elsewhere"
+)
+def test_a_profile_that_keeps_jobs_without_their_shell(
+    hpc: Hpc, cluster: Cluster, walked: Job
+) -> None:
+    words = (*ONE_BY_TWO, str(WALK), "--hold-at", "25")
+    job = hpc.submit(*words, env={"SBATCH_NO_KILL": "set"})
+    job.held(25)
+    node = job.nodes()
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+    job.event("first_step", attempt=1)
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
+    assert job.end() == "COMPLETED", job.output()

@@ -7,6 +7,8 @@ import pytest
 from fakes import Slurm
 from written_runs import Written
 
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+
 
 @pytest.fixture
 def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
@@ -20,3 +22,9 @@ def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 @pytest.fixture
 def written(tmp_path: Path) -> Written:
     return Written(tmp_path).event("submitted", backend="slurm", first_attempt=0)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptFolder:
+    run = RunFolder(tmp_path / "name" / "run").make()
+    return run.claim_attempt({"nodes": ["n1", "n2", "n3"]}, lambda info: False)

@@ -65,10 +65,11 @@ class Clock:
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
+        self.set_back_s = 0.0  # of the time of day
         self.slept: list[float] = []
 
     def time(self) -> float:
-        return self.now
+        return self.now - self.set_back_s
 
     def monotonic(self) -> float:
         return self.now

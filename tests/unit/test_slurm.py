@@ -1,71 +1,391 @@
+"""How Slurm's commands are called, read and called again, with stand-ins in their place."""
+
 from __future__ import annotations
 
-import math
+import os
+from collections.abc import Callable
+from pathlib import Path
 
-from hpc_ddp.slurm import (
-    clean_env,
-    parse_job,
-    parse_record,
+import pytest
+from fakes import Clock, Slurm, stop_clock
+
+from hpc_ddp import slurm, slurm_text
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.slurm import NoAnswerError
+from hpc_ddp.slurm_text import QueuedJob, Record
+
+TIMED_OUT = "slurm_load_jobs error: Socket timed out on send/recv operation"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return stop_clock(monkeypatch, slurm)
+
+
+# --- one call ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "code", "message", "hint"),
+    [
+        ("", "sbatch: error: no\nsbatch: error: way\n", 3, "refused: no; way", "man sbatch"),
+        ("on stdout\n", "", 1, "refused: on stdout", "man sbatch"),
+        ("", "", 9, "refused: exit code 9", "man sbatch"),
+        ("", "sbatch: error: Invalid account\n", 1, "Invalid account", "sacctmgr show"),
+        ("", "error: invalid partition specified: x", 1, "specified: x", "sinfo -s"),
+    ],
 )
-
-SHOWN = """\
-JobId=7 JobName=x Restarts=9 JobState=FAILED
-   UserId=me(1000) GroupId=me(1000) MCS_label=N/A
-   JobState=COMPLETING Reason=TimeLimit Dependency=(null)
-   Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0
-   RunTime=00:00:05 TimeLimit=00:01:00 TimeMin=N/A
-   StartTime=2026-11-21T10:00:00 EndTime=2026-11-21T10:01:00 Deadline=N/A
-   PreemptEligibleTime=2026-11-21T10:00:00 PreemptTime=2026-11-21T10:00:30
-"""
-
-
-def test_a_name_can_not_pass_for_a_field() -> None:
-    job = parse_job(SHOWN)
-    assert (job.state, job.reason, job.restarts) == ("COMPLETING", "TimeLimit", 2)
-    assert job.end_time is not None
-    assert job.preempted_at == job.end_time - 30
+def test_a_refusal_is_worded(
+    slurm_commands: Slurm, out: str, err: str, code: int, message: str, hint: str
+) -> None:
+    slurm_commands.answer("sbatch", out, err, code)
+    with pytest.raises(HpcDdpError) as caught:
+        slurm.sbatch(Path("job"), os.environ)
+    assert not isinstance(caught.value, NoAnswerError)
+    assert caught.value.message.endswith(message)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith(hint)
 
 
-def test_preempted_is_not_cancelled_within_the_grace_time() -> None:
-    """In each case Slurm says COMPLETING, and no reason."""
-    assert not parse_job(SHOWN).preempted
-    assert parse_job(SHOWN.replace("COMPLETING", "RUNNING")).preempted
-    assert parse_job(SHOWN.replace("10:00:30", "10:01:00")).preempted
+def test_a_machine_without_slurm_and_a_command_that_hangs(
+    tmp_path: Path, slurm_commands: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm_commands.answer_by("scontrol", "exec sleep 60")
+    with pytest.raises(NoAnswerError, match=r"scontrol gave no answer within 0 s"):
+        slurm._run(["scontrol"], timeout_s=0.05)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HpcDdpError, match="this machine has no Slurm client") as caught:
+        slurm.show_config()
+    assert "dry-run" in str(caught.value.hint)
 
 
-def test_a_job_that_is_being_signalled_runs() -> None:
-    """In its grace time, and not cancelled: the flag stands where the state does."""
-    job = parse_job(SHOWN.replace("COMPLETING", "SIGNALING"))
-    assert job.state == "RUNNING"
-    assert job.preempted
-    assert parse_record(WAITS.replace("PENDING", "REQUEUE_HOLD")).state == "PENDING"
+def test_what_is_asked_of_slurm(slurm_commands: Slurm, tmp_path: Path) -> None:
+    for command in ("scontrol", "sbatch", "scancel"):
+        slurm_commands.answer(command)
+    slurm.requeue("7")
+    slurm.exclude("7", ["n1", "n2"])
+    assert slurm.why_refused(Path("job"), "--exclude=n1") == ""
+    slurm.cancel(["7", "8_1"])
+    assert slurm_commands.calls("scontrol") == [
+        ["requeue", "7"],
+        ["update", "JobId=7", "ExcNodeList=n1,n2"],
+    ]
+    assert slurm_commands.calls("sbatch") == [["--test-only", "--exclude=n1", "job"]]
+    assert slurm_commands.calls("scancel") == [["7", "8_1"]]
 
 
-def test_what_is_left_needs_no_clock_that_is_right() -> None:
-    assert parse_job(SHOWN).left_s == 55.0
-    assert parse_job(SHOWN.replace("TimeLimit=00:01:00", "TimeLimit=UNLIMITED")).left_s == math.inf
-    assert parse_job(SHOWN.replace("TimeLimit=00:01:00", "TimeLimit=1-00:00:05")).left_s == 86_400
+# A site without it, or a controller that is away, must not end a command.
+@pytest.mark.parametrize(
+    ("ask", "nothing"),
+    [
+        (
+            lambda: slurm.why_refused(Path("job")),
+            "sbatch refused: no answer is laid down for sbatch",
+        ),
+        (lambda: slurm.is_pending_or_running("7"), False),
+        (lambda: slurm.takes_option("sbatch", "gres"), False),
+        (lambda: slurm.unusable(["n1"]), []),
+        (lambda: slurm.show_qos(), []),
+        (lambda: slurm.show_accounts("me"), []),
+    ],
+)
+def test_what_is_only_good_to_know_does_not_fail(
+    slurm_commands: Slurm, ask: Callable[[], object], nothing: object
+) -> None:
+    assert ask() == nothing
+
+
+# --- again and again -----------------------------------------------------------------------
+
+
+def test_a_controller_that_is_away_is_waited_for(
+    slurm_commands: Slurm, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(6):
+        slurm_commands.answer("scontrol", err=TIMED_OUT, code=1)
+    slurm_commands.answer("scontrol", "   JobState=RUNNING Reason=None\n")
+    assert slurm.show_job("7").state == "RUNNING"
+    assert slurm_commands.calls("scontrol") == [["show", "job", "7"]] * 7
+    assert clock.slept == [1, 2, 4, 8, 16, 30]
     assert (
-        parse_job(SHOWN.replace("TimeLimit=00:01:00", "TimeLimit=Partition_Limit")).left_s is None
+        capsys.readouterr().err.count("Socket timed out on send/recv operation; trying again") == 6
     )
-    assert parse_job("").left_s is None
 
 
-def test_an_expedited_job_is_known() -> None:
-    """As Slurm 26.05 prints it."""
-    assert not parse_job(SHOWN).expedited
-    job = parse_job(f"{SHOWN}   StdOut=/x\n   ExpeditedRequeue=Yes\n")
-    assert (job.expedited, job.restarts) == (True, 2)
-    assert not parse_job(f"{SHOWN}   ExpeditedRequeue=No\n").expedited
+def test_it_is_not_waited_for_without_end(slurm_commands: Slurm, clock: Clock) -> None:
+    slurm_commands.answer("scontrol", err="Unable to contact slurm controller", code=1)
+    with pytest.raises(NoAnswerError, match="scontrol got no answer"):
+        slurm.show_job("7")
+    assert slurm.PATIENCE_S - slurm.LONGEST_PAUSE_S < sum(clock.slept) <= slurm.PATIENCE_S
 
 
-def test_unknown_times_are_none() -> None:
-    text = SHOWN.replace("2026-11-21T10:01:00", "Unknown").replace("2026-11-21T10:00:30", "None")
-    job = parse_job(text)
-    assert job.end_time is None
-    assert not job.preempted
-    nothing = parse_job("")
-    assert (nothing.state, nothing.reason, nothing.restarts) == ("", "", 0)
+def test_a_refusal_is_not_tried_again(slurm_commands: Slurm, clock: Clock) -> None:
+    slurm_commands.answer("scontrol", err="slurm_load_jobs error: Invalid job id specified", code=1)
+    with pytest.raises(HpcDdpError, match="Invalid job id"):
+        slurm.show_job("7")
+    assert len(slurm_commands.calls("scontrol")) == 1
+
+
+def test_cancel_passes_over_jobs_that_are_gone_alone(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("scancel", err="scancel: error: Invalid job id 7", code=1)
+    slurm.cancel(["7"])
+    slurm_commands.answer("scancel", err="scancel: error: Access denied", code=1)
+    with pytest.raises(HpcDdpError, match="Access denied"):
+        slurm.cancel(["7"])
+
+
+# --- was it queued? ------------------------------------------------------------------------
+
+
+HEADER = "#!/bin/bash\n#SBATCH --partition=debug\n#SBATCH --gpus-per-node=2\nsrun true\n"
+SCRIPT = Path("job.sbatch")  # in the current folder
+
+
+@pytest.fixture(autouse=True)
+def _script(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("job"))
+    SCRIPT.write_text(HEADER)
+
+
+def _submit(*options: str, known: tuple[str, ...] = ()) -> str:
+    return slurm.sbatch(SCRIPT, os.environ, *options, earlier=known)
+
+
+def test_a_submit_is_answered_with_the_id(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("sbatch", "7;cluster\n")
+    assert _submit("--array=1") == "7"
+    assert slurm_commands.calls("sbatch") == [["--parsable", "--array=1", "job.sbatch"]]
+    assert not slurm_commands.calls("squeue")
+
+
+def test_a_submit_without_an_id_is_not_made_again(slurm_commands: Slurm, clock: Clock) -> None:
+    slurm_commands.answer("sbatch", "Submitted!\n")
+    slurm_commands.answer("squeue", "7|N/A|job.sbatch\n")
+    assert _submit() == "7"
+    with pytest.raises(NoAnswerError, match="printed no job id: 'Submitted!'"):
+        _submit(known=("7",))
+    assert len(slurm_commands.calls("sbatch")) == 2
+
+
+def test_what_a_job_asks_for_comes_before_a_profile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = {"SBATCH_ACCOUNT": "physics", "SLURM_CLUSTERS": "big", "SLURM_JWT": "secret"}
+    same = {"SBATCH_PARTITION": "debug"}
+    other = {"SBATCH_GPUS": "8", "SBATCH_WAIT": "1", "SBATCH_ARRAY_INX": "1-9"}
+    other["SBATCH_NO_KILL"] = "set"  # would keep a job without its first node until its limit
+    gone = {"SLURM_JOB_ID": "5", "SRUN_CPUS_PER_TASK": "77", "SLURM_NTASKS": "9"}
+    for name, value in {**kept, **same, **other, **gone}.items():
+        monkeypatch.setenv(name, value)
+    seen = slurm.submit_env(os.environ, slurm_text.parse_options(HEADER))
+    assert {name: seen[name] for name in {**kept, **same, **other, **gone} if name in seen} == kept
+    assert sorted(capsys.readouterr().err.splitlines()) == [
+        "hpc-ddp: SBATCH_ARRAY_INX=1-9 is not used: a job of hpc-ddp has its own way",
+        "hpc-ddp: SBATCH_GPUS=8 is not used: the job has --gpus-per-node",
+        "hpc-ddp: SBATCH_NO_KILL=set is not used: a job of hpc-ddp has its own way",
+        "hpc-ddp: SBATCH_WAIT=1 is not used: a job of hpc-ddp has its own way",
+    ]
+
+
+@pytest.mark.parametrize(("variables", "umask"), [({"HPC_DDP_UMASK": "2"}, "0002"), ({}, "0022")])
+def test_a_job_gets_the_umask_of_its_user(
+    slurm_commands: Slurm, tmp_path: Path, variables: dict[str, str], umask: str
+) -> None:
+    """The processes of hpc-ddp on a node have one of their own, and sbatch passes its own on."""
+    slurm_commands.answer_by("sbatch", f"umask >{tmp_path}/umask; echo 7")
+    before = os.umask(0o022)
+    try:
+        slurm.sbatch(Path("job.sbatch"), {**os.environ, **variables})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "umask").read_text().strip() == umask
+
+
+def test_an_option_of_the_command_line_counts_as_the_jobs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = slurm_text.parse_options(HEADER, ["--exclude=n1", "--hold"])
+    assert options == {"partition": "debug", "gpus-per-node": "2", "exclude": "n1", "hold": ""}
+    environ = {"SBATCH_TIMELIMIT": "5", "SBATCH_EXCLUDE": "n2"}
+    assert slurm.submit_env(environ, options) == {"SBATCH_TIMELIMIT": "5"}
+    assert "SBATCH_EXCLUDE=n2 is not used: the job has --exclude" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "known", "rows", "id"),
+    [
+        ((), (), "7|N/A|job.sbatch\n", "7"),
+        ((), (), "8|N/A|/r/other\n9|N/A|job.sbatch\n10|N/A|job.sbatch\n", "10"),
+        ((), ("10",), "9|N/A|job.sbatch\n10|N/A|job.sbatch\n", "9"),
+        (("--array=2",), (), "9|2|job.sbatch\n10|1|job.sbatch\n", "9"),
+        (("--hold",), (), "torn line\n9|1|job.sbatch\n", "9"),
+    ],
+)
+def test_without_an_answer_the_queue_is_asked(
+    slurm_commands: Slurm,
+    clock: Clock,
+    options: tuple[str, ...],
+    known: tuple[str, ...],
+    rows: str,
+    id: str,
+) -> None:
+    slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
+    slurm_commands.answer("squeue", "")
+    slurm_commands.answer("squeue", rows)
+    assert _submit(*options, known=known) == id
+    assert len(slurm_commands.calls("sbatch")) == 1
+    assert clock.slept == [2, 2]
+
+
+def test_what_is_not_in_the_queue_is_submitted_again(
+    slurm_commands: Slurm, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
+    slurm_commands.answer("sbatch", "8\n")
+    slurm_commands.answer("squeue", "7|N/A|job.sbatch\n")
+    assert _submit(known=("7",)) == "8"
+    assert len(slurm_commands.calls("squeue")) == slurm.LOOKS
+    assert "trying again" in capsys.readouterr().err
+
+
+def test_a_submit_is_given_up_after_a_while(slurm_commands: Slurm, clock: Clock) -> None:
+    slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
+    slurm_commands.answer("squeue", "")
+    with pytest.raises(NoAnswerError):
+        _submit()
+    pause_s = 2 * slurm.LOOKS
+    assert slurm.PATIENCE_S < sum(clock.slept) <= slurm.PATIENCE_S + pause_s
+
+
+# --- the queue -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "states"),
+    [
+        ("5|5|RUNNING|None|n1|9:00|/w|a\n", {"5": "RUNNING"}),
+        # An array's own id is that of its last task. While others run, it stands for one of them.
+        (
+            "5|6|RUNNING|None|n1|9:00|/w|a\n5|5|COMPLETED|None|n2|0:00|/w|a\n",
+            {"6": "RUNNING", "5": "RUNNING"},
+        ),
+        (
+            "5|6|COMPLETED|None|n1|9:00|/w|a\n5|5|PENDING|None|||/w|a\n",
+            {"6": "COMPLETED", "5": "PENDING"},
+        ),
+        ("5|6|RUNNING|None|n1|9:00|/w|a\n", {"6": "RUNNING", "5": "RUNNING"}),
+        ("5|6|COMPLETED|None|n1|0:00|/w|a\n", {"6": "COMPLETED"}),
+        ("5|5|SIGNALING|None|n1|9:00|/w|a\nnot|ours\n", {"5": "RUNNING"}),
+    ],
+)
+def test_an_array_lives_as_long_as_one_of_its_tasks(
+    slurm_commands: Slurm, rows: str, states: dict[str, str]
+) -> None:
+    slurm_commands.answer("squeue", rows)
+    assert {id: job.state for id, job in slurm.queue().items()} == states
+
+
+def test_lines_of_the_queue(slurm_commands: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    rows = (
+        f"5|5|PENDING|Priority|n[1-2]|1:00|{tmp_path}/link|job.sh\n"
+        "6|6|RUNNING|None|n1|2:00|/w|/a|b\n7|7|PREEMPTED|None||2:00|/w|(null)\ntorn|\n"
+    )
+    slurm_commands.answer("squeue", rows)
+    assert slurm.queue() == {
+        "5": QueuedJob("PENDING", "Priority", "n[1-2]", "1:00", f"{tmp_path}/job.sh"),
+        "6": QueuedJob("RUNNING", "None", "n1", "2:00", "/a|b"),
+        "7": QueuedJob("PREEMPTED", "None", "", "2:00", "(null)"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("shown", "live"), [("SUSPENDED", True), ("REQUEUE_HOLD", True), ("COMPLETED", False)]
+)
+def test_a_job_may_still_do_something(slurm_commands: Slurm, shown: str, live: bool) -> None:
+    slurm_commands.answer("scontrol", f"   JobState={shown} Reason=None\n")
+    assert slurm.is_pending_or_running("7") is live
+
+
+def test_a_job_that_is_forgotten_is_in_the_accounting(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("scontrol", err="Invalid job id specified", code=1)
+    row = "CANCELLED by 1000|None|0:15|n1|2026-11-21T10:00:00"
+    slurm_commands.answer("sacct", f"a line|of another kind\nFAILED||1:0||\n{row}\n")
+    record = slurm.record("7")
+    assert record == Record("CANCELLED", "None", "0:15", "n1", record.start_time)
+    assert record.start_time is not None
+    assert slurm_commands.calls("sacct")[0][-1] == "--jobs=7"
+
+
+@pytest.mark.parametrize("accounting", [("", 0), ("sacct: error: no accounting", 1)])
+def test_a_job_that_nobody_knows(slurm_commands: Slurm, accounting: tuple[str, int]) -> None:
+    slurm_commands.answer("scontrol", err="Invalid job id specified", code=1)
+    slurm_commands.answer("sacct", accounting[0], code=accounting[1])
+    with pytest.raises(HpcDdpError, match="scontrol refused: Invalid job id"):
+        slurm.record("7")
+
+
+# --- nodes and the cluster -----------------------------------------------------------------
+
+
+def test_nodes_that_are_down_or_do_not_answer(slurm_commands: Slurm) -> None:
+    states = "n1|idle\nn2|down*\nn3|drained\nn4|mixed*\nn5|failing\nn6|allocated\nodd\n"
+    slurm_commands.answer("sinfo", states)
+    nodes = ["n6", "n5", "n4", "n3", "n2", "n1", "n0"]
+    assert slurm.unusable(nodes) == ["n5", "n4", "n3", "n2"]
+    assert slurm.unusable([]) == []
+    assert len(slurm_commands.calls("sinfo")) == 1
+    many = [f"nid{number:05}.cluster.site.org" for number in range(9999)]
+    slurm_commands.answer("sinfo", f"{many[-1]}|down\n")
+    assert slurm.unusable(many) == [many[-1]]
+
+
+def test_names_that_are_too_long_for_a_command_are_refused(
+    slurm_commands: Slurm, tmp_path: Path
+) -> None:
+    slurm_commands.answer("sbatch")
+    too_long = f"--exclude={'n' * 140_000}"
+    reason = slurm.why_refused(tmp_path / "job", too_long)
+    assert reason == "sbatch can't be started: Argument list too long"
+
+
+def test_a_host_list_is_expanded(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("scontrol", "n1\nn2\n")
+    assert slurm.expand_hosts("n[1-2]") == ["n1", "n2"]
+    assert slurm_commands.calls("scontrol") == [["show", "hostnames", "n[1-2]"]]
+    with pytest.raises(HpcDdpError, match="'' of this job names no node"):
+        slurm.expand_hosts("")
+    assert len(slurm_commands.calls("scontrol")) == 1
+
+
+def test_the_configuration_is_read(slurm_commands: Slurm) -> None:
+    text = "Configuration data as of now\nA = 1\nB     = x=y\n\nCgroup Support:\nA = 2\n"
+    slurm_commands.answer("scontrol", text)
+    assert slurm.show_config() == {"A": "1", "B": "x=y"}
+
+
+def test_rows_of_the_accounting_are_read(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("sacctmgr", "torn\nhigh|00:02:00|low|cluster\n")
+    assert slurm.show_qos() == [
+        {"Name": "high", "GraceTime": "00:02:00", "Preempt": "low", "PreemptMode": "cluster"}
+    ]
+    assert slurm_commands.calls("sacctmgr")[0][2:] == [
+        *("show", "qos", "format=Name,GraceTime,Preempt,PreemptMode")
+    ]
+
+
+def test_options_that_a_site_adds(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("sbatch", "  --uenv=NAME\n")
+    assert slurm.takes_option("sbatch", "uenv")
+    assert not slurm.takes_option("sbatch", "bb")
+
+
+def test_times_are_read_whatever_format_a_profile_has(
+    slurm_commands: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    slurm_commands.answer_by("scontrol", 'echo "   JobState=RUNNING Reason=$SLURM_TIME_FORMAT"')
+    assert slurm.show_job("7").reason == "standard"
 
 
 def test_what_an_outer_job_left_is_dropped() -> None:
@@ -76,7 +396,7 @@ def test_what_an_outer_job_left_is_dropped() -> None:
         "SLURM_CONF": "/c",
         "HOME": "/",
     }
-    assert clean_env(environ) == {"SLURM_CONF": "/c", "HOME": "/"}
+    assert slurm.clean_env(environ) == {"SLURM_CONF": "/c", "HOME": "/"}
 
 
 def test_what_an_outer_run_set_is_dropped() -> None:
@@ -85,27 +405,6 @@ def test_what_an_outer_run_set_is_dropped() -> None:
     of_a_run |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "1", "LOCAL_RANK": "1"}
     of_a_run |= {"MASTER_ADDR": "n1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=eth0"}
     of_a_user = {"HPC_DDP_RUNS": "/r", "HPC_DDP_HANG_AFTER": "60", "NAME": "x", "RANKING": "y"}
-    assert clean_env(of_a_run | of_a_user) == of_a_user
+    assert slurm.clean_env(of_a_run | of_a_user) == of_a_user
     of_a_user["GLOO_SOCKET_IFNAME"] = "ib0"
-    assert clean_env(of_a_user) == of_a_user
-
-
-WAITS = """\
-JobId=3 JobName=wide
-   UserId=root(0) GroupId=root(0) MCS_label=N/A
-   JobState=PENDING Reason=ReqNodeNotAvail,_UnavailableNodes:hd0n1 Dependency=(null)
-   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:53
-   RunTime=00:00:00 TimeLimit=UNLIMITED TimeMin=N/A
-   StartTime=2026-11-22T20:15:37 EndTime=Unknown Deadline=N/A
-   ReqNodeList=(null) ExcNodeList=(null)
-   NodeList=(null)
-"""
-
-
-def test_what_is_left_of_a_job() -> None:
-    found = parse_record(WAITS)
-    assert (found.state, found.exit_code, found.nodes) == ("PENDING", "0:53", "")
-    assert found.reason == "ReqNodeNotAvail, UnavailableNodes:hd0n1"
-    assert found.start_time is not None
-    assert parse_record(WAITS.replace("NodeList=(null)\n", "NodeList=n[1-2]\n")).nodes == "n[1-2]"
-    assert parse_record("").state == ""
+    assert slurm.clean_env(of_a_user) == of_a_user

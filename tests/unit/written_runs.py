@@ -14,7 +14,7 @@ from hpc_ddp.core.run_index import link_job
 from hpc_ddp.report.explain.explain import explain
 from hpc_ddp.report.explain.explanation import Explanation
 from hpc_ddp.report.explain.facts import gather
-from hpc_ddp.slurm import QueuedJob, Record
+from hpc_ddp.slurm_text import QueuedJob, Record
 
 NOW = time.time()
 

@@ -80,7 +80,13 @@ def check(spec: JobSpec) -> None:
             f"time {spec.time!r} is zero; accepted: a positive Slurm time", hint="--time 1:00:00"
         )
     for raw in spec.sbatch:
-        split_raw(raw, "sbatch", "--network=x")
+        name, _ = split_raw(raw, "sbatch", "--network=x")
+        if name.startswith("no-k"):  # sbatch takes beginnings
+            raise UsageError(
+                f"sbatch option --{name} would keep a job without its first node, and its script,"
+                " until the time limit; accepted: --elastic",
+                hint="--elastic: the job continues without a node that is lost",
+            )
     _check_env(spec)
     _check_container(spec)
     _check_torchrun(spec)

@@ -12,9 +12,11 @@ from typing import Any
 from hpc_ddp.core.errors import CAN_GO_ON, COMMUNICATION_ERROR
 from hpc_ddp.core.file_io import read_tail
 from hpc_ddp.core.journal.events import RankFailed, parse_event
+from hpc_ddp.core.run_folder import NodeFolder, RunFolder
 from hpc_ddp.node.worker import AGAIN
 
 TAIL_BYTES = 64 * 1024
+JOURNALED_S = 60.0  # how long before its end a worker may have journaled its error
 
 _UNREADABLE = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .{1,400}", re.M)
 _ABORTED = re.compile(
@@ -88,6 +90,16 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
     first = dict.fromkeys(("exception", "signal", "disk"), 0)
     order = {**first, "hang": 1, "exit": 2, "communication": 3, "torn down": 4}
     return min(failures, key=lambda f: (order[f.kind], f.time), default=None)
+
+
+def error_of(failed: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str:
+    """Return the error of a worker with `rank`, `code` and `time` of its end, '' without one."""
+    rank, code = failed["rank"], failed["code"]
+    log = folder.rank_log(rank)
+    if code < 0:
+        return abort_reason(log) if code == -signal.SIGABRT else ""
+    since = failed["time"] - JOURNALED_S  # not that of a start before
+    return last_exception(log) or journaled_error(run.journal(f"rank-{rank}").path, since)
 
 
 def last_exception(log: Path) -> str:

@@ -18,7 +18,7 @@ from hpc_ddp.node import batch
 from hpc_ddp.node.outcome import requeue
 
 if TYPE_CHECKING:
-    from hpc_ddp.node.supervisor import Place
+    from hpc_ddp.node.net.place import Place
 
 PATIENCE_S = 900.0  # SlurmdTimeout is 300 s by default, and noticed a third later
 PAUSE_S = 5.0

@@ -7,7 +7,9 @@ cgroup, which is what a job's ``--mem`` is held with, and for the whole machine.
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 KILLED = "out of memory: killed by the kernel"
 
@@ -27,6 +29,17 @@ def kills(proc: Path = Path("/proc")) -> int:
         if match:
             return int(match[1])
     return 0
+
+
+def name_kills(failures: list[dict[str, Any]], before: int) -> None:
+    """Set the error of workers that died of SIGKILL, if the kernel has counted more kills since.
+
+    `before` is the number of `kills` when the workers started.
+    """
+    if kills() > before:
+        for failure in failures:
+            if failure["code"] == -signal.SIGKILL:
+                failure["error"] = KILLED
 
 
 def _counters(proc: Path) -> list[Path]:

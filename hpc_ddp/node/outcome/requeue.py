@@ -8,32 +8,39 @@ whether the job still is in this very attempt.
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import time
 
 from hpc_ddp import slurm
-from hpc_ddp.core.attempt_env import INTERACTIVE
+from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.core.file_io import read_json, write_json
+from hpc_ddp.core.file_io import read_json, read_seconds, write_json
 from hpc_ddp.core.journal.events import JournalEvent, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.core.run_index import link_job
+from hpc_ddp.node.outcome.judgement import since_submit
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
+from hpc_ddp.slurm_text import Job
 
-REQUEUE_PATIENCE_S = 600.0
 PAUSE_S = 5.0
+TRIES = 120  # of a requeue, each with an answer of Slurm
+VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
 EARLY_MOST = 5  # jobs of a chain in a row that ended in their set-up lines, of unknown cause
 TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
 
 
-def ask(job_id: str, is_quiet: bool = False) -> slurm.Job | None:
-    """Return what Slurm says of a job; None where it says nothing, and unless quiet print why."""
+def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Job | None:
+    """Return what Slurm says of a job; None where it says nothing, and unless quiet print why.
+
+    `give_up` as `slurm.show_job` has it.
+    """
     try:
-        return slurm.show_job(job_id)
+        return slurm.show_job(job_id, give_up)
     except HpcDdpError as error:
         if not is_quiet:
             say(error.message)
@@ -84,7 +91,7 @@ def _chain_has_ended(run: RunFolder, job_id: str) -> bool:
     early = read_json(run.early_links)
     before = next((queuer for queuer, link in early.items() if link == job_id), None)
     if before:
-        job = ask(before)
+        job = ask(before, give_up=math.inf)
         return len(early) > EARLY_MOST if job is None else job.state not in TAKEN_AWAY
     last = last_event(run.events(), VerdictGiven)
     attempts = run.attempts()
@@ -93,7 +100,7 @@ def _chain_has_ended(run: RunFolder, job_id: str) -> bool:
     if last and last.attempt == attempts[-1].number:
         return last.cause == Cause.CANCELLED or last.action == Action.GIVE_UP
     last_id = attempts[-1].info.get("job_id")
-    job = ask(last_id) if last_id else None
+    job = ask(last_id, give_up=math.inf) if last_id else None
     return job is not None and job.state == "CANCELLED"
 
 
@@ -115,23 +122,27 @@ def take_back_early(run: RunFolder, environ: dict[str, str]) -> None:
             slurm.cancel([link])
 
 
-def queue_next_link(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> str | None:
+def queue_next_link(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], give_up: float | None = None
+) -> str | None:
     """Return the id of the chain's next job, which is queued unless it was before the set-up lines;
-    None where Slurm refuses it.
+    None where Slurm refuses it, or does not answer until `give_up` (see `slurm.show_job`).
 
     Each link does it at its start: at its end it may be killed.
     """
     queued: str | None = read_json(run.early_links).get(environ["SLURM_JOB_ID"])
-    link = queued or _queue_link(run, environ)
+    link = queued or _queue_link(run, environ, give_up)
     if link:
         write_json(attempt.path / "next.json", {"job_id": link})
     run.early_links.unlink(missing_ok=True)
     return link
 
 
-def _queue_link(run: RunFolder, environ: dict[str, str]) -> str | None:
+def _queue_link(
+    run: RunFolder, environ: dict[str, str], give_up: float | None = None
+) -> str | None:
     options = [f"--dependency=afterany:{own_id(environ)}"]
-    kept_off = _kept_off(run, run.events())
+    kept_off = _kept_off(run, own_id(environ))
     if kept_off:
         options.append(f"--exclude={','.join(kept_off)}")
     task = environ.get("SLURM_ARRAY_TASK_ID")
@@ -140,7 +151,11 @@ def _queue_link(run: RunFolder, environ: dict[str, str]) -> str | None:
         options.append(f"--array={task}")
     try:
         link = slurm.sbatch(
-            array.script, environ, *options, earlier=[*_jobs_of(array), *_jobs_of(run)]
+            array.script,
+            environ,
+            *options,
+            earlier=[*_jobs_of(array), *_jobs_of(run)],
+            give_up=give_up,
         )
     except HpcDdpError as error:
         say(f"the next job of the chain could not be queued: {error.message}")
@@ -178,10 +193,12 @@ def _requeue(
 ) -> int:
     """Requeue the job, if it still is ours to requeue; Slurm then ends the batch shell, too."""
     job_id = own_id(environ)
-    give_up = time.monotonic() + REQUEUE_PATIENCE_S
+    give_up = _last_moment(attempt, environ)
     job = facts.job  # of a moment ago: where Slurm is slow, another answer may come too late
-    while time.monotonic() < give_up:
-        job = job or ask(job_id)
+    for _ in range(TRIES):
+        job = job or ask(job_id, give_up=give_up)
+        if job is None and time.monotonic() > give_up - PAUSE_S:
+            break
         if job is None:
             time.sleep(PAUSE_S)
             continue
@@ -207,9 +224,15 @@ def _requeue(
     return _left_to_the_user(run)
 
 
+def _last_moment(attempt: AttemptFolder, environ: dict[str, str]) -> float:
+    """Return until when Slurm is waited for, by ``time.monotonic()``: no answer is no refusal."""
+    end = read_seconds(attempt.end_time) or AttemptEnv.from_env(environ).end_time
+    return math.inf if end is None else time.monotonic() + end - time.time() - VERDICT_S
+
+
 def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> int:
     """Go on as a new job, where the site does not permit the requeue of this one."""
-    link = queue_next_link(run, attempt, environ)
+    link = queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
     if link is None:
         return _left_to_the_user(run)
     say(f"it goes on as job {link}")
@@ -246,7 +269,7 @@ def _end_link(
     if decided.action == Action.REQUEUE:
         if link and facts.bad_nodes:
             _keep_off(run, link)
-        link = link or queue_next_link(run, attempt, environ)
+        link = link or queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
         return 0 if link else _left_to_the_user(run)
     if link and decided.cause != Cause.SUPERSEDED:
         try:
@@ -261,31 +284,37 @@ def _keep_off(run: RunFolder, job_id: str) -> None:
 
     It is kept off no more where the day is over: Slurm's list would stay.
     """
-    events = run.events()
-    if not _bad_nodes(events, since=0.0):
+    nodes = _kept_off(run, job_id)
+    if nodes is None:
         return
-    nodes = _kept_off(run, events)
     try:
-        slurm.exclude(job_id, nodes or _spec_exclude(run))
+        slurm.exclude(job_id, nodes)
     except HpcDdpError as error:
         say(error.message)
     else:
         if nodes:
-            say(f"kept off for a day: {', '.join(nodes)}")
+            say(f"kept off: {', '.join(nodes)}")
 
 
-def _kept_off(run: RunFolder, events: list[JournalEvent]) -> list[str]:
-    """Return the nodes to exclude: the user's, and bad ones; [] where that is nothing new."""
-    excluded = _spec_exclude(run)
+def _kept_off(run: RunFolder, job_id: str) -> list[str] | None:
+    """Return the nodes to exclude: those that Slurm keeps the job off, by whatever option, and
+    those that verdicts have blamed for a day; None where no verdict has blamed any."""
+    events = since_submit(run.events())
+    blamed = set(_bad_nodes(events, since=0.0))
+    job = ask(job_id) if blamed else None
+    if job is None:
+        return None
+    excluded = slurm.expand_hosts(job.excluded) if job.excluded else []
+    others = [node for node in excluded if node not in blamed]
     bad = _bad_nodes(events, since=time.time() - KEPT_OFF_S)
-    nodes = [*excluded, *bad]
     if not bad:
-        return []
+        return others
     # Perhaps too few other nodes are left; perhaps compute nodes may not call sbatch here.
+    nodes = [*others, *bad]
     reason = slurm.why_refused(RunFolder(run.whole).script, f"--exclude={','.join(nodes)}")
     if reason:
         say(f"not kept off {', '.join(bad)}: {reason}")
-        return []
+        return others
     return nodes
 
 
@@ -297,11 +326,6 @@ def _bad_nodes(events: list[JournalEvent], since: float) -> list[str]:
     """Return the nodes that a verdict has blamed since a time, in unix seconds."""
     verdicts = [event for event in events if isinstance(event, VerdictGiven) and event.time > since]
     return sorted({node for verdict in verdicts for node in verdict.bad_nodes})
-
-
-def _spec_exclude(run: RunFolder) -> list[str]:
-    excluded = read_json(run.job_json).get("exclude")
-    return [excluded] if excluded else []
 
 
 def _quoted(run: RunFolder) -> str:

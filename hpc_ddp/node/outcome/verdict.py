@@ -8,13 +8,16 @@ superseded     none: Slurm has requeued the job itself, or a newer attempt runs
 cancelled      none, for good
 preempted      requeue, without bound unless ``max_requeues`` is given
 time limit     the same, while attempts make progress
-notice         the same (somebody asked the job to stop, and it can go on)
+notice         the same (the job got a signal that asks it to stop, and can continue)
 bad node       the same, at most ``max_failures`` times in a row (a preflight has failed)
 node lost      the same (a node ended without a word), while workers come to life and,
                where Slurm knows of no lost node, save something new
 unfinished     give up, as failed: the script left its loop and did not call run.finish()
 failed         requeue up to ``max_failures`` times where it may help, else give up
 =============  ==========================================================================
+
+More than three times ``max_failures`` attempts in a row without a newer checkpoint end a run,
+whatever their causes; preemptions do not count.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from hpc_ddp.core.journal.events import (
 from hpc_ddp.core.journal.journal import last_event, last_step
 from hpc_ddp.core.journal.vocabulary import END_OF_TIME, Action, Cause, StopReason
 from hpc_ddp.node.outcome.first_failure import Failure, first_cause, from_record
-from hpc_ddp.slurm import Job
+from hpc_ddp.slurm_text import Job
 
 E = TypeVar("E", bound=JournalEvent)
 
@@ -247,11 +250,9 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
         row = list(takewhile(_never_began, reversed(facts.verdicts)))
         if len(row) >= spec.max_failures and not facts.lost_nodes:
             return f"nothing was heard of the workers in {len(row) + 1} attempts"
-    if cause == Cause.NODE_LOST and not facts.progress:
-        # Nodes that are lost one after the other may be lost by the job: it crashes them, say.
-        row = list(takewhile(_lost_without_progress, reversed(facts.verdicts)))
-        if len(row) >= 3 * max(1, spec.max_failures):
-            return f"{len(row) + 1} attempts in a row have lost a node, without a newer checkpoint"
+    count = _count_without_progress(facts, cause)
+    if count > 3 * max(1, spec.max_failures):
+        return f"{count} attempts in a row have ended without a newer checkpoint"
     if cause == Cause.NODE_LOST and not (facts.progress or facts.lost_nodes):
         # Or it was killed for want of memory, at the same place each time.
         row = list(takewhile(_ended_silently, reversed(facts.verdicts)))
@@ -294,8 +295,20 @@ def _never_began(verdict: VerdictGiven) -> bool:
     return verdict.cause == Cause.NODE_LOST and not blamed
 
 
-def _lost_without_progress(verdict: VerdictGiven) -> bool:
-    return verdict.cause == Cause.NODE_LOST and not verdict.progress
+def _count_without_progress(facts: AttemptFacts, cause: Cause) -> int:
+    """Count the attempts in a row, this one included, that brought no newer checkpoint.
+
+    The job may crash its nodes, or a script of the site may signal each attempt. Attempts whose end
+    is none of theirs count 0: preemptions, and the time limit of a script with its own checkpoints.
+    """
+    excused = {Cause.PREEMPTED, Cause.SUPERSEDED, *(() if facts.is_ours else (Cause.TIME_LIMIT,))}
+    if cause in excused or facts.progress:
+        return 0
+    before = takewhile(
+        lambda verdict: verdict.cause not in excused and not verdict.progress,
+        reversed(facts.verdicts),
+    )
+    return 1 + len(list(before))
 
 
 def _ended_silently(verdict: VerdictGiven) -> bool:

@@ -32,6 +32,7 @@ from hpc_ddp.core.journal.fields import read_fields
 from hpc_ddp.core.journal.journal import last_event, last_step
 from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, RunFolder
 from hpc_ddp.report.status.state import RunState, state_of_job
+from hpc_ddp.slurm_text import Record
 
 TAIL_BYTES = 32 * 1024
 
@@ -103,7 +104,7 @@ class RunFacts:
     events: Sequence[JournalEvent] = ()
     attempts: Sequence[int] = ()
     job_id: str | None = None
-    record: slurm.Record | None = None
+    record: Record | None = None
     refusal: str = ""
     cancelled: bool = False
     live: bool = False
@@ -207,7 +208,7 @@ def _newest_checkpoint(folder: Path) -> int | None:
 
 def _read_record(jobs: Sequence[str]) -> dict[str, Any]:
     """Ask Slurm for the job that counts: the link of a chain that runs, else the newest known."""
-    records: dict[str, slurm.Record] = {}
+    records: dict[str, Record] = {}
     refusal = ""
     for job in jobs[-2:]:
         try:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.spec import JobSpec
@@ -18,6 +17,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.report.status.state import RunState, state_of_job
 from hpc_ddp.report.tables import columns
+from hpc_ddp.slurm_text import QueuedJob
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Task:
         return {**status, **task, "best": self.best}
 
 
-def tasks(run: RunFolder, queue: Mapping[str, slurm.QueuedJob]) -> list[Task]:
+def tasks(run: RunFolder, queue: Mapping[str, QueuedJob]) -> list[Task]:
     """Return all tasks of an array in the order of their indexes; none for another run.
 
     `queue` has the user's jobs in Slurm, by job id.
@@ -72,7 +72,7 @@ def _task(
     index: int,
     point: Mapping[str, str],
     run: RunFolder | None,
-    queue: Mapping[str, slurm.QueuedJob],
+    queue: Mapping[str, QueuedJob],
     waits: bool,
 ) -> Task:
     status = status_of(run, queue) if run else None

@@ -17,7 +17,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp import __version__, slurm
+from hpc_ddp import __version__
 from hpc_ddp.core.file_io import read_json, write_whole
 from hpc_ddp.core.journal.events import (
     CheckpointSaved,
@@ -30,6 +30,7 @@ from hpc_ddp.core.journal.journal import last_event, read_briefly
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.run_status import Status, summarize
 from hpc_ddp.report.status.state import RunState
+from hpc_ddp.slurm_text import QueuedJob
 
 FORMAT = [__version__, *(field.name for field in fields(Status))]
 
@@ -37,7 +38,7 @@ FORMAT = [__version__, *(field.name for field in fields(Status))]
 class StatusCache:
     """Reads the status of runs below `root`; `save` keeps it for the next command."""
 
-    def __init__(self, root: Path, queue: Mapping[str, slurm.QueuedJob]) -> None:
+    def __init__(self, root: Path, queue: Mapping[str, QueuedJob]) -> None:
         self._path, self._queue = root / f".status-{os.geteuid()}.json", queue
         content = read_json(self._path) if _is_private(self._path) else {}
         entries = content.get("runs") if content.get("format") == FORMAT else None

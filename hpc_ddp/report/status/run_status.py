@@ -32,6 +32,7 @@ from hpc_ddp.core.ownership import check_executable
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.patterns import explain_pending
 from hpc_ddp.report.status.state import RunState, find_state
+from hpc_ddp.slurm_text import OVER, QueuedJob
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Status:
         return asdict(self)
 
 
-def status_of(run: RunFolder, queue: Mapping[str, slurm.QueuedJob]) -> Status:
+def status_of(run: RunFolder, queue: Mapping[str, QueuedJob]) -> Status:
     """Return the status of one run; `queue` has the user's jobs in Slurm, by job id."""
     events = read_briefly(run.journal_folder)
     return summarize(run, events, run.job_ids(events), queue)
@@ -109,7 +110,7 @@ def summarize(
     run: RunFolder,
     events: Sequence[JournalEvent],
     jobs: Sequence[str],
-    queue: Mapping[str, slurm.QueuedJob],
+    queue: Mapping[str, QueuedJob],
 ) -> Status:
     """Return the status of a run from its journal and the ids of all its jobs."""
     started, rerun = last_event(events, Started), last_event(events, Rerun)
@@ -150,12 +151,12 @@ def summarize(
     )
 
 
-def _is_running(task: RunFolder, queue: Mapping[str, slurm.QueuedJob]) -> bool:
+def _is_running(task: RunFolder, queue: Mapping[str, QueuedJob]) -> bool:
     jobs = task.job_ids(read_briefly(task.journal_folder))
     return any(job in queue and queue[job].state == "RUNNING" for job in jobs)
 
 
-def _time_left_s(queued: Sequence[slurm.QueuedJob]) -> float | None:
+def _time_left_s(queued: Sequence[QueuedJob]) -> float | None:
     """Return squeue's time left in seconds; None for a job without a limit."""
     limit = next((job.time_left for job in queued if job.state == "RUNNING"), "")
     try:
@@ -232,7 +233,7 @@ def _live_jobs(run: RunFolder, jobs: Sequence[str]) -> list[str]:
     live = []
     for job_id in jobs:
         job = queue.get(job_id) or queue.get(job_id.partition("_")[0])
-        if job and job.state not in slurm.OVER and (is_allocation or job.script in scripts):
+        if job and job.state not in OVER and (is_allocation or job.script in scripts):
             live.append(job_id)
     return live
 

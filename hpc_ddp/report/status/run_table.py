@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_ddp import slurm
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.console.units import duration
@@ -19,6 +18,7 @@ from hpc_ddp.report.status import array_tasks
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status, unreadable
 from hpc_ddp.report.status.state import jobs_in_queue, state_of_job
+from hpc_ddp.slurm_text import QueuedJob
 
 MOST_RUNS = 20  # shown without --all, unless more of them are live
 MIN_WHY_WIDTH = 24  # other columns are dropped before "why" gets narrower than this
@@ -78,7 +78,7 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
 
 
 def select(
-    root: Path, queue: Mapping[str, slurm.QueuedJob], show_all: bool
+    root: Path, queue: Mapping[str, QueuedJob], show_all: bool
 ) -> tuple[list[RunFolder], int]:
     """Return the newest runs and those with a live job, newest first, and the number of others."""
     runs = all_runs(root)
@@ -93,7 +93,7 @@ def select(
 
 
 def read_statuses(
-    root: Path, runs: Sequence[RunFolder], queue: Mapping[str, slurm.QueuedJob]
+    root: Path, runs: Sequence[RunFolder], queue: Mapping[str, QueuedJob]
 ) -> list[Status]:
     """Return the status of each run, in their order."""
     cache = StatusCache(root, queue)

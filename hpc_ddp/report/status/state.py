@@ -41,6 +41,7 @@ from hpc_ddp.core.journal.events import (
 from hpc_ddp.core.journal.journal import is_finished, last_event
 from hpc_ddp.core.journal.vocabulary import Action, Word
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.slurm_text import OVER, QueuedJob
 
 
 class RunState(Word):
@@ -92,7 +93,7 @@ def state_of_job(slurm_state: str) -> RunState | None:
 
 
 def find_state(
-    run: RunFolder, events: Sequence[JournalEvent], queued: Sequence[slurm.QueuedJob]
+    run: RunFolder, events: Sequence[JournalEvent], queued: Sequence[QueuedJob]
 ) -> tuple[RunState, str]:
     """Return the state of a run, and the reason in words (Slurm's reason while it waits).
 
@@ -180,16 +181,16 @@ def _state_of_process(started: Started, events: Sequence[JournalEvent]) -> tuple
 class Queue:
     """The user's jobs by id, and the name of the cluster."""
 
-    jobs: Mapping[str, slurm.QueuedJob]
+    jobs: Mapping[str, QueuedJob]
     cluster: str = ""
 
     @property
     def scripts(self) -> set[str]:
         """The scripts of the jobs that are not over, also of those submitted without hpc-ddp."""
-        return {job.script for job in self.jobs.values() if job.state not in slurm.OVER}
+        return {job.script for job in self.jobs.values() if job.state not in OVER}
 
 
-def jobs_in_queue() -> Mapping[str, slurm.QueuedJob]:
+def jobs_in_queue() -> Mapping[str, QueuedJob]:
     """Return the user's jobs by id; none without a Slurm, or without an answer."""
     try:
         return slurm.queue()
@@ -240,7 +241,7 @@ def _describe_job(
     run: RunFolder, events: list[JournalEvent], jobs: Sequence[str], queue: Queue
 ) -> str:
     for job in jobs:
-        if job in queue.jobs and queue.jobs[job].state not in slurm.OVER:
+        if job in queue.jobs and queue.jobs[job].state not in OVER:
             return f"job {job}, {queue.jobs[job].state.lower()}"
     if os.path.realpath(run.script) in queue.scripts:  # submitted by sbatch, without hpc-ddp
         return "a job of its script"

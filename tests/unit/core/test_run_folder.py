@@ -56,6 +56,20 @@ def test_run_folders_are_private(tmp_path: Path) -> None:
     assert _run(tmp_path).path.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_full_disk_keeps_no_drafts_of_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _run(tmp_path)
+
+    def fill(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(OSError, match="No space left"):
+        run.claim_attempt({"pid": 1}, lambda info: False)
+    assert list(run.logs.iterdir()) == []
+
+
 def test_a_number_that_was_taken_meanwhile_is_passed_over(tmp_path: Path) -> None:
     run, asked = _run(tmp_path), list[dict[str, Any]]()
     run.claim_attempt({"pid": 1}, lambda info: False)

@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from hpc_ddp.core.run_folder import NodeFolder, RunFolder
 from hpc_ddp.node import agent
-from hpc_ddp.node.supervisor import Place
+from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.worker import started_by
 
 
@@ -101,7 +101,6 @@ def test_torchruns_options_are_read_by_torchrun() -> None:
 
 ATTEMPT = {
     "HPC_DDP_ATTEMPT": "0",
-    "HPC_DDP_NODES": "n2 n10",
     "HPC_DDP_NODE_INDEX": "1",
     "HPC_DDP_HOST_SUFFIX": "-ib",
 }
@@ -146,7 +145,7 @@ def test_torchrun_is_started_as_changed(
     monkeypatch.setattr(agent, "sign_state", lambda key: changes.append(f"signed {key.hex()}"))
     words = [*TORCHRUN, *options, "train.py", "--cost=$5"]
     run = RunFolder(tmp_path)
-    run.claim_attempt({}, lambda info: False)
+    run.claim_attempt({"nodes": ["n2", "n10"]}, lambda info: False)
     place = Place.from_env({"HPC_DDP_RUN": str(run.path), **ATTEMPT})
     assert agent.launch(words, place) is None
     script = started_by(sys.executable, ["train.py", "--cost=$$5"])
@@ -172,8 +171,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         raise LeftError(code)
 
     before = signal.getsignal(signal.SIGTERM)
-    folder = RunFolder(tmp_path).attempt(0).node("n10").path
-    folder.mkdir(parents=True)
+    attempt = RunFolder(tmp_path).claim_attempt({"nodes": ["n2", "n10"]}, lambda info: False)
+    folder = attempt.node("n10").path
+    folder.mkdir()
     for name, value in {"HPC_DDP_RUN": str(tmp_path), **ATTEMPT}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "_exit", leave)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,38 +12,19 @@ from typing import Any, cast
 
 import pytest
 from fakes import Clock, stop_clock
+from node_fakes import NoSignals, place_of
 
 from hpc_ddp.core import process
 from hpc_ddp.core.file_io import read_json
-from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node import supervisor
-from hpc_ddp.node import task as task_module
-from hpc_ddp.node.net import fabric
-from hpc_ddp.node.net.fabric import Found
+from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import head_failover
 from hpc_ddp.node.outcome import oom as oom_module
-from hpc_ddp.node.supervisor import (
-    Place,
-    Signals,
-    Supervisor,
-    expand,
-    node_index,
-    split,
-)
-from hpc_ddp.node.task import TaskSupervisor
+from hpc_ddp.node.supervisor import Signals, Supervisor, expand, split, torchrun_launch
 from tests.raw_events import raw_events
 
 COMMAND = ["python", "node.py", "agent", "--nnodes=2", "--rdzv-conf=a=1", "train.py", "--lr=1"]
-
-
-class NoSignals:
-    """Signals that a test gives by hand."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def wait(self, seconds: float) -> None:
-        return
 
 
 class Agent:
@@ -78,123 +58,15 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return result
 
 
-@pytest.fixture
-def attempt(tmp_path: Path) -> AttemptFolder:
-    run = RunFolder(tmp_path / "name" / "run").make()
-    return run.claim_attempt({}, lambda info: False)
-
-
-def _place(attempt: AttemptFolder, **values: Any) -> Place:
-    fields: dict[str, Any] = {
-        "run": RunFolder(attempt.path.parents[1]),
-        "attempt": attempt,
-        "nodes": ("n1", "n2", "n3"),
-        "index": 0,
-        "suffix": "",
-        "end_time": None,
-        "warn_s": 60.0,
-        "interface": None,
-    }
-    return Place(**{**fields, **values})
-
-
 def _supervisor(attempt: AttemptFolder, *command: str, **values: Any) -> Supervisor:
     signals = cast(Signals, NoSignals())
-    return Supervisor(_place(attempt, **values), list(command or COMMAND), signals)
+    place = place_of(attempt, **values)
+    return Supervisor(place, torchrun_launch(place, list(command or COMMAND)), signals)
 
 
 def _workers(watcher: Supervisor, *pids: int) -> None:
     for rank, pid in enumerate(pids):
         (watcher.folder.path / f"rank-{rank}.pid").write_text(f"{pid} then")
-
-
-# --- where it runs -------------------------------------------------------------------------
-
-ENVIRON = {"HPC_DDP_RUN": "/r/n/id", "HPC_DDP_ATTEMPT": "3", "HPC_DDP_NODES": "n1 n2"}
-
-
-def test_the_place_is_read_from_the_environment() -> None:
-    least = Place.from_env({**ENVIRON, "SLURM_NODEID": "1", "HPC_DDP_WARN_S": ""})
-    assert (least.run.path, least.attempt.number) == (Path("/r/n/id"), 3)
-    assert (least.nodes, least.index, least.node, least.suffix) == (("n1", "n2"), 1, "n2", "")
-    assert (least.end_time, least.warn_s, least.interface, least.fabric) == (None, 0.0, None, "")
-    assert least.notice_signal == signal.SIGTERM
-    more = {"NODE_INDEX": "0", "END_TIME": "99", "WARN_S": "7", "INTERFACE": "ib0"}
-    more |= {"SIGNAL": "USR1", "FABRIC": "auto", "HOST_SUFFIX": "-ib"}
-    most = Place.from_env(ENVIRON | {f"HPC_DDP_{name}": value for name, value in more.items()})
-    assert (most.index, most.end_time, most.warn_s, most.interface) == (0, 99.0, 7.0, "ib0")
-    assert (most.notice_signal, most.fabric, most.suffix) == (signal.SIGUSR1, "auto", "-ib")
-
-
-@pytest.mark.parametrize(
-    ("environ", "host", "index"),
-    [
-        ({"SLURM_NODEID": "1"}, "n1", 1),
-        ({"SLURM_NODEID": "1", "HPC_DDP_NODE_INDEX": "0"}, "n1", 0),
-        ({"SLURM_NODEID": "0", "HPC_DDP_STEP_LAUNCHER": "srun"}, "n2", 0),
-        ({"SLURM_NODEID": "0", "HPC_DDP_STEP_LAUNCHER": "mpirun"}, "n2", 1),  # an MPI's own order
-        ({"HPC_DDP_STEP_LAUNCHER": "ibrun"}, "n2.cluster.org", 1),
-        ({"HPC_DDP_STEP_LAUNCHER": "ibrun", "HPC_DDP_NODE_INDEX": "0"}, "elsewhere", 0),
-    ],
-)
-def test_which_node_this_is(
-    environ: dict[str, str], host: str, index: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: host)
-    assert node_index({**ENVIRON, **environ}) == index
-
-
-def test_a_host_that_is_none_of_the_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "login")
-    with pytest.raises(OSError, match="this host, login, is none of the job's nodes, n1 n2"):
-        node_index({**ENVIRON, "HPC_DDP_STEP_LAUNCHER": "mpirun"})
-
-
-@pytest.mark.parametrize(
-    ("nodes", "index", "host", "peer", "fabric"),
-    [
-        (("n1", "n2", "n3"), 0, "n1-ib", "n2-ib", True),
-        (("n1", "n2", "n3"), 2, "n3-ib", "n1-ib", True),
-        (("n1",), 0, "127.0.0.1", "n1-ib", False),
-        (("local-0", "local-1"), 1, "127.0.0.2", "local-0-ib", False),
-    ],
-)
-def test_names_of_the_nodes(
-    attempt: AttemptFolder, nodes: tuple[str, ...], index: int, host: str, peer: str, fabric: bool
-) -> None:
-    place = _place(attempt, nodes=nodes, index=index, suffix="-ib", fabric="auto")
-    assert (place.host, place.peer, place.seeks_fabric) == (host, peer, fabric)
-    assert not _place(attempt, fabric="ethernet").seeks_fabric
-
-
-@pytest.mark.parametrize(
-    ("values", "asked"),
-    [
-        ({}, "n2"),
-        ({"nodes": ("n1",)}, "127.0.0.1"),
-        ({"nodes": ("local-0", "local-1")}, "127.0.0.1"),
-        ({"interface": "ib0"}, None),
-    ],
-)
-def test_the_interface_is_that_to_the_others(
-    attempt: AttemptFolder,
-    monkeypatch: pytest.MonkeyPatch,
-    values: dict[str, Any],
-    asked: str | None,
-) -> None:
-    monkeypatch.setattr(supervisor, "interface_to", lambda host: f"to-{host}")
-    assert _place(attempt, **values).chosen_interface == (f"to-{asked}" if asked else "ib0")
-
-
-def test_what_is_set_for_the_interface_already_stays(
-    attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "interface_to", lambda host: "eth0")
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert _place(attempt).interface_env() == {"NCCL_SOCKET_IFNAME": "=eth0"}
-    monkeypatch.setattr(supervisor, "interface_to", lambda host: None)
-    assert _place(attempt).interface_env() == {}
 
 
 def test_variables_are_filled_in_for_torchrun_and_not_for_the_script() -> None:
@@ -209,9 +81,9 @@ def test_each_node_knows_the_host_of_the_store(
 ) -> None:
     watcher = _supervisor(attempt, index=index)
     conf, address = f"--rdzv-conf=a=1,is_host={is_host}", f"--local-addr=n{index + 1}"
-    assert watcher._command() == [*COMMAND[:5], conf, address, *COMMAND[5:]]
+    assert watcher.launch.command == [*COMMAND[:5], conf, address, *COMMAND[5:]]
     plain = _supervisor(attempt, *COMMAND[:3], "train.py", index=index)
-    assert plain._command()[3] == f"--rdzv-conf=is_host={is_host}"
+    assert plain.launch.command[3] == f"--rdzv-conf=is_host={is_host}"
 
 
 def test_the_workers_environment(attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +197,7 @@ def test_a_signal_is_a_notice(
     watcher, agent = _supervisor(attempt, notice_signal=signal.SIGUSR1), _torchrun()
     _workers(watcher, 41, 42)
     watcher.signals.seen += [signal.SIGHUP, signal.SIGTERM]
-    watcher._look(agent)
+    watcher._poll(agent)
     assert (watcher.notice, watcher.torn_down) == ("SIGHUP", None)
     assert sorted(sent) == [(41, signal.SIGUSR1), (42, signal.SIGUSR1)]
     assert not agent.killed
@@ -333,7 +205,7 @@ def test_a_signal_is_a_notice(
     (event,) = raw_events(watcher.place.run.path)
     assert (event["event"], event["source"]) == ("notice", "SIGHUP")
     watcher.signals.seen += [signal.SIGTERM]
-    watcher._look(agent)  # one is enough
+    watcher._poll(agent)  # one is enough
     assert watcher.signals.seen == []
     assert (watcher.notice, len(sent)) == ("SIGHUP", 2)
 
@@ -344,7 +216,7 @@ def test_a_notice_before_there_are_workers_ends_torchrun(
     watcher, agent = _supervisor(attempt), _torchrun()
     (watcher.folder.path / "rank-0.pid").touch()  # not yet written
     watcher.signals.seen += [signal.SIGTERM]
-    watcher._look(agent)
+    watcher._poll(agent)
     assert (sent, agent.killed) == ([], True)
 
 
@@ -355,14 +227,14 @@ def test_a_signal_after_a_peers_failure_is_a_teardown(
     _workers(watcher, 41)
     attempt.failed.write_text("n2\n")
     watcher.signals.seen += [signal.SIGTERM]
-    watcher._look(agent)
+    watcher._poll(agent)
     assert (watcher.notice, watcher.torn_down) == (None, "n2")
     assert not watcher.folder.notice.exists()
     clock.now += supervisor.TEARDOWN_S - 0.1
-    watcher._look(agent)
+    watcher._poll(agent)
     assert (sent, agent.killed) == ([(41, signal.SIGTERM)], False)
     clock.now += 0.2
-    watcher._look(agent)
+    watcher._poll(agent)
     assert (sent[1:], agent.killed) == ([(41, signal.SIGKILL)], True)
 
 
@@ -389,7 +261,7 @@ def test_it_looks_around(
     watcher = _supervisor(attempt, end_time=end_time)
     attempt.failed.write_text(failed)
     attempt.notice.write_text(word)
-    watcher._look(_torchrun())
+    watcher._poll(_torchrun())
     assert (watcher.notice, watcher.torn_down) == (notice, torn_down)
 
 
@@ -400,7 +272,7 @@ def test_it_looks_around_once_a_second(
     for number in range(4):
         with open(watcher.folder.rank_log(0), "a") as log:
             log.write(str(number))
-        watcher._look(_torchrun())
+        watcher._poll(_torchrun())
         shown.append(capfdbinary.readouterr().out)
         clock.now += 0.5
     assert shown == [b"0", b"", b"12", b""]
@@ -411,12 +283,12 @@ def test_what_a_notice_leaves_alive_is_killed_before_slurm_does_it(
 ) -> None:
     watcher, agent = _supervisor(attempt, end_time=1010.0, warn_s=60.0), _torchrun()
     _workers(watcher, 41)
-    watcher._look(agent)
+    watcher._poll(agent)
     clock.now = 1009.9
-    watcher._look(agent)
+    watcher._poll(agent)
     assert not agent.killed
     clock.now = 1010.0
-    watcher._look(agent)
+    watcher._poll(agent)
     assert agent.killed
     assert sent == [(41, signal.SIGTERM), (41, signal.SIGKILL)]
 
@@ -427,10 +299,10 @@ def test_a_notice_that_comes_late_is_a_notice(
     watcher, agent = _supervisor(attempt, end_time=900.0), _torchrun()
     _workers(watcher, 41)
     for _ in range(2):
-        watcher._look(agent)
+        watcher._poll(agent)
         assert (sent, agent.killed) == ([(41, signal.SIGTERM)], False)
         clock.now += 5.0
-    watcher._look(agent)
+    watcher._poll(agent)
     assert agent.killed
 
 
@@ -440,17 +312,17 @@ def test_after_a_suspension_slurm_has_another_end(
     """The batch side asks for it when the job runs again; until then no end is known."""
     watcher, agent = _supervisor(attempt, end_time=1100.0, warn_s=60.0), _torchrun()
     _workers(watcher, 41)
-    watcher._look(agent)
+    watcher._poll(agent)
     clock.now = 1200.0
-    watcher._look(agent)
+    watcher._poll(agent)
     attempt.end_time.write_text("1300")
     for _ in range(7):
         clock.now += 5.0
-        watcher._look(agent)
+        watcher._poll(agent)
         assert (sent, agent.killed) == ([], False), clock.now
     clock.now = 1241.0
-    watcher._next_look = 0.0
-    watcher._look(agent)
+    watcher._next_poll = 0.0
+    watcher._poll(agent)
     assert sent == [(41, signal.SIGTERM)]
 
 
@@ -458,7 +330,7 @@ def test_without_a_notice_the_end_is_slurms(attempt: AttemptFolder, clock: Clock
     watcher, agent = _supervisor(attempt, end_time=1010.0), _torchrun()
     watcher.torn_down = "n2"
     clock.now = 1020.0
-    watcher._look(agent)
+    watcher._poll(agent)
     assert not agent.killed
 
 
@@ -477,10 +349,10 @@ def test_a_notice_that_can_not_be_written_is_given_later(
     with monkeypatch.context() as patch:
         patch.setattr(supervisor, "write_json", full)
         watcher.signals.seen += [signal.SIGINT]
-        watcher._look(agent)
+        watcher._poll(agent)
     assert (watcher.notice, sent) == (None, [])
-    clock.now += supervisor.LOOK_EVERY_S
-    watcher._look(agent)
+    clock.now += supervisor.POLL_EVERY_S
+    watcher._poll(agent)
     assert (watcher.notice, sent) == ("SIGINT", [(41, signal.SIGTERM)])
 
 
@@ -488,71 +360,17 @@ def test_what_a_later_attempt_has_replaced_is_ended(
     attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
 ) -> None:
     watcher, agent = _supervisor(attempt), _torchrun()
-    watcher._look(agent)
+    watcher._poll(agent)
     watcher.place.run.claim_attempt({}, lambda info: False)
     clock.now += supervisor.FENCE_EVERY_S - 1
-    watcher._look(agent)
+    watcher._poll(agent)
     assert (watcher.torn_down, agent.killed) == (None, False)
     clock.now += 1
-    watcher._look(agent)
+    watcher._poll(agent)
     assert (watcher.torn_down, agent.killed) == ("a later attempt", True)
     clock.now += supervisor.FENCE_EVERY_S
-    watcher._look(agent)
+    watcher._poll(agent)
     assert watcher._kill_at < clock.now  # set once
-
-
-# --- the interconnect ----------------------------------------------------------------------
-
-INFINIBAND = Found("infiniband", ("mlx5_0",))
-
-
-@pytest.fixture
-def look(monkeypatch: pytest.MonkeyPatch) -> list[Found]:
-    """What this node has: the first of the list."""
-    result = [INFINIBAND]
-    monkeypatch.setattr(fabric, "look", lambda: result[0])
-    monkeypatch.setattr(Place, "fabric_env", lambda place, result: {"NCCL_NET": "IB"})
-    return result
-
-
-def test_the_first_node_notes_its_fabric_for_the_others(
-    attempt: AttemptFolder, look: list[Found], capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = _supervisor(attempt, fabric="auto")
-    assert first._fabric_env() == {"NCCL_NET": "IB"}
-    assert "fabric: n1: infiniband (mlx5_0); NCCL_NET=IB" in capsys.readouterr().err
-    (event,) = raw_events(first.place.run.path)
-    assert (event["event"], event["node"], event["name"]) == ("fabric", "n1", "infiniband")
-    assert event["env"] == {"NCCL_NET": "IB"}
-    look[0] = Found("roce", ("mlx5_1",))
-    second = _supervisor(attempt, index=1, fabric="auto")
-    assert second._fabric_env() == {"NCCL_NET": "IB"}
-    assert not capsys.readouterr().err
-    second._compare_fabric()
-    assert (
-        "the interconnect of n2 is roce (mlx5_1), and of n1 infiniband (mlx5_0): NCCL"
-        in capsys.readouterr().err
-    )
-    second._compare_fabric()  # it is said once
-    look[0] = INFINIBAND
-    third = _supervisor(attempt, index=2, fabric="auto")
-    third._fabric_env()
-    third._compare_fabric()
-    assert not capsys.readouterr().err
-
-
-def test_a_node_waits_for_the_first_ones_fabric(
-    attempt: AttemptFolder, look: list[Found], capsys: pytest.CaptureFixture[str]
-) -> None:
-    second = _supervisor(attempt, index=1, fabric="auto")
-    second._fabric_env()
-    second._compare_fabric()
-    look[0] = Found()
-    _supervisor(attempt, fabric="auto")._fabric_env()
-    assert not capsys.readouterr().err  # of a first node that has nothing
-    second._compare_fabric()
-    assert "of n1 none" in capsys.readouterr().err
-    assert _supervisor(attempt, fabric="ethernet")._fabric_env() == {}
 
 
 # --- the end -------------------------------------------------------------------------------
@@ -568,7 +386,8 @@ def test_a_node_waits_for_the_first_ones_fabric(
         (1, None, None, 0, False, True, 0, ""),
         (1, None, None, 0, True, False, 1, "n1"),
         (1, None, None, 1, True, False, 1, "left"),
-        (1, None, None, 1, False, False, 1, "n2"),
+        (1, None, None, 1, False, False, 0, "n2"),  # the first one's code ends the step
+        (1, None, "n1", 1, False, False, 0, ""),
     ],
 )
 def test_how_it_ends(
@@ -613,7 +432,7 @@ def test_a_failed_worker_is_no_lost_leader(attempt: AttemptFolder, clock: Clock)
     watcher.folder.failures.write_text(
         json.dumps({"failures": [{"rank": 1, "code": 1, "time": 5.0}]})
     )
-    assert watcher._end(1) == 1
+    assert watcher._end(1) == 0
     assert read_json(watcher.folder.record)["left"] is False
     assert attempt.failed.read_text() == "n1"
 
@@ -630,7 +449,33 @@ def test_it_waits_for_each_peers_end_and_not_for_ever(attempt: AttemptFolder, cl
     attempt.node("n2").record.touch()
     watcher._wait_for_peers()
     assert len(clock.slept) == 1
-    assert watcher._peers() == [attempt.node(node).record for node in ("n1", "n2", "n3")]
+    assert watcher.launch.peers == [attempt.node(node).record for node in ("n1", "n2", "n3")]
+
+
+def test_the_first_supervisor_alone_looks_for_its_peers(attempt: AttemptFolder) -> None:
+    """Each of thousands looking for each would be a square of look-ups on the shared disk."""
+    watchers = [_supervisor(attempt, index=index) for index in range(3)]
+    assert [len(watcher.launch.peers) for watcher in watchers] == [3, 0, 0]
+    attempt.failed.write_text("n2")
+    assert [watcher.run() for watcher in watchers] == [1, 0, 0]
+
+
+def test_a_clock_that_is_set_moves_no_wait(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    watcher, agent = _supervisor(attempt), _torchrun()
+    _workers(watcher, 41)
+    clock.set_back_s = 3600.0
+    attempt.failed.write_text("n2")
+    watcher._poll(agent)
+    clock.set_back_s = 0.0
+    clock.now += supervisor.TEARDOWN_S - 0.1
+    watcher._poll(agent)
+    assert (sent, agent.killed) == ([(41, signal.SIGTERM)], False)
+    clock.set_back_s = 3600.0
+    clock.now += 0.2
+    watcher._poll(agent)
+    assert agent.killed
 
 
 def test_nobody_is_waited_for_where_a_port_was_taken(attempt: AttemptFolder, clock: Clock) -> None:
@@ -677,139 +522,11 @@ def test_what_the_workers_died_of(
 
 
 def test_a_node_that_can_not_take_part_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {**ENVIRON, "HPC_DDP_STEP_LAUNCHER": "mpirun"}.items():
-        monkeypatch.setenv(name, value)
+    values = {"RUN": attempt.path.parents[1], "ATTEMPT": 0, "STEP_LAUNCHER": "mpirun"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"HPC_DDP_{name}", str(value))
     monkeypatch.delenv("HPC_DDP_NODE_INDEX", raising=False)
     assert supervisor.main(["x"]) == 1
     assert "this node can't take part: this host, " in capsys.readouterr().err
-
-
-# --- one worker's supervisor ---------------------------------------------------------------
-
-
-@pytest.fixture
-def task(attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TaskSupervisor]:
-    """Make the supervisor of a rank of six, two on each node."""
-
-    def make(rank: int) -> TaskSupervisor:
-        values = {"SLURM_PROCID": rank, "SLURM_NTASKS": 6, "SLURM_LOCALID": rank % 2}
-        named = {"HPC_DDP_HEAD": "n1", "HPC_DDP_PORT": 20001, "HPC_DDP_RDZV_ID": "7.0"}
-        for name, value in {**values, **named}.items():
-            monkeypatch.setenv(name, str(value))
-        place = _place(attempt, index=rank // 2, fabric="auto")
-        return TaskSupervisor(place, ["python", "train.py"], cast(Signals, NoSignals()))
-
-    return make
-
-
-def test_a_worker_is_told_what_torchrun_would_tell_it(
-    task: Callable[..., TaskSupervisor], attempt: AttemptFolder
-) -> None:
-    watcher = task(3)
-    env = watcher._env()
-    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
-    assert [env[name] for name in names.split()] == ["3", "1", "6", "2", "1", "3"]
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n1", "20001")
-    assert (env["TORCHELASTIC_RUN_ID"], env["HPC_DDP_AGENT_PID"]) == ("7.0", str(os.getpid()))
-    assert watcher._command()[0] == "python"
-    assert watcher._command()[-2:] == ["-u", "train.py"]
-    assert (watcher._name(), watcher.folder) == ("n2-3", attempt.node("n2", 3))
-    assert watcher._pids() == [attempt.path / "n2" / "rank-3.pid"]
-    peers = [f"n{rank // 2 + 1}/record-{rank}.json" for rank in range(6)]
-    assert [str(path.relative_to(attempt.path)) for path in watcher._peers()] == peers
-    assert not watcher._speaks_for_its_node
-    assert task(4)._speaks_for_its_node
-
-
-def test_the_first_task_of_a_node_notes_its_fabric(
-    task: Callable[..., TaskSupervisor], look: list[Found], attempt: AttemptFolder
-) -> None:
-    for rank in (3, 2):
-        assert task(rank)._fabric_env() == {"NCCL_NET": "IB"}
-    events = raw_events(task(2).place.run.path)
-    assert [event["node"] for event in events] == ["n2"]
-
-
-def test_only_the_first_task_shows_its_output(
-    task: Callable[..., TaskSupervisor],
-    attempt: AttemptFolder,
-    capfdbinary: pytest.CaptureFixture[bytes],
-) -> None:
-    attempt.node("n1").path.mkdir()
-    attempt.node("n1").rank_log(0).write_bytes(b"of a try at another port\n")
-    first, second = task(0), task(1)
-    with open(attempt.node("n1").rank_log(0), "ab") as log:
-        log.write(b"new\n")
-    second._show_rank_0()
-    assert capfdbinary.readouterr().out == b""
-    first._show_rank_0()
-    assert capfdbinary.readouterr().out == b"new\n"
-
-
-@pytest.mark.parametrize(
-    ("part", "kind", "expected"),
-    [
-        ("task", TaskSupervisor, ["python", "$a.py", "--x=$a"]),
-        ("supervisor", Supervisor, ["python", "node.py", "agent", "--n=5", "t.py", "--x=$a"]),
-    ],
-)
-def test_submitits_task_ends_with_the_supervisors_code(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    part: str,
-    kind: type[Supervisor],
-    expected: list[str],
-) -> None:
-    calls: list[tuple[type[Supervisor], list[str]]] = []
-    handlers: list[tuple[int, Any]] = []
-
-    def supervise(kind: type[Supervisor], command: list[str]) -> int:
-        calls.append((kind, command))
-        return 3
-
-    monkeypatch.setattr(task_module, "supervise", supervise)
-    monkeypatch.setattr(signal, "signal", lambda *words: handlers.append(words))
-    monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
-    monkeypatch.setenv("a", "5")
-    (tmp_path / "job.json").write_text('{"args": ["--x=$a"]}')
-    command = ["python", "node.py", "agent", "--n=$a", "t.py"]
-    with pytest.raises(SystemExit, match=r"^3$"):
-        task_module.submitit_main(part, ["python", "$a.py"] if part == "task" else command)
-    assert calls == [(kind, expected)]
-    assert handlers == [(signal.SIGCONT, signal.SIG_DFL)]  # submitit's own logs each
-
-
-def test_a_task_ends_with_its_supervisors_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_module, "supervise", lambda kind, command: 4)
-    assert task_module.main(["python", "t.py"]) == 4
-
-
-@pytest.mark.parametrize(
-    ("rank", "error", "taken"),
-    [
-        (0, "RuntimeError: EADDRINUSE, port: 20001", True),
-        (0, "RuntimeError: EADDRINUSE, port: 80", False),
-        (0, "RuntimeError: port 20001", False),
-        (1, "RuntimeError: EADDRINUSE, port: 20001", False),
-    ],
-)
-def test_a_port_that_was_taken_is_marked(
-    task: Callable[..., TaskSupervisor],
-    attempt: AttemptFolder,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    rank: int,
-    error: str,
-    taken: bool,
-) -> None:
-    watcher = task(rank)
-    monkeypatch.setattr(task_module, "time", clock)
-    watcher.folder.rank_log(rank).write_text(f"Traceback (most recent call last):\n  x\n{error}\n")
-    assert watcher._failures(1) == [{"rank": rank, "code": 1, "time": 1000.0, "error": error}]
-    assert attempt.port_taken.exists() is taken
-    watcher.folder.failures.write_text('{"agent": "no python"}')
-    assert watcher._failures(127) == [
-        {"rank": None, "code": 127, "time": 1000.0, "error": "no python"}
-    ]

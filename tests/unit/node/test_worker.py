@@ -325,7 +325,7 @@ def test_each_node_has_a_supervisor(
     environ = local_run._environ(attempt)
     assert environ["HPC_DDP_END_TIME"] == ("1600" if end else "")
     assert (environ["HPC_DDP_HEAD"], environ["HPC_DDP_RDZV_ID"]) == ("127.0.0.1", "id-task-1.0")
-    assert (environ["HPC_DDP_NODES"], environ["HPC_DDP_RUN"]) == ("local-0 local-1", str(run.path))
+    assert (environ["HPC_DDP_NNODES"], environ["HPC_DDP_RUN"]) == ("2", str(run.path))
     assert 10000 <= int(environ["HPC_DDP_PORT"]) <= 32767
     local_run._supervise(environ)
     assert [argv[2] for argv, _ in started] == [launcher] * (2 * job.tasks_per_node)

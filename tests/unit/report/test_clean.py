@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.job.spec import JobSpec
@@ -22,6 +21,7 @@ from hpc_ddp.core.run_index import all_runs, link_job
 from hpc_ddp.report import clean
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.report.status.state import Queue
+from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
 
 REPO = Path(__file__).parents[3]
@@ -158,9 +158,9 @@ def test_what_is_at_work_is_left_alone(
     elsewhere.journal("rank-0").write(raw("started", backend="local", **told))
     queued, by_hand, requeued = make("3"), make("4"), make("5")
     jobs = {
-        "3": slurm.QueuedJob("PENDING", "Priority", "", ""),
-        "5": slurm.QueuedJob("PREEMPTED", "", "", ""),
-        "99": slurm.QueuedJob("RUNNING", "", "", "", str(by_hand.script)),
+        "3": QueuedJob("PENDING", "Priority", "", ""),
+        "5": QueuedJob("PREEMPTED", "", "", ""),
+        "99": QueuedJob("RUNNING", "", "", "", str(by_hand.script)),
     }
     monkeypatch.setattr(clean, "read_queue", lambda: Queue(jobs))
     assert clean.find_deletions(root, [], 0, (), checkpoints_only=False) == []

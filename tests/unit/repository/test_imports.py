@@ -16,19 +16,20 @@ STDLIB = set(sys.stdlib_module_names) | {"tomllib"}  # since 3.11
 # Room: (our rooms that it may import, other packages).
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "core": ({"core"}, set()),
-    "slurm": ({"core"}, set()),
-    "submission": ({"core", "slurm", "submission"}, {"jinja2", "submitit", "tomli"}),
-    "node": ({"core", "slurm", "node"}, set()),
+    "slurm": ({"core", "slurm_text"}, set()),
+    "slurm_text": (set(), set()),
+    "submission": ({"core", "slurm", "slurm_text", "submission"}, {"jinja2", "submitit", "tomli"}),
+    "node": ({"core", "slurm", "slurm_text", "node"}, set()),
     "training": ({"core", "training"}, {"torch", "numpy", "safetensors"}),
-    "report": ({"core", "slurm", "report"}, {"jinja2"}),
-    "cli": ({"core", "slurm", "submission", "report", "cli"}, {"click"}),
-    "api": ({"core", "slurm", "submission", "report"}, set()),
+    "report": ({"core", "slurm", "slurm_text", "report"}, {"jinja2"}),
+    "cli": ({"core", "slurm", "slurm_text", "submission", "report", "cli"}, {"click"}),
+    "api": ({"core", "slurm", "slurm_text", "submission", "report"}, set()),
 }
 # The agent is torchrun, so it runs where torch is, and the bandwidth is that of torch's own
 # collectives; submitit is given the supervisor by name.
 EXCEPTIONS = {
     ("node/agent.py", "torch"),
-    ("node/bandwidth.py", "torch"),
+    ("node/preflight/bandwidth.py", "torch"),
     ("submission/backends.py", "hpc_ddp.node.task"),
 }
 

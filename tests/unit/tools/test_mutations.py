@@ -131,7 +131,7 @@ def test_nonsense_counts_are_refused(count: int) -> None:
 
 
 def test_rooms() -> None:
-    assert files_of("slurm") == ["hpc_ddp/slurm.py"]
+    assert files_of("slurm") == ["hpc_ddp/slurm.py", "hpc_ddp/slurm_text.py"]
     assert "hpc_ddp/training/stops/consensus.py" in files_of("training")
     assert "hpc_ddp/training/telemetry/metrics.py" not in files_of("training")
     assert {*files_of("node"), *files_of("core")} < {*files_of("essential")}

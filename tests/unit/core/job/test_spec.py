@@ -64,6 +64,8 @@ def test_time(text: str, seconds: int) -> None:
         ({"partition": "a\n#SBATCH --account=x"}, "partition", "#SBATCH"),
         ({"sbatch": ("network=x",)}, "'network=x'", "--name=value"),
         ({"sbatch": ("--a=\n",)}, "", "--name=value"),
+        ({"sbatch": ("--no-kill",)}, "until the time limit", "--elastic"),
+        ({"sbatch": ("--no-k=set",), "elastic": True, "nodes": 2}, "--no-k ", "--elastic"),
         ({"args": ("a\0b",)}, "NUL", "NUL"),
         ({"container": "a 'b"}, "a 'b", "split into words"),
         ({"array": "0-1", "continue_by": "resubmit"}, "chain", "array"),

@@ -11,8 +11,7 @@ import pytest
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.fabric import VERBS, Found, _loads, look, settings
-from hpc_ddp.node.preflight import NodeReport, find_other_fabric
-from hpc_ddp.node.supervisor import Place
+from hpc_ddp.node.net.place import Place
 from hpc_ddp.submission.resources import folder
 from hpc_ddp.submission.script.render import job_env
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env, for_auto
@@ -187,7 +186,8 @@ def test_an_interface_of_nccls_own_files_stays(
     conf = tmp_path / "nccl.conf"
     conf.write_text("NCCL_SOCKET_IFNAME=ib0\n")
     monkeypatch.setenv("NCCL_CONF_FILE", str(conf))
-    told = {"HPC_DDP_RUN": str(tmp_path), "HPC_DDP_ATTEMPT": "0", "HPC_DDP_NODES": "local-0"}
+    told = {"HPC_DDP_RUN": str(tmp_path), "HPC_DDP_ATTEMPT": "0"}
+    RunFolder(tmp_path).claim_attempt({"nodes": ["local-0"]}, lambda info: False)
     told["HPC_DDP_NODE_INDEX"] = "0"
     assert Place.from_env(told).interface_env() == {"GLOO_SOCKET_IFNAME": "lo"}
     named = Place.from_env({**told, "HPC_DDP_INTERFACE": "eth1"})
@@ -219,31 +219,3 @@ def test_what_travels_can_be_read_without_toml(tmp_path: Path) -> None:
     assert table == for_auto()
     assert "roce" not in table
     assert "slingshot" in table
-
-
-# --- nodes that differ, in the preflight ---------------------------------------------------
-
-
-def _told(*seen: tuple[str | None, int]) -> dict[str, NodeReport]:
-    return {f"n{i}": NodeReport(values={"fabric": f, "cards": c}) for i, (f, c) in enumerate(seen)}
-
-
-def test_a_node_without_the_cards_of_the_others_is_bad() -> None:
-    told = _told((None, 0), ("infiniband", 4), (None, 0))  # also where it is most of them
-    told["n3"] = NodeReport()  # says nothing
-    find_other_fabric(told, used=True)
-    assert [node for node, each in told.items() if each.bad] == ["n0", "n2"]
-    assert told["n0"].bad == [
-        ("fabric", "no fast network that we know here, while others have infiniband")
-    ]
-
-
-def test_without_gpus_and_of_fewer_cards_it_is_only_noted() -> None:
-    told = _told((None, 0), ("infiniband", 4), ("infiniband", 4), ("infiniband", 3))
-    find_other_fabric(told, used=False)
-    assert not any(each.bad for each in told.values())
-    assert told["n3"].notes == ["3 cards of infiniband, while others have 4"]
-    assert told["n0"].notes
-    none = _told((None, 0), (None, 0))
-    find_other_fabric(none, used=True)
-    assert not any(each.bad or each.notes for each in none.values())

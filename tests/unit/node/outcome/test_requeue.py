@@ -178,7 +178,12 @@ def test_a_chain_without_an_attempt_or_an_answer_goes_on(
 
 # --- going on ------------------------------------------------------------------------------
 
-SHOWN = "   JobState={} Reason=None\n   Requeue=1 Restarts={} BatchFlag=1\n"
+SHOWN = (
+    "   JobState={} Reason=None\n   Requeue=1 Restarts={} BatchFlag=1\n"
+    "   ReqNodeList=(null) ExcNodeList=(null)\n"
+)
+AWAY = "{ echo Unable to contact slurm controller >&2; exit 1; }"
+RUNNING = f"printf '{SHOWN.format('RUNNING', 2)}'"
 GO_ON = Verdict(Cause.PREEMPTED, Action.REQUEUE, "")
 
 
@@ -311,7 +316,7 @@ def test_a_job_that_slurm_has_requeued_itself_is_kept_off_the_lost_node(
     _blame(run, "n2")
     if not newest:
         run.claim_attempt({}, lambda info: False)
-    slurm_commands.answer("scontrol")
+    slurm_commands.answer("scontrol", SHOWN.format("PENDING", 3))
     slurm_commands.answer("sbatch")
     assert end(Verdict(Cause.SUPERSEDED, Action.NONE, ""), lost=lost) == 0
     assert bool(slurm_commands.calls("scontrol")) is (lost != () and newest)
@@ -337,7 +342,7 @@ def test_a_requeue_is_given_up_after_a_while(
     printed: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(requeue, "REQUEUE_PATIENCE_S", 18.0)
+    monkeypatch.setattr(requeue, "TRIES", 4)
     slurm_commands.answer_by(
         "scontrol",
         f"[ $1 = show ] && printf '{SHOWN.format('RUNNING', 2)}' || "
@@ -346,6 +351,35 @@ def test_a_requeue_is_given_up_after_a_while(
     assert end() == 75
     assert clock.slept == [requeue.PAUSE_S] * 4
     assert "could not be requeued; go on with: hpc-ddp submit --run '" in printed[-1]
+
+
+@pytest.mark.parametrize(("left_s", "away_s", "code"), [(6420, 780, 0), (120, 780, 75)])
+def test_a_controller_that_is_away_is_no_refusal(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    clock: Clock,
+    left_s: int,
+    away_s: int,
+    code: int,
+) -> None:
+    """It is asked until shortly before the end of the job's time, as an operator has set it."""
+    run.attempt(0).end_time.write_text(f"{clock.now + left_s}")
+    back_at = clock.now + away_s
+    answers = slurm_commands.answer_by
+    answers("scontrol", f"[ $(cat '{run.path}/now') -lt {int(back_at)} ] && {AWAY} || {RUNNING}")
+    sleep = clock.sleep
+
+    def pass_time(seconds: float) -> None:
+        sleep(seconds)
+        (run.path / "now").write_text(f"{int(clock.now)}")
+
+    clock.sleep = pass_time  # type: ignore[method-assign]
+    pass_time(0)
+    assert end(HPC_DDP_END_TIME=f"{clock.now + 60}") == code
+    assert bool(_changes(slurm_commands)) is (code == 0)
+    assert clock.now < back_at + 60
+    assert len(slurm_commands.calls("scontrol")) < 60  # now and then, and so are the messages
 
 
 @pytest.mark.parametrize(("code", "ended"), [(0, 0), (1, 75)])
@@ -433,10 +467,10 @@ def test_a_waiting_link_is_kept_off_a_lost_node(
     write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
     _blame(run, "n2")
     slurm_commands.answer("sbatch")
-    slurm_commands.answer("scontrol")
+    slurm_commands.answer("scontrol", SHOWN.format("PENDING", 0))
     assert end(lost=lost, continue_by="resubmit") == 0
     update = ["update", "JobId=8", "ExcNodeList=n2"]
-    assert slurm_commands.calls("scontrol") == ([update] if lost else [])
+    assert _changes(slurm_commands) == ([update] if lost else [])
 
 
 def test_the_next_link_of_a_task_is_that_task(
@@ -455,14 +489,17 @@ def test_the_next_link_of_a_task_is_that_task(
     assert (run.root / ".jobs" / "9").resolve() == run.path
 
 
+@pytest.mark.parametrize(("excluded", "kept_off"), [("", "n2"), ("n[2,8-9]", "n8,n9,n2")])
 def test_the_next_link_is_kept_off_bad_nodes(
-    run: RunFolder, slurm_commands: Slurm, clock: Clock
+    run: RunFolder, slurm_commands: Slurm, clock: Clock, excluded: str, kept_off: str
 ) -> None:
+    """Its --exclude takes the place of the script's line, which this job had."""
     _blame(run, "n2")
+    _exclude(slurm_commands, excluded)
     slurm_commands.answer("sbatch", "9\n")
     assert queue_next_link(run, run.attempt(0), _environ()) == "9"
     words = slurm_commands.calls("sbatch")[-1]
-    assert words[1:3] == ["--dependency=afterany:7", "--exclude=n2"]
+    assert words[1:3] == ["--dependency=afterany:7", f"--exclude={kept_off}"]
 
 
 def test_a_link_without_an_answer_is_none_of_the_known_jobs(
@@ -477,19 +514,31 @@ def test_a_link_without_an_answer_is_none_of_the_known_jobs(
 # --- off bad nodes -------------------------------------------------------------------------
 
 
+REFUSED = "not kept off n2, n3: sbatch refused: too few nodes"
+
+
+def _exclude(slurm_commands: Slurm, nodes: str) -> None:
+    """Have Slurm keep the job off some nodes already: ``n[8-9]``, with or without n2."""
+    shown = SHOWN.format("RUNNING", 2).replace("ExcNodeList=(null)", f"ExcNodeList={nodes}")
+    names = "n2\nn8\nn9\n" if "2" in nodes else "n8\nn9\n"
+    answer = f"[ $2 = hostnames ] && printf '{names}' || printf '{shown}'"
+    slurm_commands.answer_by("scontrol", answer)
+
+
 def _blame(run: RunFolder, *nodes: str) -> None:
     values: dict[str, Any] = {"cause": "node lost", "action": "requeue", "why": ""}
     run.journal("batch").write(raw("verdict", **values, bad_nodes=nodes))
 
 
 @pytest.mark.parametrize(
-    ("age_s", "theirs", "fits", "kept_off", "words"),
+    ("age_s", "excluded", "fits", "kept_off", "words"),
     [
-        (60.0, None, True, "n2,n3", ["kept off for a day: n2, n3"]),
-        (60.0, "n[8-9]", True, "n[8-9],n2,n3", ["kept off for a day: n[8-9], n2, n3"]),
-        (60.0, "n9", False, "n9", ["not kept off n2, n3: sbatch refused: too few nodes"]),
-        (KEPT_OFF_S, "n9", True, "n9", []),
-        (KEPT_OFF_S, None, True, "", []),
+        (60.0, "", True, "n2,n3", ["kept off: n2, n3"]),
+        (60.0, "n[8-9]", True, "n8,n9,n2,n3", ["kept off: n8, n9, n2, n3"]),
+        (60.0, "n[2,8-9]", True, "n8,n9,n2,n3", ["kept off: n8, n9, n2, n3"]),
+        (60.0, "n[8-9]", False, "n8,n9", [REFUSED, "kept off: n8, n9"]),
+        (KEPT_OFF_S, "n[2,8-9]", True, "n8,n9", ["kept off: n8, n9"]),
+        (KEPT_OFF_S, "", True, "", []),
     ],
 )
 def test_a_requeued_job_is_kept_off_bad_nodes(
@@ -499,22 +548,23 @@ def test_a_requeued_job_is_kept_off_bad_nodes(
     clock: Clock,
     printed: list[str],
     age_s: float,
-    theirs: str | None,
+    excluded: str,
     fits: bool,
     kept_off: str,
     words: list[str],
 ) -> None:
+    """Slurm's list may be of any option, variable or plugin: all but our own nodes stay."""
     _blame(run, "n3", "n2")
     clock.now += age_s
-    if theirs:
-        write_json(run.job_json, {"exclude": theirs})
-    slurm_commands.answer("scontrol", SHOWN.format("RUNNING", 2))
-    slurm_commands.answer("scontrol")
+    _exclude(slurm_commands, excluded)
     slurm_commands.answer("sbatch", err="too few nodes", code=int(not fits))
     assert end() == 0
-    assert _changes(slurm_commands)[1:] == [["update", "JobId=7", f"ExcNodeList={kept_off}"]]
+    assert _changes(slurm_commands) == [
+        ["requeue", "7"],
+        ["update", "JobId=7", f"ExcNodeList={kept_off}"],
+    ]
     assert printed == words
-    asked = [f"--exclude={','.join(filter(None, (theirs, 'n2,n3')))}", str(run.script)]
+    asked = [f"--exclude={'n8,n9,' if excluded else ''}n2,n3", str(run.script)]
     expected = [["--test-only", *asked]] if age_s < KEPT_OFF_S else []
     assert slurm_commands.calls("sbatch") == expected
 
@@ -523,9 +573,8 @@ def test_a_job_that_can_not_be_kept_off_goes_on(
     slurm_commands: Slurm, end: Callable[..., int], run: RunFolder, printed: list[str]
 ) -> None:
     _blame(run, "n2")
-    slurm_commands.answer("scontrol", SHOWN.format("RUNNING", 2))
-    slurm_commands.answer("scontrol")
-    slurm_commands.answer("scontrol", err="Access denied", code=1)
+    refused = "{ echo Access denied >&2; exit 1; }"
+    slurm_commands.answer_by("scontrol", f"[ $1 = update ] && {refused} || {RUNNING}")
     slurm_commands.answer("sbatch")
     assert end() == 0
     assert printed == ["scontrol refused: Access denied"]

@@ -12,7 +12,7 @@ from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict, decide, too_many_silent
-from hpc_ddp.slurm import Job
+from hpc_ddp.slurm_text import Job
 from tests.raw_events import changed, typed
 
 RUNNING = Job("RUNNING", "None", 0, None, 1000.0)
@@ -240,9 +240,38 @@ def test_a_job_that_takes_one_node_down_after_the_other_is_bounded() -> None:
     ]
     here = {"records": [], "lost_nodes": ["n9"]}
     assert _decide(attempt=8, events=lost[:8], **here).action == "requeue"
-    assert "10 attempts in a row have lost a node" in _decide(attempt=9, events=lost, **here).why
+    assert "10 attempts in a row have ended without" in _decide(attempt=9, events=lost, **here).why
     saved = [*lost[:5], changed(lost[5], progress=True), *lost[6:]]
     assert _decide(attempt=9, events=saved, **here).action == "requeue"
+
+
+def test_a_signal_to_each_attempt_is_bounded() -> None:
+    """A set-up line or a health script may send it, before a step is done."""
+    noticed = {"records": (_record("n1", notice="SIGTERM"), _record("n2", notice="SIGTERM"))}
+    before = [_event("verdict", k, cause="notice", action="requeue") for k in range(9)]
+    assert _decide(attempt=8, events=before[:8], **noticed).action == "requeue"
+    last = _decide(attempt=9, events=before, **noticed)
+    assert (last.cause, last.action) == ("notice", "give up")
+    assert "10 attempts in a row have ended without a newer checkpoint" in last.why
+    saved = [*before[:5], changed(before[5], progress=True), *before[6:]]
+    assert _decide(attempt=9, events=saved, **noticed).action == "requeue"
+    mixed = [changed(v, cause="node lost") if v.attempt % 2 else v for v in before]
+    assert _decide(attempt=9, events=mixed, **noticed).action == "give up"
+    spec = JobSpec("t.py", max_failures=0)
+    assert _decide(spec=spec, attempt=3, events=before[:3], **noticed).action == "give up"
+    preempted = [changed(v, cause="preempted") for v in before]
+    assert _decide(attempt=9, events=preempted, **noticed).action == "requeue"
+    job = replace(RUNNING, preempted_at=900.0)
+    assert _decide(attempt=9, events=before, job=job).action == "requeue"
+
+
+def test_time_limits_of_a_script_with_its_own_checkpoints_do_not_count() -> None:
+    spec = JobSpec("t.py", max_requeues=50)
+    job = replace(RUNNING, state="COMPLETING", reason="TimeLimit")
+    before = [_event("verdict", k, cause="time limit", action="requeue") for k in range(20)]
+    assert _decide(spec=spec, attempt=20, events=before, job=job).action == "requeue"
+    lost = {"records": FINE[:1], "lost_nodes": ["n2"]}
+    assert _decide(spec=spec, attempt=20, events=before, **lost).action == "requeue"
 
 
 def test_a_disk_that_does_not_answer_a_restore_is_tried_again() -> None:

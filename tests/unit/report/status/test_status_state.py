@@ -9,7 +9,7 @@ from fakes import Slurm
 
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.state import describe_work, read_queue
-from hpc_ddp.slurm import QueuedJob
+from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
 
 

@@ -13,7 +13,7 @@ from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status import run_table as overview
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.slurm import QueuedJob
+from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.slurm import parse_config, parse_records
+from hpc_ddp.slurm_text import parse_config, parse_records
 from hpc_ddp.submission.site_detect.cluster import ClusterFacts, gpus_of
 from hpc_ddp.submission.site_detect.infer import Site, describe
 

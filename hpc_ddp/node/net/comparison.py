@@ -1,0 +1,64 @@
+"""The interconnect of a node: chosen for its workers, and compared with the first node's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict
+
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.journal.events import FabricChosen
+from hpc_ddp.core.journal.journal import Journal
+from hpc_ddp.node.net import fabric
+from hpc_ddp.node.net.place import Place
+
+
+class FabricComparison:
+    """Reports the first node's interconnect, and each node whose interconnect differs from it."""
+
+    def __init__(self, place: Place, journal: Journal) -> None:
+        self._place, self._journal = place, journal
+        self._pending: fabric.Found | None = None  # to be compared once the first node has written
+
+    def choose(self, is_reported: bool) -> dict[str, str]:
+        """Return the variables of this node's interconnect, {} where none is to be looked up.
+
+        With `is_reported` it is journalled; the first node also prints it, and writes it into the
+        attempt's folder for `compare`.
+        """
+        place = self._place
+        if not place.seeks_fabric:
+            return {}
+        interconnect = fabric.look()
+        variables = place.fabric_env(interconnect)
+        if not is_reported:
+            return variables
+        self._journal.write(FabricChosen(place.node, **asdict(interconnect), env=variables))
+        if place.index > 0:
+            self._pending = interconnect
+            return variables
+        with contextlib.suppress(OSError):  # then no node compares its own
+            place.attempt.fabric.write_text(json.dumps(asdict(interconnect)))
+        if interconnect != fabric.Found():
+            words = " ".join(f"{key}={value}" for key, value in variables.items())
+            say(f"fabric: {place.node}: {interconnect}; {words or 'nothing is set for it'}")
+        return variables
+
+    def compare(self) -> None:
+        """Print a warning, once, if this node's interconnect differs: NCCL would hang, or crawl.
+
+        Does nothing until the first node has written its own.
+        """
+        place, interconnect = self._place, self._pending
+        if interconnect is None:
+            return
+        fields = read_json(place.attempt.fabric)
+        if not fields:
+            return
+        self._pending, first = None, fabric.Found(**fields)
+        if not interconnect.is_like(first):
+            say(
+                f"WARNING: the interconnect of {place.node} is {interconnect}, and of"
+                f" {place.nodes[0]} {first}: NCCL will fail, hang or be slow"
+            )

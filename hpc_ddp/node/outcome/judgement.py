@@ -1,0 +1,150 @@
+"""Whether an attempt may start, and the verdict after it: facts from the journal and from Slurm.
+
+`verdict` decides from these facts; here they are gathered, and the decision is written down.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from hpc_ddp import slurm
+from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import patiently
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import JournalEvent, Submitted, VerdictGiven
+from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.node.outcome.verdict import (
+    AttemptFacts,
+    Verdict,
+    decide,
+    over_budget,
+    silent_nodes,
+    too_many_silent,
+)
+from hpc_ddp.slurm_text import Job
+
+# --- before an attempt ---------------------------------------------------------------------
+
+
+def check_budget(run: RunFolder, spec: JobSpec) -> None:
+    """Refuse to start an attempt if the run, or its array's tasks, have used the budget.
+
+    Raises
+    ------
+    HpcDdpError
+        they have; the verdict is journalled
+    """
+    over_text = over_budget(spec, _gpu_hours(run, spec))
+    if over_text:
+        hint = f"hpc-ddp submit --run {run.whole} --budget-gpu-hours HOURS"
+        _give_up(run, Cause.BUDGET, over_text, hint)
+
+
+def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
+    """Refuse another attempt where too many have ended without a verdict.
+
+    A job may take its own first node down each time, and with it the batch shell that would count.
+
+    Raises
+    ------
+    HpcDdpError
+        too many; the verdict is journalled
+    """
+    events = run.events()
+    first = _first_attempt(events)
+    numbers = [attempt.number for attempt in run.attempts() if attempt.number >= first]
+    why = too_many_silent(spec, run.most_requeues, since_submit(events), numbers)
+    if why:
+        hint = f"hpc-ddp submit --run {run.whole} goes on all the same"
+        _give_up(run, Cause.NODE_LOST, why, hint)
+
+
+def _give_up(run: RunFolder, cause: Cause, why: str, hint: str) -> NoReturn:
+    """Journal for the last attempt that none may follow, and raise the refusal of the next."""
+    journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
+    journal.write(VerdictGiven(cause, Action.GIVE_UP, why, 1, False, None, ()))
+    raise HpcDdpError(why, hint=hint)
+
+
+# --- after it ------------------------------------------------------------------------------
+
+
+def judge(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: Job | None
+) -> tuple[AttemptFacts, Verdict]:
+    """Gather the facts of an attempt that has ended; decide how the run continues, and note it.
+
+    `job` is Slurm's record of the job, None without an answer and without Slurm.
+    """
+    env, records = AttemptEnv.from_env(environ), attempt.records()
+    nodes = list(env.nodes)
+    spec = JobSpec.from_json(patiently(run.job_json.read_text))
+    silent = silent_nodes(spec, nodes, records)
+    facts = AttemptFacts(
+        spec=spec,
+        attempt=attempt.number,
+        cancelled=run.cancelled.exists(),
+        superseded=not run.is_newest(attempt.number),
+        job=job,
+        restarts=env.restarts,
+        nodes=nodes,
+        records=records,
+        lost_nodes=slurm.unusable(silent) if job else [],
+        events=since_submit(run.events()),
+        gpu_hours=_gpu_hours(run, spec),
+        most_requeues=run.most_requeues,
+    )
+    decided = decide(facts)
+    _note(run, attempt, facts, decided)
+    return facts, decided
+
+
+def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict) -> None:
+    """Write the verdict to the journal, and to the end of the job's output for users."""
+    failure = facts.failure if decided.cause == Cause.FAILED else None
+    where: dict[str, Any] = {}
+    if failure:
+        where = {"rank": failure.rank, "node": failure.node, "error": failure.error}
+    event = VerdictGiven(
+        decided.cause,
+        decided.action,
+        decided.why,
+        decided.exit_code,
+        facts.progress,
+        facts.step,
+        list(facts.bad_nodes),
+        **where,
+    )
+    run.journal("batch", attempt.number).write_surely(event)
+    if failure and failure.rank is not None:
+        say(f"its log: {attempt.node(failure.node).rank_log(failure.rank)}")
+    if decided.action == Action.NONE:
+        why = f"; {decided.why}" if decided.why else ""
+        say(f"attempt {facts.attempt}: {decided.cause}{why}")
+    else:
+        again = "it starts over" if facts.step is None else "it goes on"  # by its checkpoints
+        then = again if decided.action == Action.REQUEUE else "given up"
+        say(f"attempt {facts.attempt}: {decided.why}; {then}")
+
+
+def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
+    """Return the GPU hours that a run with a budget has used, 0 for one without."""
+    return 0.0 if spec.budget_gpu_hours is None else run.gpu_hours(spec.gpus_in_use)
+
+
+def since_submit(events: list[JournalEvent]) -> list[JournalEvent]:
+    """Drop the events before the newest submit: fixed code has its budgets anew.
+
+    By attempt and not by time, since the login node's clock is another one.
+    """
+    first = _first_attempt(events)
+    return [event for event in events if event.attempt >= first]
+
+
+def _first_attempt(events: list[JournalEvent]) -> int:
+    """Return the number of the attempt that the newest submit began."""
+    submits = [event for event in events if isinstance(event, Submitted)]
+    return max((submit.first_attempt for submit in submits), default=0)

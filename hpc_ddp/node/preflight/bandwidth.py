@@ -1,0 +1,171 @@
+"""The part of the preflight that needs torch: its import, and the speeds between nodes.
+
+An all-reduce is as slow as its slowest link, on all nodes alike, so it names no node. Before it,
+each node therefore exchanges data with several others in turn. The best of these speeds is the
+node's own: a slow partner does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from hpc_ddp.core.accelerators import usable
+from hpc_ddp.node.preflight.messages import report
+
+TURNS = 5  # in which a node meets at least three others, where there are that many
+REPEATS = 5  # of an exchange, of which the best counts: disturbances only slow down
+TIMEOUT_S = 30.0
+SMALL, LARGE = 256 << 10, 4 << 20  # elements of an exchange, 1 and 16 MiB
+FAST_MB_S = 100.0
+REDUCED = 1 << 20  # elements of the all-reduce, 4 MiB
+
+
+def import_torch() -> Any:
+    """Return torch, and report its version and accelerators; None, with a fault, without torch."""
+    began = time.time()
+    try:
+        import torch
+        import torch.distributed
+    except Exception as error:
+        report(fault="torch", why=f"import torch: {type(error).__name__}: {_first_line(error)}")
+        return None
+    device, count = accelerators(torch)
+    values = {"torch": torch.__version__, "device": device, "devices": count}
+    report(stage="torch", values={**values, "import_s": round(time.time() - began, 1)})
+    return torch
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def accelerators(torch: Any) -> tuple[str | None, int]:
+    """Return torch's type of the accelerators here, and their number; None and 0 without any.
+
+    A type whose tensors no backend of this torch sends counts as none: Apple's, or NVIDIA's where
+    torch is built without NCCL.
+    """
+    device, dist = usable(torch), torch.distributed
+    if device is None or not dist.is_backend_available(
+        dist.get_default_backend_for_device(device.type)
+    ):
+        return None, 0
+    return device.type, torch.accelerator.device_count()
+
+
+def partner(rank: int, world: int, turn: int) -> int | None:
+    """Return the partner of a rank in a turn, None without one; with other turns it is another.
+
+    In any `world` consecutive turns each rank meets each other rank once.
+    """
+    peer = (turn - rank) % world
+    return None if peer == rank else peer
+
+
+class Meter:
+    """Measures the links between the members of a process group, by tensors on a device."""
+
+    def __init__(self, torch: Any, device: str) -> None:
+        self._torch, self._dist, self._device = torch, torch.distributed, device
+
+    def _tensor(self, count: int, number: float) -> Any:
+        return self._torch.full((count,), number, dtype=self._torch.float32, device=self._device)
+
+    def exchange(self, peer: int) -> float:
+        """Send to a peer and receive from it at the same time; return the best speed in MB/s.
+
+        Large tensors follow only if both ends found small ones fast: a slow link must not keep the
+        other members waiting.
+        """
+        speed = self._best_speed(peer, SMALL)
+        speed_there = self._tensor(1, 0.0)
+        self._swap(self._tensor(1, speed), speed_there, peer)
+        if min(speed, float(speed_there.item())) > FAST_MB_S:
+            speed = max(speed, self._best_speed(peer, LARGE))
+        return speed
+
+    def _best_speed(self, peer: int, count: int) -> float:
+        outgoing, incoming = self._tensor(count, 1.0), self._tensor(count, 0.0)
+        return max(_speed(count, self._swap(outgoing, incoming, peer)) for _ in range(REPEATS))
+
+    def _swap(self, outgoing: Any, incoming: Any, peer: int) -> float:
+        """Send one tensor and receive the other; return the seconds that it took."""
+        dist, begin = self._dist, time.perf_counter()
+        pair = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, incoming, peer)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        if self._device != "cpu":
+            self._torch.accelerator.synchronize()
+        return time.perf_counter() - begin
+
+    def all_reduce(self, count: int) -> tuple[float, bool]:
+        """Add up over all members; return the speed in MB/s, and whether the sum is right."""
+        dist = self._dist
+        world = dist.get_world_size()
+        values = self._tensor(count, dist.get_rank() + 1.0)
+        begin = time.perf_counter()
+        dist.all_reduce(values)
+        is_right = bool((values == world * (world + 1) / 2).all().item())  # waits for a GPU, too
+        return _speed(count, time.perf_counter() - begin), is_right
+
+
+def _speed(count: int, duration_s: float) -> float:
+    """Return the speed in MB/s for a number of elements."""
+    return 4 * count / duration_s / 1e6
+
+
+def join(torch: Any, host: str, port: int, device: str, rank: int, world: int) -> Meter:
+    """Join the process group of the members, with its store on `host`; raises RuntimeError."""
+    dist, timeout = torch.distributed, timedelta(seconds=TIMEOUT_S)
+    store = dist.TCPStore(host, port, world, rank == 0, timeout=timeout)
+    if device != "cpu":
+        torch.accelerator.set_device_index(0)  # the first one that this process may see
+    backend = dist.get_default_backend_for_device(device)
+    # Unbound, NCCL of torch 2.15 takes the device that has the rank's number. And it would end the
+    # process at a timeout, where an exception can name the peer.
+    bound = {"device_id": torch.device(device, 0)} if device == "cuda" else {}
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timeout, **bound
+    )
+    meter = Meter(torch, device)
+    meter.all_reduce(1)  # connects all, as the measured one needs it
+    return meter
+
+
+def measure(meter: Meter, members: Sequence[str], rank: int) -> None:
+    """Report the best speed of exchanges with other members, and that of an all-reduce.
+
+    The first exchange that fails is reported as trouble with its partner, and ends it.
+    """
+    speeds = []
+    for turn in range(1, 1 + min(TURNS, len(members))):
+        peer = partner(rank, len(members), turn)
+        if peer is None:
+            continue
+        try:
+            speeds.append(meter.exchange(peer))
+        except RuntimeError as error:
+            why = f"no exchange with {members[peer]}: {_first_line(error)}"
+            report(trouble=members[peer], check="bandwidth", why=why, turn=turn)
+            return
+    speed, is_right = meter.all_reduce(REDUCED)
+    values = {"exchange_mb_s": round(max(speeds), 1), "all_reduce_mb_s": round(speed, 1)}
+    report(values=values)
+    if not is_right:
+        report(fault="bandwidth", why="the sum of an all-reduce is wrong here")
+
+
+def run(torch: Any, node: str, members: Sequence[str], host: str, port: int, device: str) -> None:
+    """Measure the speeds between the members, and report them or why their group broke."""
+    rank = members.index(node)
+    try:
+        meter = join(torch, host, port, device, rank, len(members))
+        measure(meter, members, rank)
+    except RuntimeError as error:  # torch raises nothing else
+        report(values={"exchange_error": _first_line(error)})
+    report(stage="exchange")

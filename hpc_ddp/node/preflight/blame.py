@@ -1,0 +1,211 @@
+"""Which nodes are unfit, and why, by the reports of all nodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from hpc_ddp.core.console.units import speed
+
+SLOW = 5  # times slower than usual is a fault, while processors are free
+
+# Faults that Slurm's controller, or any other node, may cause; faults that any node would have.
+UNCLEAR = {"silent", "step", "exchange"}
+OF_ANY_NODE = {"torch", "ended", "scratch", "step"}
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A failed check between a node and its partner; `turn` counts the exchanges."""
+
+    peer: str
+    check: str
+    why: str
+    turn: int = 0
+
+
+@dataclass
+class NodeReport:
+    """The report of one node.
+
+    Attributes
+    ----------
+    contact
+        how the others reach it: ``host``, ``port``, ``store_port``
+    stages
+        those that it has completed
+    values, notes
+        for the journal
+    faults
+        pairs of check and reason
+    troubles
+        failed checks of its partners, which may be either node's fault
+    last_line
+        the last line of its task that was no message
+    has_ended
+        its task has
+    """
+
+    contact: dict[str, Any] = field(default_factory=dict)
+    stages: set[str] = field(default_factory=set)
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    faults: list[tuple[str, str]] = field(default_factory=list)
+    troubles: list[Trouble] = field(default_factory=list)
+    last_line: str = ""
+    has_ended: bool = False
+
+    def add(self, message: dict[str, Any]) -> None:
+        """Add one message of the node; raises KeyError for a malformed one."""
+        if "stage" in message:
+            self.stages.add(message["stage"])
+        self.contact |= message.get("contact", {})
+        self.values |= message.get("values", {})
+        if "note" in message:
+            self.notes.append(message["note"])
+        if "fault" in message:
+            self.faults.append((message["fault"], message["why"]))
+        if "trouble" in message:
+            turn = message.get("turn", 0)
+            trouble = Trouble(message["trouble"], message["check"], message["why"], turn)
+            self.troubles.append(trouble)
+
+
+Reports = dict[str, NodeReport]
+
+
+def cover(pairs: Iterable[tuple[str, str]]) -> set[str]:
+    """Return the fewest nodes that explain failed checks, given as pairs of observer and partner.
+
+    The node with the most failed checks comes first. Of several with equally many, those that
+    observed a failure are taken: with two nodes it is both if both observed it.
+    """
+    open_pairs, covering = set(pairs), set[str]()
+    while open_pairs:
+        counts = Counter(node for pair in {frozenset(pair) for pair in open_pairs} for node in pair)
+        most = max(counts.values())
+        candidates = {node for node, count in counts.items() if count == most}
+        covering |= candidates & {observer for observer, _ in open_pairs} or candidates
+        open_pairs = {pair for pair in open_pairs if not covering & set(pair)}
+    return covering
+
+
+def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = ()) -> None:
+    """Add a fault to the nodes that explain the failed checks of one kind between nodes.
+
+    `more` are further pairs of observer and node, where the observer is no node. Nodes with a fault
+    explain their troubles already. Of numbered turns the first counts: the others follow from it.
+    """
+    unfit = {node for node, report in reports.items() if report.faults}
+    rows = [
+        (node, trouble)
+        for node, report in reports.items()
+        for trouble in report.troubles
+        if trouble.check == check and not unfit & {node, trouble.peer}
+    ]
+    first = min((trouble.turn for _, trouble in rows), default=0)
+    rows = [(node, trouble) for node, trouble in rows if trouble.turn == first]
+    pairs = [(node, trouble.peer) for node, trouble in rows]
+    pairs += [pair for pair in more if not unfit & set(pair)]
+    for node in cover(pairs) & set(reports):
+        reasons = [trouble.why for observer, trouble in rows if observer == node]
+        reasons += [
+            f"{observer}: {trouble.why}" for observer, trouble in rows if trouble.peer == node
+        ]
+        reasons.append("the files that it writes do not appear on the first node")
+        reports[node].faults.append((check, reasons[0]))
+
+
+def blame_fabric(reports: Reports) -> None:
+    """Add a fault to nodes without the interconnect that most others have."""
+    names = [report.values["fabric"] for report in reports.values() if "fabric" in report.values]
+    most = Counter(name for name in names if name).most_common(1)
+    for report in reports.values():
+        name = report.values.get("fabric", "")
+        if most and "fabric" in report.values and name != most[0][0]:
+            why = f"{name or 'no fast network that we know'} here, while others have {most[0][0]}"
+            report.faults.append(("fabric", why))
+
+
+def blame_torch(reports: Reports) -> None:
+    """Add a fault to nodes with another torch than most, and where it does not see the GPUs."""
+    versions = [report.values["torch"] for report in reports.values() if "torch" in report.values]
+    usual = Counter(versions).most_common(1)[0][0] if versions else None  # ties: the first
+    for report in reports.values():
+        version = report.values.get("torch", usual)
+        if version != usual:
+            report.faults.append(("torch", f"torch {version}, while others have {usual}"))
+        if report.values.get("devices") == 0 and report.values.get("gpus_there"):
+            why = "torch sees no GPU here, or is built without their backend, as NCCL"
+            report.faults.append(("torch", why))
+
+
+def blame_exchange(reports: Reports) -> None:
+    """Add a fault to the nodes that explain failed exchanges; if none does, to all that failed."""
+    blame_pairs(reports, "bandwidth")
+    if not any(report.faults for report in reports.values()):
+        for report in reports.values():
+            if "exchange_error" in report.values:
+                report.faults.append(("exchange", report.values["exchange_error"]))
+
+
+def blame_slow(reports: Reports) -> None:
+    """Add a fault to nodes that are far slower than most, at their best.
+
+    On nodes with a load of n per processor, healthy ones may be n times slower.
+    """
+    slack = SLOW * max([1.0, *(report.values.get("load", 0.0) for report in reports.values())])
+    best = {
+        node: report.values["exchange_mb_s"]
+        for node, report in reports.items()
+        if "exchange_mb_s" in report.values
+    }
+    usual = median(best.values()) if best else 0.0
+    for node in best:
+        if best[node] < usual / slack:
+            why = f"{speed(best[node])} at best with others, while others come to {speed(usual)}"
+            reports[node].faults.append(("bandwidth", why))
+
+
+def outcome(reports: Reports) -> dict[str, Any]:
+    """Return the fields of the event ``preflight`` that follow from the reports.
+
+    A fault that all nodes have is no node's: then ``bad_nodes`` is empty. ``hopeless``: other nodes
+    would have it as well.
+    """
+    unfit = [node for node, report in reports.items() if report.faults]
+    shared = _shared_checks(reports)
+    reasons = [f"{node}: {reports[node].faults[0][1]}" for node in unfit]
+    if shared:
+        reason = next(why for check, why in reports[unfit[0]].faults if check in shared)
+        reasons = [f"{reason} (the same on all nodes)" if len(reports) > 1 else reason]
+    more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+    return {
+        "ok": not unfit,
+        "bad_nodes": [] if shared else unfit,
+        "hopeless": bool(shared - UNCLEAR),
+        "why": "; ".join(reasons[:3]) + more,
+        "report": {node: _journaled(report) for node, report in reports.items()},
+    }
+
+
+def _shared_checks(reports: Reports) -> set[str]:
+    """Return the checks that no node has passed, as far as they are not due to single nodes."""
+    checks = [{check for check, _ in report.faults} for report in reports.values()]
+    # A silent node may have the same fault as the others; one node alone speaks for itself.
+    speaking = [faults for faults in checks if not faults or faults - UNCLEAR]
+    is_alone = len(speaking) < 2 <= len(reports)
+    shared = set.intersection(*(checks if is_alone or not speaking else speaking))
+    if len(reports) == 1:  # it can't be compared with another one
+        return shared & OF_ANY_NODE
+    if len(reports) == 2:  # the link between two nodes is not in common with others
+        return shared - {"link", "bandwidth"}
+    return shared
+
+
+def _journaled(report: NodeReport) -> dict[str, Any]:
+    bad = [{"check": check, "why": why} for check, why in report.faults]
+    return {**report.values, "bad": bad, "notes": report.notes}

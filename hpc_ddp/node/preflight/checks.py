@@ -1,0 +1,258 @@
+"""One node's part of the preflight: the checks of the node itself, then those of its partners.
+
+``python <run>/lib/node.py preflight.checks``, one task per node. It reads questions on stdin, one
+line each, and answers with `messages` on stdout:
+
+====================  ================================================================  ============
+question              answer                                                            then stage
+====================  ================================================================  ============
+folder, secret, gpus  interface, fabric, GPUs, TMPDIR, space in the run folder          ``local``
+ports                 names, links and files of the partners, by `links`                ``partners``
+(empty)               the version and the devices of torch, by `bandwidth`              ``torch``
+members               the speeds between nodes, by `bandwidth`                          ``exchange``
+====================  ================================================================  ============
+
+torch is not imported earlier: meanwhile a node would answer its partners late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hpc_ddp.core.accelerators import VENDORS, device_files, visible
+from hpc_ddp.node.net import fabric, network
+from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.preflight import bandwidth
+from hpc_ddp.node.preflight.links import Listener, check_partners
+from hpc_ddp.node.preflight.messages import report
+from hpc_ddp.node.supervisor import NOTICE_SIGNALS
+
+GPU_S = 20.0  # for nvidia-smi
+FILES = "nvidia-smi and device files"
+TMPDIR_BYTES = 64 << 20  # less space than this is none
+
+
+class UnfitError(Exception):
+    """A reason for which a node is unfit, as the end of the sentence '<node>: …'."""
+
+
+def interface(place: Place) -> dict[str, Any]:
+    """Return the interface that the workers will use, and its address; raises UnfitError."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME") or place.chosen_interface
+    if name is None:
+        if len(place.nodes) == 1:
+            return {}
+        raise UnfitError(f"no interface leads to {place.peer}")
+    interfaces = [interface for _, interface in socket.if_nameindex()]
+    if name not in interfaces:
+        raise UnfitError(f"there is no interface {name!r}, only {', '.join(interfaces)}")
+    address = network.address_of(name)
+    if address is None and not _has_ipv6(name):
+        raise UnfitError(f"the interface {name} has no address")
+    return {"interface": name, "address": address}
+
+
+def _has_ipv6(name: str) -> bool:
+    with contextlib.suppress(OSError):
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        return any(words[-1] == name and not words[0].startswith("fe80") for words in lines)
+    return False
+
+
+def interconnect(place: Place) -> dict[str, Any]:
+    """Return the fabric of this node and the number of its cards; a note, if NCCL can't use it."""
+    if place.is_local or len(place.nodes) == 1:
+        return {}
+    interconnect = fabric.look()
+    note = {"note": f"fabric: {interconnect.trouble}"} if interconnect.trouble else {}
+    return {"fabric": interconnect.name or None, "cards": len(interconnect.cards), **note}
+
+
+def gpus(
+    wanted: int, environ: Mapping[str, str], listed: int | None, files: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the number of GPUs of this node, after a comparison with that of the job.
+
+    Slurm sets the variables of several vendors where its gres.conf names none, so only those of the
+    vendor with the most device files count; without device files, all of them.
+
+    Parameters
+    ----------
+    listed
+        number of GPUs that nvidia-smi lists, None without such a program
+    files
+        number of device files of each vendor that has some
+
+    Raises
+    ------
+    UnfitError
+        fewer GPUs are here
+    """
+    name = max(files, key=lambda name: files[name], default="NVIDIA" if listed is not None else "")
+    vendors = [VENDORS[name]] if name else VENDORS.values()
+    variables: dict[str, int] = {}
+    for vendor in vendors:
+        variables |= visible(vendor, environ)
+    present = listed if listed is not None else files.get(name)
+    if present is not None:  # one file may be several devices: as many as the job wants, then
+        variables[FILES] = max(present, min(wanted, present * VENDORS[name].tiles))
+    if not variables:
+        note = f"can't tell whether there are {wanted} GPUs: no nvidia-smi, no device files"
+        return {"gpus": None, "note": note} if wanted else {"gpus": 0}
+    source = min(variables, key=lambda source: variables[source])
+    count = variables[source]
+    if count < wanted:
+        raise UnfitError(f"{count} GPUs in place of {wanted} (by {source})")
+    if present is None and wanted:
+        return {"gpus": count, "note": f"GPUs are counted by {source} alone"}
+    # In a job without GPUs torch need not see one: a CPU node may have a display's.
+    return {"gpus": count, **({"gpus_there": present} if wanted else {})}
+
+
+def _nvidia_smi() -> int | None:
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=GPU_S)
+    except FileNotFoundError:
+        return None
+    except (OSError, subprocess.TimeoutExpired):
+        raise UnfitError(f"nvidia-smi gave no answer within {GPU_S:.0f} s") from None
+    if done.returncode:
+        printed = (done.stdout + done.stderr).strip().splitlines()
+        raise UnfitError(f"nvidia-smi: {printed[0] if printed else f'exit code {done.returncode}'}")
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    gpus, parts = (sum(line.startswith(f"{word} ") for line in lines) for word in ("GPU", "MIG"))
+    return max(gpus, parts)
+
+
+def count_gpus(place: Place, wanted: int) -> dict[str, Any]:
+    """Return this node's GPUs as `gpus` does; {} for nodes that are processes of one machine.
+
+    Of the vendors' programs only nvidia-smi is used: it names a GPU that has failed while its file
+    is still there. The programs of other vendors are written in Python, and break in a job's
+    environment, or count cards in place of devices.
+    """
+    if place.is_local:  # nodes that are processes of one machine, with gloo on CPU
+        return {}
+    files = device_files()
+    nvidia = "NVIDIA" in files or not files
+    return gpus(wanted, os.environ, _nvidia_smi() if wanted and nvidia else None, files)
+
+
+def tmpdir(path: Path) -> dict[str, Any]:
+    """Write a file in TMPDIR and return its free space; raises UnfitError."""
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+        free = shutil.disk_usage(path).free
+    except OSError as error:
+        raise UnfitError(f"TMPDIR {path} can't be written: {error.strerror}") from None
+    if free < TMPDIR_BYTES:
+        raise UnfitError(f"TMPDIR {path} has only {free / 1e6:.0f} MB free")
+    return {"tmpdir": str(path), "tmpdir_free": free}
+
+
+def run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str, Any]:
+    """Write the file that shows partners a shared disk; return the free space, in bytes.
+
+    Raises
+    ------
+    UnfitError
+        the folder can't be written, or has less than `needed` bytes free
+    """
+    try:
+        (folder / place.node).write_text(secret)
+        free = shutil.disk_usage(place.run.path).free
+    except OSError as error:
+        reason = f"can't write in the run folder {place.run.path}: {error.strerror}"
+        raise UnfitError(reason) from None
+    if free < needed:
+        raise UnfitError(
+            f"the run folder has {free / 1e6:.0f} MB free, and needs {needed / 1e6:.0f} MB"
+        )
+    return {"scratch_free": free}
+
+
+def load() -> dict[str, Any]:
+    """Return the load per processor, {} on a system without one."""
+    with contextlib.suppress(OSError):
+        return {"load": round(os.getloadavg()[0] / (os.cpu_count() or 1), 1)}
+    return {}
+
+
+def check_node(place: Place, order: Mapping[str, Any]) -> None:
+    """Make the checks of this node alone, and report their values, notes and faults."""
+    folder, secret, needed = Path(order["folder"]), order["secret"], order["needed"]
+    checks: dict[str, Callable[[], dict[str, Any]]] = {
+        "load": load,
+        "interface": lambda: interface(place),
+        "fabric": lambda: interconnect(place),
+        "gpus": lambda: count_gpus(place, order["gpus"]),
+        "tmpdir": lambda: tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")),
+        "scratch": lambda: run_folder(place, folder, secret, needed),
+    }
+    for name, check in checks.items():
+        try:
+            values = check()
+        except UnfitError as error:
+            report(fault=name, why=str(error))
+            continue
+        if note := values.pop("note", None):
+            report(note=note)
+        report(values=values)
+
+
+def _set_network(place: Place) -> None:
+    """Set the variables of the interface and of the fabric, as the workers will have them."""
+    fabric_env = place.fabric_env(fabric.look()) if place.seeks_fabric else {}
+    os.environ.update(fabric_env | place.interface_env())
+
+
+def _read_question() -> dict[str, Any]:
+    """Return the next question; exit the process at the end of the questions."""
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(0)  # threads that still listen or resolve a name are not waited for
+    question: dict[str, Any] = json.loads(line)
+    return question
+
+
+def _end_with_notice(number: int, frame: FrameType | None) -> None:
+    report(notice=signal.Signals(number).name)
+    os._exit(0)
+
+
+def main(argv: list[str]) -> int:
+    place = Place.from_env(dict(os.environ))
+    os.environ["HPC_DDP_NODE"] = place.node
+    for number in NOTICE_SIGNALS:
+        signal.signal(number, _end_with_notice)
+    order = _read_question()
+    listener = Listener(place.node, order["secret"])
+    store_port = network.free_port(listener.port)
+    check_node(place, order)
+    contact = {"host": place.host, "port": listener.port, "store_port": store_port}
+    report(stage="local", contact=contact)
+    ports = _read_question()["ports"]
+    if place.node in ports:
+        check_partners(place, ports, Path(order["folder"]), order["secret"])
+    report(stage="partners")
+    _read_question()
+    _set_network(place)
+    torch = bandwidth.import_torch()
+    question = _read_question()
+    if torch is not None and place.node in question["members"]:
+        bandwidth.run(torch, place.node, **question)
+    os._exit(0)  # taking torch apart takes time

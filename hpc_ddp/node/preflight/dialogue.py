@@ -1,0 +1,222 @@
+"""The dialogue with the nodes: a question for all of them, then their messages.
+
+srun carries both, so a node without the shared disk, or without a link to the others, can answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.node.preflight.blame import NodeReport, Reports
+from hpc_ddp.node.preflight.messages import MARK
+
+# A stage: how long it may take after the last node that has completed it, in seconds, and the fault
+# of a node that is late. All but the import take two on healthy nodes, whatever their number.
+_CHECKS_S, _IMPORT_S, _EXCHANGE_S = 40.0, 300.0, 90.0
+STAGES = {
+    "local": (_CHECKS_S, "no word"),
+    "partners": (_CHECKS_S, "a disk or a name server gave no answer"),
+    "torch": (_IMPORT_S, "import torch did not end"),
+    "exchange": (_EXCHANGE_S, "the exchange with other nodes did not end"),
+}
+
+_TASK = re.compile(r"srun: error: .*?: tasks? ([\d,-]+): (.*)")
+_LAUNCH = re.compile(r"srun: error: Task launch for \S+ failed on node (\S+): (.*)")
+_LABEL = re.compile(r"\s*(\d+): ")
+
+
+class NoticeError(Exception):
+    """A notice asks the attempt to end."""
+
+
+class LaunchError(Exception):
+    """Slurm could not start a node's task, and therefore ends those of the others."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """The command that starts `checks`: on all nodes, or on the one named `node`."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    node: str | None = None
+
+
+class Dialogue:
+    """Sends questions to all nodes, and collects their messages in `reports`.
+
+    Parameters
+    ----------
+    notice
+        returns a word once the attempt is asked to end, '' before
+    log
+        the file for all lines that are no messages
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        commands: Sequence[Command],
+        notice: Callable[[], str],
+        log: Path,
+    ) -> None:
+        self.reports: Reports = {node: NodeReport() for node in nodes}
+        self._nodes, self._notice = nodes, notice
+        self._lines: queue.Queue[tuple[str | None, str | None]] = queue.Queue()
+        self._log = log if log.parent.is_dir() else None
+        self._last_line = ""  # of srun itself
+        self._processes = [_start(command) for command in commands]
+        self._readers = [
+            threading.Thread(target=self._read, args=(command.node, process), daemon=True)
+            for command, process in zip(commands, self._processes, strict=True)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, node: str | None, process: subprocess.Popen[bytes]) -> None:
+        """Put all lines of a process into the queue, and None at its end."""
+        for line in process.stdout or ():
+            self._lines.put((node, line.decode(errors="replace").rstrip()))
+        self._lines.put((node, None))
+
+    def send(self, **question: Any) -> None:
+        """Send one line to all nodes."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.write(json.dumps(question).encode() + b"\n")
+                process.stdin.flush()
+
+    def wait(self, stage: str, nodes: Sequence[str]) -> list[str]:
+        """Wait until nodes have completed a stage, failed, or are late; return those without fault.
+
+        The time limit begins anew with each node that completes the stage: a lost node is late by
+        comparison with the others, however many there are. A node that is late gets a fault.
+
+        Raises
+        ------
+        NoticeError
+            the attempt is asked to end
+        LaunchError
+            Slurm could not start a node's task
+        """
+        limit_s, fault = STAGES[stage]
+        begin = progress_at = time.monotonic()
+        waiting = set(nodes)
+        while waiting and time.monotonic() < progress_at + limit_s:
+            with contextlib.suppress(queue.Empty):
+                self._take(*self._lines.get(timeout=0.2))
+            if word := self._notice():
+                raise NoticeError(word)
+            pending = {node for node in waiting if self._is_pending(node, stage)}
+            if pending < waiting:
+                progress_at = time.monotonic()
+            waiting = pending
+        late = f"{fault} within {time.monotonic() - begin:.0f} s"
+        for node in nodes:
+            report = self.reports[node]
+            if stage not in report.stages and not report.faults:
+                report.faults.append(self._fault_of(report, late))
+        return [node for node in nodes if not self.reports[node].faults]
+
+    def _is_pending(self, node: str, stage: str) -> bool:
+        """Return whether a node may still complete a stage."""
+        report = self.reports[node]
+        is_over = report.has_ended or not self._is_running() or "torch" in dict(report.faults)
+        return stage not in report.stages and not is_over
+
+    def _is_running(self) -> bool:
+        return any(reader.is_alive() for reader in self._readers) or not self._lines.empty()
+
+    def _fault_of(self, report: NodeReport, late: str) -> tuple[str, str]:
+        """Return the fault of a node that has not completed a stage: check and reason."""
+        if report.has_ended:
+            return "ended", f"ended early: {report.last_line or 'without a word'}"
+        if not self._is_running():  # because of the controller, say: no fault of a node
+            return "step", f"srun has ended without it: {self._last_line or 'no word'}"
+        return "silent", f"{late} ({self._last_line})" if self._last_line else late
+
+    def _take(self, node: str | None, line: str | None) -> None:
+        """Take in one line of the process of a node, or of srun; None is the process's end."""
+        if line is None:
+            if node:
+                self.reports[node].has_ended = True
+            return
+        text = line
+        if node is None and (label := _LABEL.match(line)) and int(label[1]) < len(self._nodes):
+            node, text = self._nodes[int(label[1])], line[label.end() :]
+        _, mark, message = text.partition(MARK)
+        if mark:
+            self._add_message(message)
+            return
+        if self._log:
+            with open(self._log, "a") as log:
+                print(line, file=log)
+        if node:
+            self.reports[node].last_line = text
+        elif text:
+            self._take_from_srun(text)
+
+    def _take_from_srun(self, text: str) -> None:
+        if failed := _LAUNCH.match(text):
+            if failed[1] in self.reports:
+                why = f"Slurm can't start a task: {failed[2]}"
+                self.reports[failed[1]].faults.append(("silent", why))
+            raise LaunchError
+        if task := _TASK.match(text):
+            for index in _numbers(task[1]):
+                report = self.reports[self._nodes[index]]
+                report.has_ended = True
+                report.last_line = report.last_line or task[2]
+        else:
+            self._last_line = text
+
+    def _add_message(self, text: str) -> None:
+        try:
+            message = json.loads(text)
+            if "notice" in message:
+                raise NoticeError(message["notice"])
+            self.reports[message["node"]].add(message)
+        except (ValueError, KeyError):  # torn: the node's stage will be missing
+            return
+
+    def close(self, patience_s: float) -> None:
+        """Close the nodes' input, so that they end; after that long terminate, then kill them."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                assert process.stdin is not None
+                process.stdin.close()
+        for end_process in (lambda p: None, subprocess.Popen.terminate, subprocess.Popen.kill):
+            for process in self._processes:
+                end_process(process)
+            end = time.monotonic() + patience_s
+            while any(p.poll() is None for p in self._processes) and time.monotonic() < end:
+                time.sleep(0.02)
+        for reader, process in zip(self._readers, self._processes, strict=True):
+            reader.join(1)
+            if process.stdout and not reader.is_alive():
+                process.stdout.close()
+
+
+def _start(command: Command) -> subprocess.Popen[bytes]:
+    pipe, stdout = subprocess.PIPE, subprocess.STDOUT
+    return subprocess.Popen(command.argv, env=command.env, stdin=pipe, stdout=pipe, stderr=stdout)
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers of a list such as ``1-3,5``."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        numbers += range(int(low), int(high or low) + 1)
+    return numbers

@@ -1,0 +1,156 @@
+"""The driver of the preflight: asks all nodes, judges their answers, journals the outcome.
+
+``python <run>/lib/node.py preflight.driver <srun …> <python> <run>/lib/node.py preflight.checks``
+
+It runs in the batch shell and starts `checks` as one task per node. The outcome is journalled as
+the event `preflight`; exit code 0 means that the training can start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp import slurm
+from hpc_ddp.core.attempt_env import AttemptEnv, variable
+from hpc_ddp.core.checkpoints import published, read_manifest
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_word
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import PreflightEnded
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.preflight.blame import (
+    blame_exchange,
+    blame_fabric,
+    blame_pairs,
+    blame_slow,
+    blame_torch,
+    outcome,
+)
+from hpc_ddp.node.preflight.dialogue import Command, Dialogue, LaunchError, NoticeError
+from hpc_ddp.node.preflight.links import contains
+
+CLOSE_S = 5.0
+NEEDED_BYTES = 100 << 20  # in the run folder, as long as the size of a checkpoint is not known
+
+
+def examine(
+    run: RunFolder, nodes: Sequence[str], commands: Sequence[Command], notice: Callable[[], str]
+) -> dict[str, Any]:
+    """Test all nodes; return the fields of the event `preflight`.
+
+    `notice` returns a word once the attempt is asked to end, '' before.
+    """
+    spec = JobSpec.from_json(run.job_json.read_text())
+    attempt = AttemptEnv.from_env(commands[0].env).attempt_folder
+    folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=run.path))
+    begin = time.monotonic()
+    dialogue = Dialogue(nodes, commands, notice, attempt.path / "preflight.log")
+    patience_s = CLOSE_S
+    try:
+        with contextlib.suppress(LaunchError):
+            converse(dialogue, spec, run, folder)
+        fields = outcome(dialogue.reports)
+    except NoticeError as error:
+        patience_s = 0.5
+        fields = _without_blame(f"ended early: {error}") | {"notice": str(error)}
+    finally:
+        dialogue.close(patience_s)
+        shutil.rmtree(folder, ignore_errors=True)
+    return {**fields, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def _without_blame(why: str) -> dict[str, Any]:
+    return {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
+
+
+def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path) -> None:
+    """Ask the questions that `checks` answers, and add the faults that show in all answers.
+
+    The nodes write files into `folder`. Raises what `Dialogue.wait` raises.
+    """
+    reports, secret = dialogue.reports, secrets.token_hex(16)
+    dialogue.send(folder=str(folder), secret=secret, gpus=spec.gpu_count, needed=_needed(run))
+    fit = dialogue.wait("local", list(reports))
+    dialogue.send(ports={node: reports[node].contact["port"] for node in fit})
+    fit = dialogue.wait("partners", fit)
+    # The batch shell is one more observer of the disk: of two nodes it shows which one is cut off.
+    unseen = [("the batch shell", node) for node in fit if not contains(folder / node, secret)]
+    blame_pairs(reports, "scratch", unseen)
+    blame_pairs(reports, "link")
+    if spec.gpu_count and spec.fabric != "ethernet":
+        blame_fabric(reports)
+    dialogue.send()
+    fit = dialogue.wait("torch", [node for node in fit if not reports[node].faults])
+    blame_torch(reports)
+    members = [node for node in fit if not reports[node].faults]
+    if len(members) > 1:
+        kinds = {reports[node].values["device"] or "cpu" for node in members}
+        device = kinds.pop() if spec.gpu_count and len(kinds) == 1 else "cpu"
+        first = reports[members[0]].contact
+        dialogue.send(members=members, device=device, host=first["host"], port=first["store_port"])
+        dialogue.wait("exchange", members)
+        blame_exchange(reports)
+        blame_slow(reports)
+
+
+def _needed(run: RunFolder) -> int:
+    """Return the bytes that the run's folder needs: the newest checkpoint, and a new one."""
+    for path in published(run.checkpoints)[:1]:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            sizes = [facts["size"] for facts in read_manifest(path)["files"].values()]
+            return max(NEEDED_BYTES, 2 * int(sum(sizes)))
+    return NEEDED_BYTES
+
+
+def conclude(run: RunFolder, attempt: int, fields: Mapping[str, Any]) -> bool:
+    """Journal and print the outcome; return whether the training can start."""
+    run.journal("batch", attempt).write(PreflightEnded(**fields))
+    nodes_of: dict[str, list[str]] = {}
+    for node, report in fields["report"].items():
+        notes = [f"note: {note}" for note in report["notes"]]
+        for text in [*(bad["why"] for bad in report["bad"]), *notes]:
+            nodes_of.setdefault(text, []).append(node)
+    for text, nodes in nodes_of.items():
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        say(f"preflight: {nodes[0]}{more}: {text}")
+    if fields["ok"]:
+        count = len(fields["report"])
+        are = "nodes are" if count > 1 else "node is"
+        say(f"preflight: {count} {are} fit, after {fields['seconds']} s")
+    return bool(fields["ok"])
+
+
+def main(argv: list[str]) -> int:
+    environ = dict(os.environ)
+    signals: list[str] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: signals.append(signal.Signals(number).name))
+    run = AttemptEnv.from_env(environ).run_folder
+    try:
+        if variable("attempt") not in environ:  # by hand in an allocation
+            names = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
+            claimed = run.claim_attempt({"nodes": names}, lambda info: False)
+            environ[variable("attempt")] = str(claimed.number)
+        spec = JobSpec.from_json(run.job_json.read_text())
+        environ.setdefault(variable("fabric"), spec.fabric)
+        attempt = AttemptEnv.from_env(environ).attempt_folder
+        nodes = attempt.node_names
+        commands = [Command(argv, environ)]
+        fields = examine(
+            run, nodes, commands, lambda: signals[0] if signals else read_word(attempt.notice)
+        )
+    except (HpcDdpError, OSError) as error:  # no answer, no srun, no space for a word
+        why = f"the preflight could not be made: {error}"
+        fields = _without_blame(why) | {"seconds": 0.0}
+        say(f"preflight: {why}")
+    return 0 if conclude(run, AttemptEnv.from_env(environ).attempt, fields) else 1

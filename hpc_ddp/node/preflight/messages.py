@@ -1,0 +1,31 @@
+"""Messages of a node to the driver: lines of JSON on stdout, which srun carries.
+
+They need neither the shared disk nor a link between nodes. A message may have several of:
+
+===========  ==================================================================
+``stage``    a stage that the node has completed: local, partners, torch, exchange
+``contact``  how other nodes reach this one
+``values``   findings for the journal
+``note``     a remark for the journal and the job's output
+``fault``    a check that the node has failed, with ``why``
+``trouble``  a partner, with ``check``, ``why`` and perhaps ``turn``
+``notice``   a signal that asks the attempt to end
+===========  ==================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+MARK = "hpc-ddp-preflight "  # of a message: set-up lines and containers print as well
+TEXT_BYTES = 500  # of a reason: Slurm breaks lines of more than 1024
+
+
+def report(**message: Any) -> None:
+    """Print one message in one write: several threads of a node print."""
+    texts = {key: text for key, text in message.items() if isinstance(text, str)}
+    cut = {key: text.encode()[:TEXT_BYTES].decode(errors="ignore") for key, text in texts.items()}
+    line = json.dumps({"node": os.environ["HPC_DDP_NODE"], **message, **cut}, ensure_ascii=False)
+    os.write(1, f"{MARK}{line}\n".encode())

@@ -1,0 +1,282 @@
+"""Parses what Slurm's commands print: jobs, the queue, the configuration.
+
+Only the plain text formats are read: the JSON ones changed shape from version to version.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+# Printed by a command to which the controller has not answered; another try may do better.
+NO_ANSWER = re.compile(
+    r"Socket timed out|Unable to contact slurm controller|Zero Bytes were transmitted"
+    r"|backup controller in standby|temporarily unable to accept|Connection (refused|reset)",
+    re.I,
+)
+
+# A command that shows the accepted values, by a part of Slurm's reason for refusing a job.
+_HINTS = {
+    "Invalid job array": "fewer tasks: scontrol show config | grep MaxArraySize",
+    "Pathname of a file": "fewer tasks: scontrol show config | grep MaxArraySize",
+    "nvalid partition": "sinfo -s shows the partitions",
+    "node configuration": "sinfo -o '%P %D %c %m %G' shows nodes, CPUs, MB and GPUs by partition",
+    "nvalid account": "sacctmgr show associations user=$USER shows your accounts and partitions",
+    "nvalid qos": "sacctmgr show associations user=$USER format=account,partition,qos shows yours",
+    "nvalid feature": "sinfo -o '%P %f' shows the features that --constraint takes",
+    "nvalid node name": "sinfo -N shows the nodes",
+    "time limit": "sinfo -o '%P %l' shows the longest --time of each partition",
+    "partition not available": "sinfo -o '%P %a' shows which partitions are up",
+    "eservation": "scontrol show reservation shows them",
+}
+_JOB_ID = re.compile(r"\d+(;\S+)?")
+
+
+LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")
+
+
+# States that nothing comes after. PREEMPTED is none of them: a requeue may follow.
+OVER = (
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"),
+    *("OUT_OF_MEMORY", "REVOKED"),
+)
+
+
+# Slurm shows a flag in the place of the state that it belongs to. A job that is being signalled,
+# as at a preemption, is SIGNALING until all of its nodes have answered: seconds, where one is slow.
+_STATE_OF = {
+    **dict.fromkeys(("SIGNALING", "STOPPED", "RESIZING"), "RUNNING"),
+    **dict.fromkeys(("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "EXPEDITING"), "PENDING"),
+}
+
+
+_PAIR = re.compile(r"(?:^|\s)([A-Z]\w*)=(\S*)")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as ``scontrol show job`` prints it; times in unix seconds.
+
+    `left_s` is how long the job may still run, inf without a limit, None where Slurm does not say.
+    Unlike `end_time`, which the controller prints by its own clock and in local time, it holds on
+    a host whose clock is off, and in the hour that comes twice a year.
+
+    `preempted_at` is when a preemption began, or, without a grace time or after it, when it
+    ended the job. `expedited` is one of Slurm 25.11 and later with ``--requeue=expedite``: if its
+    batch script ends with a code other than 0, Slurm holds it in the queue as REQUEUE_HOLD.
+
+    `excluded` are the nodes that Slurm keeps it off, as ``n[1-2]``, '' without any.
+    """
+
+    state: str
+    reason: str
+    restarts: int
+    preempted_at: float | None
+    end_time: float | None
+    left_s: float | None = None
+    expedited: bool = False
+    excluded: str = ""
+
+    @property
+    def preempted(self) -> bool:
+        """A preemption has begun, and the job runs in its grace time or was ended by it.
+
+        Not a job that was cancelled within its grace time: that ended after the preemption
+        began. Where PreemptMode is REQUEUE, one that was ended has a higher restart count.
+        """
+        if self.preempted_at is None:
+            return False
+        return self.state == "RUNNING" or (self.end_time or 0) <= self.preempted_at
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A line of the queue.
+
+    Attributes
+    ----------
+    reason
+        Slurm's word for why it waits
+    script
+        a real path; ``(null)`` for one that came through a pipe
+    """
+
+    state: str
+    reason: str
+    nodes: str
+    time_left: str
+    script: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A job as Slurm still remembers it, in Slurm's words.
+
+    `exit_code` is ``code:signal``; `start_time` is in unix seconds, of a waiting job a guess.
+    """
+
+    state: str
+    reason: str
+    exit_code: str
+    nodes: str
+    start_time: float | None
+
+
+def parse_job_id(printed: str) -> str | None:
+    """Return the job id of what ``sbatch --parsable`` printed: some sites' print a banner, too."""
+    lines = [line.strip() for line in printed.splitlines()]
+    ids = [line.partition(";")[0] for line in lines if _JOB_ID.fullmatch(line)]
+    return ids[-1] if ids else None
+
+
+def parse_job(text: str) -> Job:
+    """Read the multi-line format. Fields are anchored at line starts: a job's name, which
+    stands on the first line, may hold anything."""
+
+    value = partial(_field, text)
+    end = value(r"^\s+StartTime=\S+ EndTime=(\S+)")
+    return Job(
+        state=_state(value(r"^\s+JobState=(\S+)")),
+        reason=value(r"^\s+JobState=\S+ Reason=(\S+)"),
+        restarts=int(value(r"^\s+Requeue=\S+ Restarts=(\d+)") or 0),
+        preempted_at=_unix(value(r"^\s+PreemptEligibleTime=\S+ PreemptTime=(\S+)")),
+        end_time=_unix(end),
+        left_s=_left_s(value(r"^\s+RunTime=(\S+)"), value(r"^\s+RunTime=\S+ TimeLimit=(\S+)")),
+        excluded=value(r"^\s+ReqNodeList=\S+ ExcNodeList=(\S+)").replace("(null)", ""),
+        expedited=value(r"^\s+ExpeditedRequeue=(\S+)") == "Yes",
+    )
+
+
+def parse_record(text: str) -> Record:
+    """Read what ``scontrol show job`` prints; of an array, the first job."""
+
+    value = partial(_field, text)
+    return Record(
+        state=_state(value(r"^\s+JobState=(\S+)")),
+        reason=value(r"^\s+JobState=\S+ Reason=(\S+)").replace("_", " "),
+        exit_code=value(r"^\s+Requeue=.* ExitCode=(\S+)"),
+        nodes=value(r"^\s+NodeList=(\S+)").replace("(null)", ""),
+        start_time=_unix(value(r"^\s+StartTime=(\S+)")),
+    )
+
+
+def parse_accounting(text: str) -> Record | None:
+    """Read ``sacct --format=State,Reason,ExitCode,NodeList,Start``; None without a line of it.
+
+    The last line is the newest start of a job that was requeued.
+    """
+    rows = parse_table(text, 5)
+    if not rows:
+        return None
+    state, reason, code, nodes, start = rows[-1]
+    return Record(state.partition(" ")[0], reason, code, nodes, _unix(start))
+
+
+def parse_queue(text: str) -> dict[str, QueuedJob]:
+    """Read ``squeue --format=%F|%A|%T|%r|%N|%L|%Z|%o``; return the jobs by their ids.
+
+    %A is a task's own id, %F its array's. Pending tasks, and the one that starts last, have the
+    array's id. When that one has ended, the array would look finished while others still run; so
+    the array's id then maps to a task that is live.
+    """
+    jobs: dict[str, QueuedJob] = {}
+    live_tasks: dict[str, QueuedJob] = {}
+    for array_id, job_id, state, reason, nodes, time_left, folder, script in parse_table(text, 8):
+        if script != "(null)":
+            script = os.path.realpath(os.path.join(folder, script))
+        jobs[job_id] = job = QueuedJob(_state(state), reason, nodes, time_left, script)
+        if job.state in LIVE:
+            live_tasks[array_id] = job
+    for array_id, job in live_tasks.items():
+        if array_id not in jobs or jobs[array_id].state not in LIVE:
+            jobs[array_id] = job
+    return jobs
+
+
+def parse_table(text: str, columns: int) -> list[list[str]]:
+    """Read lines of fields with ``|`` between them; lines with fewer fields are left out.
+
+    The last field may hold a ``|`` itself, as a path may.
+    """
+    rows = [line.split("|", columns - 1) for line in text.splitlines()]
+    return [row for row in rows if len(row) == columns]
+
+
+def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
+    """Return the options of a batch script's header, and of a command line, with their values."""
+    header = re.findall(r"^#SBATCH +(--\S+)", script, flags=re.M)
+    words = (word.removeprefix("--").partition("=") for word in (*header, *more))
+    return {name: value for name, _, value in words}
+
+
+def parse_reason(command: str, printed: str) -> str:
+    """Return the reason that a command of Slurm printed, on one line, without its own name."""
+    return re.sub(rf"^{command}: (error: )?", "", printed, flags=re.M).replace("\n", "; ")
+
+
+def hint_for(reason: str) -> str:
+    """Return the hint for a reason that Slurm gave, '' without one."""
+    return next((hint for part, hint in _HINTS.items() if part in reason), "")
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """Read lines of the form ``Name   = value``; a name that comes again is another section's."""
+    values: dict[str, str] = {}
+    for line in text.splitlines():
+        name, equals, value = line.partition("=")
+        if equals:
+            values.setdefault(name.strip(), value.strip())
+    return values
+
+
+def parse_records(text: str) -> list[dict[str, str]]:
+    """Read ``scontrol --oneliner``: by name, never by place, since versions differ in both.
+
+    Of a value with blanks, such as a reason's, the first word is kept; what looks like a name
+    within it does not replace one that stands before.
+    """
+    rows = []
+    for line in text.splitlines():
+        row: dict[str, str] = {}
+        for name, value in _PAIR.findall(line):
+            row.setdefault(name, value)
+        rows += [row] if row else []
+    return rows
+
+
+def _state(shown: str) -> str:
+    return _STATE_OF.get(shown, shown)
+
+
+def _field(text: str, pattern: str) -> str:
+    """Return the first group of what a pattern finds in ``scontrol show``'s lines, or ''."""
+    match = re.search(pattern, text, re.M)
+    return match[1] if match else ""
+
+
+def _seconds(text: str) -> int | None:
+    """Return the seconds of ``1-12:00:00``; None for UNLIMITED, NONE."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not match:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _left_s(run_time: str, limit: str) -> float | None:
+    elapsed_s, limit_s = _seconds(run_time), _seconds(limit)
+    if limit == "UNLIMITED":
+        return math.inf
+    return None if elapsed_s is None or limit_s is None else float(limit_s - elapsed_s)
+
+
+def _unix(text: str) -> float | None:
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:  # Unknown, None
+        return None

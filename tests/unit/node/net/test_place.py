@@ -1,0 +1,113 @@
+"""Where a process of an attempt runs, and what its node is reached by."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_fakes import place_of
+
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.node.net import place as place_module
+from hpc_ddp.node.net.place import Place, node_index
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """The variables of the first attempt of a run on two nodes."""
+    run = RunFolder(tmp_path / "run").make()
+    run.claim_attempt({"nodes": ["n1", "n2"]}, lambda info: False)
+    return {"HPC_DDP_RUN": str(run.path), "HPC_DDP_ATTEMPT": "0"}
+
+
+def test_the_place_is_read_from_the_environment(environ: dict[str, str]) -> None:
+    least = Place.from_env({**environ, "SLURM_NODEID": "1", "HPC_DDP_WARN_S": ""})
+    assert (least.run.path, least.attempt.number) == (Path(environ["HPC_DDP_RUN"]), 0)
+    assert (least.nodes, least.index, least.node, least.suffix) == (("n1", "n2"), 1, "n2", "")
+    assert (least.end_time, least.warn_s, least.interface, least.fabric) == (None, 0.0, None, "")
+    assert least.notice_signal == signal.SIGTERM
+    more = {"NODE_INDEX": "0", "END_TIME": "99", "WARN_S": "7", "INTERFACE": "ib0"}
+    more |= {"SIGNAL": "USR1", "FABRIC": "auto", "HOST_SUFFIX": "-ib"}
+    most = Place.from_env(environ | {f"HPC_DDP_{name}": value for name, value in more.items()})
+    assert (most.index, most.end_time, most.warn_s, most.interface) == (0, 99.0, 7.0, "ib0")
+    assert (most.notice_signal, most.fabric, most.suffix) == (signal.SIGUSR1, "auto", "-ib")
+
+
+@pytest.mark.parametrize(
+    ("variables", "host", "index"),
+    [
+        ({"SLURM_NODEID": "1"}, "n1", 1),
+        ({"SLURM_NODEID": "1", "HPC_DDP_NODE_INDEX": "0"}, "n1", 0),
+        ({"SLURM_NODEID": "0", "HPC_DDP_STEP_LAUNCHER": "srun"}, "n2", 0),
+        ({"SLURM_NODEID": "0", "HPC_DDP_STEP_LAUNCHER": "mpirun"}, "n2", 1),  # an MPI's own order
+        ({"HPC_DDP_STEP_LAUNCHER": "ibrun"}, "n2.cluster.org", 1),
+        ({"HPC_DDP_STEP_LAUNCHER": "ibrun", "HPC_DDP_NODE_INDEX": "0"}, "elsewhere", 0),
+    ],
+)
+def test_which_node_this_is(
+    environ: dict[str, str],
+    variables: dict[str, str],
+    host: str,
+    index: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    assert node_index({**environ, **variables}) == index
+
+
+def test_a_host_that_is_none_of_the_nodes_is_refused(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "login")
+    with pytest.raises(OSError, match="this host, login, is none of the job's 2 nodes"):
+        node_index({**environ, "HPC_DDP_STEP_LAUNCHER": "mpirun"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "index", "host", "peer", "fabric"),
+    [
+        (("n1", "n2", "n3"), 0, "n1-ib", "n2-ib", True),
+        (("n1", "n2", "n3"), 2, "n3-ib", "n1-ib", True),
+        (("n1",), 0, "127.0.0.1", "n1-ib", False),
+        (("local-0", "local-1"), 1, "127.0.0.2", "local-0-ib", False),
+    ],
+)
+def test_names_of_the_nodes(
+    attempt: AttemptFolder, nodes: tuple[str, ...], index: int, host: str, peer: str, fabric: bool
+) -> None:
+    place = place_of(attempt, nodes=nodes, index=index, suffix="-ib", fabric="auto")
+    assert (place.host, place.peer, place.seeks_fabric) == (host, peer, fabric)
+    assert not place_of(attempt, fabric="ethernet").seeks_fabric
+
+
+@pytest.mark.parametrize(
+    ("values", "asked"),
+    [
+        ({}, "n2"),
+        ({"nodes": ("n1",)}, "127.0.0.1"),
+        ({"nodes": ("local-0", "local-1")}, "127.0.0.1"),
+        ({"interface": "ib0"}, None),
+    ],
+)
+def test_the_interface_is_that_to_the_others(
+    attempt: AttemptFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, Any],
+    asked: str | None,
+) -> None:
+    monkeypatch.setattr(place_module, "interface_to", lambda host: f"to-{host}")
+    assert place_of(attempt, **values).chosen_interface == (f"to-{asked}" if asked else "ib0")
+
+
+def test_what_is_set_for_the_interface_already_stays(
+    attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place_module, "interface_to", lambda host: "eth0")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert place_of(attempt).interface_env() == {"NCCL_SOCKET_IFNAME": "=eth0"}
+    monkeypatch.setattr(place_module, "interface_to", lambda host: None)
+    assert place_of(attempt).interface_env() == {}

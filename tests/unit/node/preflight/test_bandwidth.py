@@ -1,0 +1,295 @@
+"""How fast nodes exchange data, and what a node reports of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from fakes import Clock
+
+from hpc_ddp.node.preflight import bandwidth
+from hpc_ddp.node.preflight.bandwidth import Meter, measure, partner
+from hpc_ddp.node.preflight.messages import MARK
+
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Lines:
+    """Return the messages since the last call, without the node's name."""
+    monkeypatch.setenv("HPC_DDP_NODE", "n1")
+
+    def read() -> list[dict[str, Any]]:
+        texts = [line.removeprefix(MARK) for line in capfd.readouterr().out.splitlines()]
+        return [{k: v for k, v in json.loads(text).items() if k != "node"} for text in texts]
+
+    return read
+
+
+@pytest.mark.parametrize("world", range(2, 10))
+def test_each_rank_meets_each_other_once(world: int) -> None:
+    meetings: Counter[tuple[int, int]] = Counter()
+    for turn in range(1, 1 + world):
+        for rank in range(world):
+            peer = partner(rank, world, turn)
+            if peer is not None:
+                assert partner(peer, world, turn) == rank
+                meetings[rank, peer] += 1
+    assert len(meetings) == world * (world - 1)
+    assert set(meetings.values()) == {1}
+
+
+@pytest.mark.parametrize("world", [4, 5, 16, 33, 1024])
+def test_each_rank_has_several_partners(world: int) -> None:
+    for rank in range(world):
+        peers = {partner(rank, world, turn) for turn in range(1, 1 + bandwidth.TURNS)}
+        assert len(peers - {None}) >= 3
+
+
+# --- a meter -------------------------------------------------------------------------------
+
+
+class FakeDist:
+    """What a `Meter` takes of torch.distributed: what is sent comes back at once."""
+
+    class P2POp(NamedTuple):
+        operation: str
+        tensor: torch.Tensor
+        peer: int
+
+    isend, irecv = "send", "receive"
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.total = 6.0
+        self.durations = [0.5, 0.1, 0.2, 1.0, 1.0]
+        self.speed_there = 1000.0
+        self.operations: list[tuple[str, int, int]] = []
+
+    def batch_isend_irecv(self, operations: list[P2POp]) -> list[Any]:
+        """Return what does its work once it is waited for."""
+
+        def wait() -> None:
+            self._clock.now += self.durations.pop(0) if self.durations else 1.0
+            for operation in operations:
+                if operation.operation == "receive" and operation.tensor.numel() == 1:
+                    operation.tensor.fill_(self.speed_there)
+                row = (operation.operation, operation.tensor.numel(), operation.peer)
+                self.operations.append(row)
+
+        return [SimpleNamespace(wait=wait)]
+
+    def get_world_size(self) -> int:
+        return 3
+
+    def get_rank(self) -> int:
+        return 1
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        assert bool((values == 2).all())
+        self._clock.now += 0.01
+        values.fill_(self.total)
+
+
+class Ticking(Clock):
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    clock = Ticking(0.0)
+    monkeypatch.setattr(bandwidth, "time", clock)
+    monkeypatch.setattr(bandwidth, "SMALL", 1000)
+    monkeypatch.setattr(bandwidth, "LARGE", 10000)
+
+    def full(shape: tuple[int], number: float, dtype: Any, device: str) -> torch.Tensor:
+        return torch.full(shape, number)
+
+    return SimpleNamespace(
+        full=full, float32=torch.float32, device=torch.device, distributed=FakeDist(clock)
+    )
+
+
+def test_the_best_of_several_exchanges_counts(fake: Any) -> None:
+    assert Meter(fake, "cpu").exchange(2) == pytest.approx(4 * 1000 / 0.1 / 1e6)
+    small = [("send", 1000, 2), ("receive", 1000, 2)] * bandwidth.REPEATS
+    assert fake.distributed.operations == [*small, ("send", 1, 2), ("receive", 1, 2)]
+
+
+@pytest.mark.parametrize(("speed_there", "is_repeated"), [(0.05, True), (0.03, False)])
+def test_large_tensors_follow_where_both_ends_are_fast(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, speed_there: float, is_repeated: bool
+) -> None:
+    monkeypatch.setattr(bandwidth, "FAST_MB_S", 0.039)
+    dist = fake.distributed
+    dist.speed_there = speed_there
+    dist.durations += [0.0, 1.0, 0.2, 1.0, 1.0, 1.0]
+    speed = Meter(fake, "cpu").exchange(2)
+    assert speed == pytest.approx(0.2 if is_repeated else 0.04)
+    assert (("send", 10000, 2) in dist.operations) is is_repeated
+
+
+def test_a_gpu_is_waited_for(fake: Any) -> None:
+    waits: list[int] = []
+    fake.accelerator = SimpleNamespace(synchronize=lambda: waits.append(1))
+    Meter(fake, "xpu").exchange(2)
+    assert len(waits) == bandwidth.REPEATS + 1
+
+
+def test_a_sum_is_right_or_wrong(fake: Any) -> None:
+    speed, is_right = Meter(fake, "cpu").all_reduce(1000)
+    assert is_right
+    assert speed == pytest.approx(0.4)
+    fake.distributed.total = 5.0
+    assert Meter(fake, "cpu").all_reduce(1000)[1] is False
+
+
+class FakeMeter:
+    """A meter of speeds that are known."""
+
+    def __init__(self, right: bool = True, broken: int | None = None) -> None:
+        self.right, self.broken = right, broken
+        self.peers: list[int] = []
+
+    def exchange(self, peer: int) -> float:
+        self.peers.append(peer)
+        if peer == self.broken:
+            raise RuntimeError("Connection reset\nby peer")
+        return 100.06 - peer
+
+    def all_reduce(self, count: int) -> tuple[float, bool]:
+        assert count == bandwidth.REDUCED
+        return 7.77, self.right
+
+
+def test_speeds_are_reported(lines: Lines) -> None:
+    meter: Any = FakeMeter()
+    measure(meter, ["n1", "n2", "n3"], 0)
+    assert meter.peers == [1, 2]
+    assert lines() == [{"values": {"exchange_mb_s": 99.1, "all_reduce_mb_s": 7.8}}]
+    wrong: Any = FakeMeter(right=False)
+    measure(wrong, ["n1", "n2"], 0)
+    assert lines()[-1] == {"fault": "bandwidth", "why": "the sum of an all-reduce is wrong here"}
+
+
+def test_trouble_in_an_exchange_is_reported_with_its_turn(lines: Lines) -> None:
+    meter: Any = FakeMeter(broken=2)
+    measure(meter, ["n1", "n2", "n3"], 0)
+    why = "no exchange with n3: Connection reset"
+    assert lines() == [{"trouble": "n3", "check": "bandwidth", "why": why, "turn": 2}]
+
+
+# --- torch ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "backends", "device", "count"),
+    [
+        ("cuda", ["nccl"], "cuda", 3),
+        ("cuda", [], None, 0),  # a torch without NCCL
+        ("xpu", ["xccl"], "xpu", 3),
+        ("npu", ["hccl"], None, 0),  # whose package named no backend
+        ("mps", ["gloo"], None, 0),  # Gloo does not send its tensors
+        (None, ["nccl"], None, 0),
+    ],
+)
+def test_the_torch_of_a_node_is_reported(
+    lines: Lines,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str | None,
+    backends: list[str],
+    device: str | None,
+    count: int,
+) -> None:
+    moments = iter([1000.0, 1002.34])
+    current = SimpleNamespace(type=kind) if kind else None
+    monkeypatch.setattr(bandwidth, "time", SimpleNamespace(time=lambda: next(moments)))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: current)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name in backends)
+    assert bandwidth.import_torch() is torch
+    values = {"torch": torch.__version__, "device": device, "devices": count, "import_s": 2.3}
+    assert lines() == [{"stage": "torch", "values": values}]
+
+
+def test_a_torch_that_can_not_be_imported_is_a_fault(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert bandwidth.import_torch() is None
+    (message,) = lines()
+    assert message["fault"] == "torch"
+    assert message["why"].startswith("import torch: ModuleNotFoundError: import of torch halted")
+
+
+RUN = {"members": ["n2", "n1"], "host": "h", "port": 5, "device": "cpu"}
+
+
+def test_members_join_and_measure(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(bandwidth, "join", lambda *words: words)
+    monkeypatch.setattr(bandwidth, "measure", lambda *words: calls.append(words))
+    bandwidth.run("torch", "n1", **RUN)  # type: ignore[arg-type]
+    assert calls == [(("torch", "h", 5, "cpu", 1, 2), ["n2", "n1"], 1)]
+    assert lines() == [{"stage": "exchange"}]
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(RuntimeError("Timed out\nafter 20 s"), "Timed out"), (RuntimeError(), "RuntimeError")],
+)
+def test_a_process_group_that_breaks_is_reported(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
+) -> None:
+    def refuse(*words: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(bandwidth, "join", refuse)
+    bandwidth.run("torch", "n1", **RUN)  # type: ignore[arg-type]
+    assert lines() == [{"values": {"exchange_error": why}}, {"stage": "exchange"}]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "rank"), [("cpu", "gloo", 0), ("cuda", "nccl", 1), ("xpu", "xccl", 0)]
+)
+def test_the_members_join(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, device: str, backend: str, rank: int
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Dist(FakeDist):
+        def TCPStore(self, *words: Any, timeout: Any) -> str:
+            calls.append((*words, timeout.total_seconds()))
+            return "store"
+
+        def all_reduce(self, values: torch.Tensor) -> None:
+            calls.append(("all-reduce",))
+            super().all_reduce(values)
+
+        def get_default_backend_for_device(self, device: str) -> str:
+            return str(torch.distributed.get_default_backend_for_device(device))
+
+        def init_process_group(self, backend: str, **values: Any) -> None:
+            assert values.pop("timeout").total_seconds() == bandwidth.TIMEOUT_S
+            calls.append((backend, values))
+
+    fake.distributed = Dist(fake.distributed._clock)
+    fake.accelerator = SimpleNamespace(
+        set_device_index=lambda index: calls.append(("device", index))
+    )
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    bandwidth.join(fake, "h", 5, device, rank, 2)
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    bound = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}
+    group = (backend, {"store": "store", "rank": rank, "world_size": 2, **bound})
+    index = [("device", 0)] if device != "cpu" else []
+    connect = ("all-reduce",)
+    assert calls == [("h", 5, 2, rank == 0, bandwidth.TIMEOUT_S), *index, group, connect]

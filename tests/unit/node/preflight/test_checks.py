@@ -1,0 +1,428 @@
+"""What one node finds out about itself, and the order in which it answers."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from hpc_ddp.core.accelerators import device_files
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.net import fabric, network
+from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.preflight import bandwidth, checks
+from hpc_ddp.node.preflight.checks import UnfitError
+from hpc_ddp.node.preflight.messages import MARK, report
+from hpc_ddp.node.supervisor import NOTICE_SIGNALS
+
+
+def _place(*nodes: str, index: int = 0) -> Place:
+    run = RunFolder(Path("/r/name/run"))
+    return Place(run, run.attempt(0), nodes or ("n1", "n2"), index, "", None, 0.0, None)
+
+
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Lines:
+    """Return the messages since the last call, without the node's name."""
+    monkeypatch.setenv("HPC_DDP_NODE", "n1")
+
+    def read() -> list[dict[str, Any]]:
+        texts = [line.removeprefix(MARK) for line in capfd.readouterr().out.splitlines()]
+        return [{k: v for k, v in json.loads(text).items() if k != "node"} for text in texts]
+
+    return read
+
+
+def test_messages_are_short_and_whole(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPC_DDP_NODE", "n1")
+    report(fault="x", why="é" * 5000)
+    line = capfd.readouterr().out
+    assert line.startswith(MARK)
+    assert len(line.encode()) < 1024
+
+
+# --- the node itself -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """The addresses of this node's interfaces; eth0 is the one to the others."""
+    addresses: dict[str, str | None] = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": None}
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(addresses, 1)))
+    monkeypatch.setattr(network, "address_of", addresses.get)
+    monkeypatch.setattr(Place, "chosen_interface", "eth0")
+    monkeypatch.setattr(checks, "_has_ipv6", lambda name: False)
+    return addresses
+
+
+def test_the_interface_has_an_address(
+    interfaces: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checks.interface(_place()) == {"interface": "eth0", "address": "10.0.0.1"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert checks.interface(_place()) == {"interface": "lo", "address": "127.0.0.1"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    with pytest.raises(UnfitError, match="the interface ib0 has no address"):
+        checks.interface(_place())
+    monkeypatch.setattr(checks, "_has_ipv6", lambda name: name == "ib0")
+    assert checks.interface(_place()) == {"interface": "ib0", "address": None}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib1")
+    with pytest.raises(UnfitError, match="there is no interface 'ib1', only lo, eth0, ib0"):
+        checks.interface(_place())
+
+
+def test_only_a_node_among_others_needs_an_interface(
+    interfaces: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Place, "chosen_interface", None)
+    assert checks.interface(_place("n1")) == {}
+    with pytest.raises(UnfitError, match="no interface leads to n2"):
+        checks.interface(_place())
+
+
+def test_an_address_of_ipv6_counts_beyond_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "if_inet6").write_text(
+        "fe800000000000000000000000000001 02 40 20 80     eth0\n"
+        "fd000000000000000000000000000001 03 40 00 80      ib0\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "Path", lambda text: tmp_path / Path(text).name)
+        assert [checks._has_ipv6(name) for name in ("eth0", "ib0", "lo")] == [False, True, False]
+        patch.setattr(checks, "Path", lambda text: tmp_path / "none")
+        assert checks._has_ipv6("ib0") is False
+
+
+def test_the_interconnect_of_a_node_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = [fabric.Found("infiniband", ("a", "b"))]
+    monkeypatch.setattr(fabric, "look", lambda: result[0])
+    assert checks.interconnect(_place()) == {"fabric": "infiniband", "cards": 2}
+    result[0] = fabric.Found("", (), "no port is active")
+    assert checks.interconnect(_place()) == {
+        **{"fabric": None, "cards": 0, "note": "fabric: no port is active"}
+    }
+    assert checks.interconnect(_place("n1")) == {}
+    assert checks.interconnect(_place("local-0", "local-1")) == {}
+
+
+NVIDIA, AMD, INTEL = ({name: 4} for name in ("NVIDIA", "AMD", "Intel"))
+CUDA, ROCR, ZE = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"
+FOUR = {"gpus": 4, "gpus_there": 4}
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ", "listed", "files", "expected"),
+    [
+        (2, {CUDA: "0,1"}, None, {}, {"gpus": 2, "note": "GPUs are counted by CUDA"}),
+        (0, {CUDA: "0,1"}, None, {}, {"gpus": 2}),
+        (1, {CUDA: "0"}, 0, NVIDIA, "0 GPUs in place of 1 .by nvidia-smi"),
+        (2, {ROCR: "0"}, None, AMD, "1 GPUs in place of 2 .by ROCR_VISIBLE"),
+        (2, {ROCR: "0,1", "HIP_VISIBLE_DEVICES": "0"}, None, AMD, "1 GPUs .* .by HIP_VISIBLE"),
+        (2, {ROCR: "0", ZE: "0"}, None, NVIDIA, FOUR),  # those of other vendors don't count
+        (1, {CUDA: ""}, None, {}, "0 GPUs in place of 1 .by CUDA_VISIBLE"),
+        (1, {CUDA: "NoDevFiles"}, None, {}, "0 GPUs in place of 1 .by CUDA_VISIBLE"),
+        (2, {CUDA: "0,-1,1"}, None, NVIDIA, "1 GPUs in place of 2"),
+        (2, {"ASCEND_RT_VISIBLE_DEVICES": "3"}, None, {"Ascend": 8}, "1 GPUs in place of 2"),
+        (2, {ZE: "0.0,0.1"}, None, {"Intel": 1}, {"gpus": 2, "gpus_there": 1}),
+        (3, {ZE: "0.0,0.1,1.0"}, None, {"Intel": 1}, "2 GPUs in place of 3 .by nvidia-smi and dev"),
+        (4, {ZE: "", CUDA: "0"}, None, INTEL, FOUR),  # an empty mask hides nothing
+        (4, {"ONEAPI_DEVICE_SELECTOR": "level_zero:gpu"}, None, INTEL, FOUR),
+        (4, {"ONEAPI_DEVICE_SELECTOR": "level_zero:0,2"}, None, INTEL, "2 GPUs in place of 4"),
+        (4, {}, None, {"Intel": 1, "NVIDIA": 4}, FOUR),  # one is on the main board
+        (4, {}, 4, {"NVIDIA": 2}, FOUR),
+        (4, {}, None, NVIDIA, FOUR),
+        (1, {}, None, {}, {"gpus": None, "note": "can't tell whether there are 1 GPUs"}),
+        (0, {}, None, {}, {"gpus": 0}),
+        (0, {}, None, INTEL, {"gpus": 4}),  # a display's: torch need not see it
+        (4, {"HIP_VISIBLE_DEVICES": ""}, None, AMD, FOUR),
+        (4, {"ONEAPI_DEVICE_SELECTOR": "!level_zero:0"}, None, INTEL, FOUR),
+        (8, {}, None, {"AMD": 1}, {"gpus": 8, "gpus_there": 1}),  # one in partitions
+    ],
+)
+def test_gpus_by_what_tells_of_them(
+    asked: int,
+    environ: dict[str, str],
+    listed: int | None,
+    files: dict[str, int],
+    expected: dict[str, Any] | str,
+) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(UnfitError, match=expected):
+            checks.gpus(asked, environ, listed, files)
+        return
+    result = checks.gpus(asked, environ, listed, files)
+    note = result.pop("note", "")
+    assert bool(note) is ("note" in expected)
+    assert note.startswith(expected.get("note", ""))
+    assert result == {key: value for key, value in expected.items() if key != "note"}
+
+
+@pytest.mark.parametrize(
+    ("script", "result"),
+    [
+        (None, None),
+        ("echo 'GPU 0: a'; echo ' MIG'; echo 'GPU 1: a'", 2),
+        ("echo 'GPU 0: a'; echo '  MIG 1g: a'; echo '  MIG 1g: a'", 2),
+        ("echo; echo broken >&2; echo more; exit 9", "nvidia-smi: more"),
+        ("exit 9", "nvidia-smi: exit code 9"),
+        ("exec sleep 60", "nvidia-smi gave no answer within 0 s"),
+    ],
+)
+def test_nvidia_smi_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, result: str | int | None
+) -> None:
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))
+    monkeypatch.setattr(checks, "GPU_S", 0.3 if script and "sleep" in script else 60.0)
+    if isinstance(result, str):
+        with pytest.raises(UnfitError, match=result):
+            checks._nvidia_smi()
+    else:
+        assert checks._nvidia_smi() == result
+
+
+def test_gpus_are_looked_for_where_some_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int | None]] = []
+    files: dict[str, int] = {}
+    monkeypatch.setattr(checks, "_nvidia_smi", lambda: 4)
+    monkeypatch.setattr(checks, "device_files", lambda: files)
+    monkeypatch.setattr(
+        checks, "gpus", lambda asked, env, listed, files: calls.append((asked, listed))
+    )
+    checks.count_gpus(_place(), 4)
+    checks.count_gpus(_place(), 0)
+    assert checks.count_gpus(_place("local-0"), 4) == {}
+    files["AMD"] = 4
+    checks.count_gpus(_place(), 4)  # an nvidia-smi of an image for all nodes fails there
+    assert calls == [(4, 4), (0, None), (4, None)]
+
+
+def test_device_files_belong_to_the_vendor_of_the_device(tmp_path: Path) -> None:
+    vendors = {"renderD128": "0x1002", "renderD129": "0x1002", "renderD130": "0x8086"}
+    names = ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "davinci3", "davinci_manager")
+    for name in (*names, *(f"dri/{name}" for name in (*vendors, "renderD131"))):
+        (tmp_path / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    assert device_files(tmp_path) == {"NVIDIA": 3, "Ascend": 1}
+    for name, number in vendors.items():
+        folder = tmp_path / "sys/class/drm" / name / "device"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{number}\n")
+    assert device_files(tmp_path) == {"NVIDIA": 3, "AMD": 2, "Intel": 1, "Ascend": 1}
+    assert device_files(tmp_path / "none") == {}
+
+
+class Usage(NamedTuple):
+    free: int
+
+
+def test_space_in_tmpdir_and_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = checks.TMPDIR_BYTES
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage(free))  # type: ignore[attr-defined]
+    assert checks.tmpdir(tmp_path) == {"tmpdir": str(tmp_path), "tmpdir_free": free}
+    assert checks.run_folder(_place(), tmp_path, "secret", free) == {"scratch_free": free}
+    assert (tmp_path / "n1").read_text() == "secret"
+    with pytest.raises(UnfitError, match="the run folder has 67 MB free, and needs 68 MB"):
+        checks.run_folder(_place(), tmp_path, "secret", free + 500_000)
+    monkeypatch.setattr(checks, "TMPDIR_BYTES", free + 1)
+    with pytest.raises(UnfitError, match="has only 67 MB free"):
+        checks.tmpdir(tmp_path)
+
+
+def test_folders_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UnfitError, match="can't be written: No such file"):
+        checks.tmpdir(tmp_path / "gone")
+    with pytest.raises(UnfitError, match="can't write in the run folder /r/name/run: No such file"):
+        checks.run_folder(_place(), tmp_path / "gone", "secret", 1)
+
+
+def test_a_tmpdir_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk tells only when the bytes go there."""
+
+    class Full(io.BytesIO):
+        def flush(self) -> None:
+            if self.getbuffer().nbytes >= 1 << 20:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checks.tempfile, "TemporaryFile", lambda dir: Full())  # type: ignore[attr-defined]
+    with pytest.raises(UnfitError, match="can't be written: No space left on device"):
+        checks.tmpdir(tmp_path)
+
+
+def test_a_machine_may_have_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> tuple[float, float, float]:
+        raise OSError
+
+    monkeypatch.setattr(os, "getloadavg", lambda: (4.84, 50.0, 50.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert checks.load() == {"load": 1.2}
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert checks.load() == {"load": 4.8}
+    monkeypatch.setattr(os, "getloadavg", refuse)
+    assert checks.load() == {}
+
+
+def test_a_check_reports_values_a_note_or_a_fault(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(place: Place) -> dict[str, Any]:
+        raise UnfitError("x is y")
+
+    monkeypatch.setattr(checks, "load", lambda: {"load": 1.0})
+    monkeypatch.setattr(checks, "interface", broken)
+    monkeypatch.setattr(checks, "interconnect", lambda place: {"cards": 1, "note": "odd"})
+    for name in ("count_gpus", "tmpdir", "run_folder"):
+        monkeypatch.setattr(checks, name, lambda *words: {})
+    checks.check_node(_place(), {"folder": "/f", "secret": "s", "needed": 1, "gpus": 0})
+    assert [line for line in lines() if line != {"values": {}}] == [
+        {"values": {"load": 1.0}},
+        {"fault": "interface", "why": "x is y"},
+        {"note": "odd"},
+        {"values": {"cards": 1}},
+    ]
+
+
+# --- the order of its answers --------------------------------------------------------------
+
+
+class LeftError(Exception):
+    """The process would have ended here, with a code."""
+
+
+Handlers = dict[int, Callable[[int, None], None]]
+Answer = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> Handlers:
+    """The signal handlers that are set, instead of the test's own."""
+    handlers: Handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    return handlers
+
+
+@pytest.fixture
+def answer(
+    interfaces: dict[str, str | None],
+    handlers: Handlers,
+    lines: Lines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Answer:
+    """Answer questions as one of two nodes; return the messages. Its torch is a stand-in."""
+
+    def leave(code: int) -> None:
+        raise LeftError(code)
+
+    def check_partners(place: Place, ports: Mapping[str, int], folder: Path, secret: str) -> None:
+        report(note=f"partners {ports} {folder.name} {secret}")
+
+    def import_torch() -> str:
+        report(stage="torch", values={name: os.environ.get(name) for name in NETWORK})
+        return "torch"
+
+    def run(torch: str, node: str, **question: Any) -> None:
+        report(stage="exchange", values=question)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(checks, "check_node", lambda place, order: report(note="node"))
+    monkeypatch.setattr(checks, "check_partners", check_partners)
+    monkeypatch.setattr(bandwidth, "import_torch", import_torch)
+    monkeypatch.setattr(bandwidth, "run", run)
+    monkeypatch.setattr(fabric, "look", lambda: fabric.Found("efa", ("a",)))
+
+    def call(*questions: Any) -> list[dict[str, Any]]:
+        RunFolder(tmp_path).claim_attempt({"nodes": ["n1", "n2"]}, lambda info: False)
+        environ = {"RUN": tmp_path, "ATTEMPT": 0, "NODE_INDEX": 0}
+        for name, value in environ.items():
+            monkeypatch.setenv(f"HPC_DDP_{name}", str(value))
+        text = "".join(json.dumps(question) + "\n" for question in questions)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        with pytest.raises(LeftError, match=r"^0$"):
+            checks.main([])
+        return lines()
+
+    return call
+
+
+NETWORK = ("GLOO_SOCKET_IFNAME", "MARKED")
+ORDER = {"folder": "/x/shared", "secret": "secret", "gpus": 2, "needed": 5}
+GO = {"members": ["n1", "n2"], "host": "h", "port": 5, "device": "cpu"}
+
+
+def test_a_node_answers_each_question(
+    answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lib = RunFolder(tmp_path).lib
+    lib.mkdir()
+    (lib / fabric.TABLE).write_text('{"efa": {"MARKED": "1"}}')
+    for name in (*NETWORK, "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_CONF_FILE"):
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HPC_DDP_FABRIC", "auto")
+    node, local, partners, *rest = answer(ORDER, {"ports": {"n1": 4, "n2": 5}}, {}, GO)
+    assert (node, local["stage"]) == ({"note": "node"}, "local")
+    contact = local["contact"]
+    assert contact["host"] == "n1"
+    assert contact["store_port"] != contact["port"]
+    assert partners == {"note": "partners {'n1': 4, 'n2': 5} shared secret"}
+    assert rest == [
+        {"stage": "partners"},
+        {"stage": "torch", "values": {"GLOO_SOCKET_IFNAME": "eth0", "MARKED": "1"}},
+        {"stage": "exchange", "values": GO},
+    ]
+
+
+def test_an_unfit_node_leaves_out_the_others(answer: Answer) -> None:
+    messages = answer(ORDER, {"ports": {"n2": 5}}, {}, {**GO, "members": ["n2"]})
+    assert [line["stage"] for line in messages if "stage" in line] == [
+        "local",
+        "partners",
+        "torch",
+    ]
+    assert not any("partners" in line.get("note", "") for line in messages)
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_a_node_without_a_further_question_leaves(answer: Answer, count: int) -> None:
+    questions = [ORDER, {"ports": {"n1": 4, "n2": 5}}, {}][:count]
+    stages = [line["stage"] for line in answer(*questions) if "stage" in line]
+    assert stages == ["local", "partners", "torch"][:count]
+
+
+def test_a_node_without_torch_measures_nothing(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bandwidth, "import_torch", lambda: None)
+    messages = answer(ORDER, {"ports": {"n1": 4}}, {}, GO)
+    assert messages[-1] == {"stage": "partners"}
+
+
+def test_a_notice_is_passed_on(answer: Answer, handlers: Handlers, lines: Lines) -> None:
+    answer()
+    assert handlers.keys() == {*NOTICE_SIGNALS}
+    for number, handler in handlers.items():
+        with pytest.raises(LeftError, match=r"^0$"):
+            handler(number, None)
+    names = [line["notice"] for line in lines()]
+    assert sorted(names) == sorted(number.name for number in NOTICE_SIGNALS)

@@ -1,0 +1,336 @@
+"""The order of a preflight's questions, and the outcome that is journalled and printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import Clock, Slurm
+
+from hpc_ddp.core.checkpoints import manifest_crc
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.preflight import driver
+from hpc_ddp.node.preflight.blame import NodeReport, outcome
+from hpc_ddp.node.preflight.dialogue import Command, Dialogue, LaunchError, NoticeError
+from hpc_ddp.node.preflight.driver import conclude, examine
+from tests.raw_events import raw_events
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "name" / "run").make()
+    run.job_json.write_text(JobSpec("train.py").to_json())
+    run.claim_attempt({"nodes": ["n3"]}, lambda info: False)
+    return run
+
+
+# --- the questions -------------------------------------------------------------------------
+
+
+class Scripted:
+    """Takes the place of a `Dialogue`: each stage brings the messages of a test for it."""
+
+    def __init__(self, *nodes: str, **stages: dict[str, dict[str, Any]]) -> None:
+        self.reports = {node: NodeReport() for node in nodes}
+        self.stages = stages
+        self.questions: list[dict[str, Any]] = []
+        self.waits: list[str] = []
+
+    def send(self, **question: Any) -> None:
+        self.questions.append(question)
+
+    def wait(self, stage: str, nodes: Sequence[str]) -> list[str]:
+        self.waits.append(f"{stage} {' '.join(nodes)}")
+        for node in nodes:
+            message: dict[str, Any] = {"stage": stage}
+            if stage == "local":
+                message["contact"] = {"host": f"host-{node}", "port": 5, "store_port": 6}
+            if stage == "torch":
+                message["values"] = {"device": None, "devices": 0, "torch": "2"}
+            self.reports[node].add(message | self.stages.get(stage, {}).get(node, {}))
+        return [node for node in nodes if not self.reports[node].faults]
+
+
+def _converse(
+    run: RunFolder, *nodes: str, spec: JobSpec | None = None, **stages: dict[str, dict[str, Any]]
+) -> Scripted:
+    folder = run.path / "files"
+    folder.mkdir()
+    dialogue: Any = Scripted(*nodes, **stages)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver.secrets, "token_hex", lambda count: "secret")  # type: ignore[attr-defined]
+        for node in nodes:
+            (folder / node).write_text("secret" if node != "blind" else "")
+        driver.converse(dialogue, spec or JobSpec("t.py"), run, folder)
+    return dialogue  # type: ignore[no-any-return]
+
+
+def _faults(dialogue: Scripted) -> dict[str, list[str]]:
+    reports = dialogue.reports.items()
+    return {node: [check for check, _ in r.faults] for node, r in reports if r.faults}
+
+
+def test_nodes_that_are_fit_exchange_once(run: RunFolder) -> None:
+    dialogue = _converse(run, "n1", "n2")
+    order, ports, empty, members = dialogue.questions
+    assert order == {
+        **{"folder": str(run.path / "files"), "secret": "secret", "gpus": 0},
+        "needed": driver.NEEDED_BYTES,
+    }
+    assert ports == {"ports": {"n1": 5, "n2": 5}}
+    assert empty == {}
+    assert members == {"members": ["n1", "n2"], "host": "host-n1", "port": 6, "device": "cpu"}
+    stages = ("local", "partners", "torch", "exchange")
+    assert dialogue.waits == [f"{stage} n1 n2" for stage in stages]
+    assert outcome(dialogue.reports)["ok"]
+
+
+def test_one_node_alone_exchanges_nothing(run: RunFolder) -> None:
+    dialogue = _converse(run, "n1")
+    assert len(dialogue.questions) == 3
+    assert dialogue.waits[-1] == "torch n1"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kinds", "device"),
+    [
+        ("4", ("cuda", "cuda"), "cuda"),
+        ("4", ("npu", "npu"), "npu"),
+        ("4", (None, None), "cpu"),
+        ("4", ("cuda", None), "cpu"),
+        ("4", ("cuda", "xpu"), "cpu"),
+        (None, ("cuda", "cuda"), "cpu"),
+    ],
+)
+def test_speeds_are_of_devices_that_all_have(
+    run: RunFolder, gpus: str | None, kinds: tuple[str | None, str | None], device: str
+) -> None:
+    stage = {
+        node: {"values": {"device": kind, "devices": 4 if kind else 0, "torch": "2"}}
+        for node, kind in zip(("n1", "n2"), kinds, strict=True)
+    }
+    dialogue = _converse(run, "n1", "n2", spec=JobSpec("t.py", gpus_per_node=gpus), torch=stage)
+    assert dialogue.questions[3]["device"] == device
+    assert dialogue.questions[0]["gpus"] == (4 if gpus else 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "unfit"),
+    [
+        ({"gpus_per_node": "4"}, ["blind", "n1"]),
+        ({"gpus_per_node": "4", "fabric": "ethernet"}, ["blind"]),
+        ({}, ["blind"]),
+    ],
+)
+def test_unfit_nodes_take_no_further_part(
+    run: RunFolder, spec: dict[str, Any], unfit: list[str]
+) -> None:
+    stage: dict[str, dict[str, Any]] = {
+        node: {"values": {"fabric": "infiniband"}} for node in ("n2", "n3", "blind")
+    }
+    stage["n1"] = {"values": {"fabric": None}}
+    cut_off = {"trouble": "blind", "check": "scratch", "why": "does not see it"}
+    stage["n2"] |= cut_off
+    dialogue = _converse(
+        run, "n1", "n2", "n3", "blind", spec=JobSpec("t.py", **spec), partners=stage
+    )
+    assert sorted(_faults(dialogue)) == unfit
+    members = [node for node in ("n1", "n2", "n3") if node not in unfit]
+    assert dialogue.waits[2] == f"torch {' '.join(members)}"
+    assert dialogue.questions[3]["members"] == members
+    assert dialogue.reports["blind"].faults == [("scratch", "n2: does not see it")]
+
+
+def test_a_node_with_a_fault_of_its_own_has_no_partners(run: RunFolder) -> None:
+    fault = {"fault": "tmpdir", "why": "full"}
+    dialogue = _converse(run, "n1", "n2", "n3", local={"n2": fault})
+    assert dialogue.questions[1] == {"ports": {"n1": 5, "n3": 5}}
+    assert dialogue.waits[1] == "partners n1 n3"
+
+
+def test_links_and_torch_are_judged(run: RunFolder) -> None:
+    cut_off = {"trouble": "n3", "check": "link", "why": "no connection"}
+    dialogue = _converse(
+        run,
+        *("n1", "n2", "n3", "n4"),
+        partners={"n1": cut_off, "n2": cut_off},
+        torch={"n4": {"values": {"torch": "1", "device": None, "devices": 0}}},
+    )
+    assert dialogue.reports["n3"].faults == [("link", "n1: no connection")]
+    assert dialogue.reports["n4"].faults == [("torch", "torch 1, while others have 2")]
+    assert dialogue.questions[3]["members"] == ["n1", "n2"]
+
+
+def test_speeds_and_failed_exchanges_are_judged(run: RunFolder) -> None:
+    broken = {"trouble": "n3", "check": "bandwidth", "why": "no exchange", "turn": 1}
+    speeds: dict[str, dict[str, Any]] = {
+        node: {"values": {"exchange_mb_s": speed}}
+        for node, speed in (("n1", 1000.0), ("n2", 2.0), ("n4", 900.0), ("n5", 900.0))
+    }
+    speeds["n1"] |= broken
+    speeds["n4"] |= broken
+    dialogue = _converse(run, "n1", "n2", "n3", "n4", "n5", exchange=speeds)
+    assert _faults(dialogue) == {"n2": ["bandwidth"], "n3": ["bandwidth"]}
+    assert dialogue.reports["n3"].faults == [("bandwidth", "n1: no exchange")]
+
+
+# --- what is journalled --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [None, 10, 80 << 20])
+def test_room_is_needed_for_two_checkpoints(run: RunFolder, size: int | None) -> None:
+    assert driver._needed(run) == driver.NEEDED_BYTES
+    for step in (1, 2):
+        folder = run.checkpoints / f"step-{step}"
+        folder.mkdir()
+        if size is not None:
+            value: dict[str, Any] = {"files": {"a": {"size": size if step == 2 else 1 << 40}}}
+            value["files"]["b"] = {"size": 0}
+            value["crc32"] = manifest_crc(value)
+            (folder / "manifest.json").write_text(json.dumps(value))
+    assert driver._needed(run) == max(driver.NEEDED_BYTES, 2 * (size or 0))
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said to the user."""
+    words: list[str] = []
+    monkeypatch.setattr(driver, "say", words.append)
+    return words
+
+
+def test_the_outcome_is_journalled_and_said(run: RunFolder, printed: list[str]) -> None:
+    report = {"n1": NodeReport(notes=["odd", "all"]), "n2": NodeReport(notes=["all"])}
+    assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is True
+    assert printed == [
+        "preflight: n1: note: odd",
+        "preflight: n1 and 1 more: note: all",
+        "preflight: 2 nodes are fit, after 1.5 s",
+    ]
+    printed.clear()
+    assert conclude(run, 0, {**outcome({"n1": NodeReport()}), "seconds": 1.5}) is True
+    assert printed == ["preflight: 1 node is fit, after 1.5 s"]
+    printed.clear()
+    report["n2"].faults.append(("gpus", "none"))
+    assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is False
+    assert printed == [
+        "preflight: n1: note: odd",
+        "preflight: n1 and 1 more: note: all",
+        "preflight: n2: none",
+    ]
+    event = raw_events(run.path)[-1]
+    assert (event["event"], event["ok"], event["bad_nodes"]) == ("preflight", False, ["n2"])
+
+
+def _examine(
+    run: RunFolder,
+    act: Callable[[Dialogue], None],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float = 7.04,
+) -> tuple[dict[str, Any], list[float]]:
+    """Return what comes of an examination that consists of `act`, and how long it ended for."""
+    clock, patience = Clock(), []
+    close = Dialogue.close
+
+    def end(dialogue: Dialogue, patience_s: float) -> None:
+        patience.append(patience_s)
+        clock.now += seconds
+        close(dialogue, 60.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "converse", lambda dialogue, spec, run, folder: act(dialogue))
+        patch.setattr(Dialogue, "close", end)
+        patch.setattr(driver.time, "monotonic", clock.monotonic)  # type: ignore[attr-defined]
+        command = Command(["true"], {**os.environ, "HPC_DDP_ATTEMPT": "0"})
+        event = examine(run, ["n1"], [command], lambda: "")
+    assert not list(run.path.glob(".preflight-*"))
+    return event, patience
+
+
+def test_an_examination_ends_with_an_outcome(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event, patience = _examine(run, lambda dialogue: None, monkeypatch)
+    assert (event["ok"], event["seconds"], patience) == (True, 7.0, [driver.CLOSE_S])
+
+    def fail(dialogue: Dialogue) -> None:
+        dialogue.reports["n1"].faults.append(("silent", "x"))
+        raise LaunchError
+
+    assert _examine(run, fail, monkeypatch)[0]["why"] == "n1: x"
+
+    def notice(dialogue: Dialogue) -> None:
+        raise NoticeError("SIGTERM")
+
+    event, patience = _examine(run, notice, monkeypatch)
+    assert patience == [0.5]
+    assert event == {
+        **{"ok": False, "bad_nodes": [], "hopeless": False, "why": "ended early: SIGTERM"},
+        **{"report": {}, "notice": "SIGTERM", "seconds": 7.0},
+    }
+
+
+@pytest.fixture
+def main(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, printed: list[str]
+) -> Iterator[Callable[..., int]]:
+    """Call `preflight` as the batch script does, with the process's signals as they were after."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    for name in ("ATTEMPT", "FABRIC"):
+        monkeypatch.delenv(f"HPC_DDP_{name}", raising=False)
+
+    def call(**environ: str) -> int:
+        for name, value in {"HPC_DDP_RUN": str(run.path), **environ}.items():
+            monkeypatch.setenv(name, value)
+        return driver.main(["srun"])
+
+    yield call
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_it_is_called_with_the_attempts_nodes(
+    run: RunFolder, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, slurm_commands: Slurm
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def look(
+        run: RunFolder, nodes: Sequence[str], commands: Sequence[Command], notice: Callable[[], str]
+    ) -> dict[str, Any]:
+        env = commands[0].env
+        words = [notice()]
+        run.attempt(int(env["HPC_DDP_ATTEMPT"])).notice.write_text("warning signal")
+        words.append(notice())
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        words.append(notice())
+        run.attempt(0).notice.write_text("")
+        seen.append((nodes, commands[0].argv, env["HPC_DDP_FABRIC"], words))
+        return {**outcome({node: NodeReport() for node in nodes}), "seconds": 1.0}
+
+    monkeypatch.setattr(driver, "examine", look)
+    slurm_commands.answer("scontrol", "n1\nn2\n")
+    words = ["", "warning signal", "SIGHUP"]
+    assert main(SLURM_JOB_NODELIST="n[1-2]") == 0
+    assert main(HPC_DDP_FABRIC="efa", HPC_DDP_ATTEMPT="0") == 0
+    assert seen == [(("n1", "n2"), ["srun"], "auto", words), (("n3",), ["srun"], "efa", words)]
+    assert [attempt.number for attempt in run.attempts()] == [0, 1]  # one by hand
+    assert len(slurm_commands.calls("scontrol")) == 1
+
+
+def test_a_preflight_that_can_not_be_made_is_nobodys_fault(
+    run: RunFolder, main: Callable[..., int], printed: list[str], slurm_commands: Slurm
+) -> None:
+    slurm_commands.answer("scontrol", err="Access denied", code=1)
+    assert main(SLURM_JOB_NODELIST="n[1-2]") == 1
+    event = raw_events(run.path)[-1]
+    assert (event["ok"], event["bad_nodes"], event["hopeless"]) == (False, [], False)
+    assert event["why"] == "the preflight could not be made: scontrol refused: Access denied"
+    assert printed == [f"preflight: {event['why']}"]

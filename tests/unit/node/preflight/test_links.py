@@ -1,0 +1,203 @@
+"""Which partners a node has, and how it finds that they are there."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import stop_clock
+from node_fakes import place_of
+
+from hpc_ddp.core.run_folder import AttemptFolder
+from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.preflight import links
+from hpc_ddp.node.preflight.links import Listener, partners
+from hpc_ddp.node.preflight.messages import MARK
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 9, 10, 100, 1024])
+def test_each_node_is_checked_as_often_as_it_checks(count: int) -> None:
+    nodes = [f"n{index}" for index in range(count)]
+    checked = Counter(peer for node in nodes for peer in partners(nodes, node))
+    per_node = min(count - 1, links.PARTNERS)
+    for node in nodes:
+        peers = partners(nodes, node)
+        assert node not in peers
+        assert len(set(peers)) == len(peers) == per_node
+    assert set(checked.values()) <= {per_node}
+
+
+# --- links ---------------------------------------------------------------------------------
+
+
+def test_a_link_to_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Listener("b", "secret")
+    links.reach("b", "127.0.0.1", listener.port, "secret")
+    with pytest.raises(OSError, match="b answers there"):
+        links.reach("c", "127.0.0.1", listener.port, "secret")
+    with pytest.raises(OSError, match="something else answers"):
+        links.reach("b", "127.0.0.1", listener.port, "another")
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        monkeypatch.setattr(links, "LINK_S", 0.2)
+        with pytest.raises(OSError, match="timed out"):
+            links.reach("b", "127.0.0.1", deaf.getsockname()[1], "secret")
+    _close(listener)
+
+
+def _close(listener: Listener) -> None:
+    listener.shutdown()
+    listener.server_close()
+
+
+def test_a_connection_that_is_closed_in_the_middle() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            peer, _ = server.accept()
+            with peer, peer.makefile("rb") as received:
+                received.readline()
+                peer.sendall(b"b\n")
+                received.read(links.PAYLOAD)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(OSError, match="closed in the middle"):
+            links.reach("b", "127.0.0.1", server.getsockname()[1], "secret")
+        thread.join()
+
+
+def test_a_listener_keeps_no_process_alive_and_has_its_own_port() -> None:
+    before = set(threading.enumerate())
+    listeners = [Listener("b", "secret") for _ in range(2)]
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
+    assert all(listener.daemon_threads for listener in listeners)
+    assert listeners[0].port != listeners[1].port
+    for listener in listeners:
+        _close(listener)
+
+
+def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "LINK_S", 0.1)
+    listener = Listener("b", "secret")
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=60) as peer:
+        assert peer.recv(1) == b""
+    _close(listener)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "loopback"),
+    [
+        (["127.0.1.1"], True),
+        (["::1", "127.0.0.1"], True),
+        (["127.0.0.1", "10.0.0.1"], False),
+        (["fe80::1%eth0"], False),
+    ],
+)
+def test_loopback_addresses(addresses: list[str], loopback: bool) -> None:
+    assert links.is_loopback(addresses) is loopback
+
+
+def test_a_name_has_each_address_once() -> None:
+    assert links.addresses_of("127.0.0.1") == ["127.0.0.1"]
+
+
+@pytest.fixture
+def place(attempt: AttemptFolder) -> Place:
+    return place_of(attempt)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "why"),
+    [
+        (["10.0.0.2"], ""),
+        (["10.0.0.9"], "no connection from here to n2 (10.0.0.9): timed out"),
+        (["127.0.1.1"], "the name n2 resolves to 127.0.1.1, which is loopback"),
+        (OSError(2, "Name unknown"), "the name n2 does not resolve here: Name unknown"),
+        (UnicodeError("label"), "the name n2 does not resolve here: label"),
+    ],
+)
+def test_a_name_and_a_link(
+    place: Place, monkeypatch: pytest.MonkeyPatch, addresses: list[str] | Exception, why: str
+) -> None:
+    def resolve(host: str) -> list[str]:
+        if isinstance(addresses, Exception):
+            raise addresses
+        return addresses
+
+    def reach(node: str, address: str, port: int, secret: str) -> None:
+        assert (node, port, secret) == ("n2", 5, "secret")
+        if address != "10.0.0.2":
+            raise TimeoutError("timed out")
+
+    monkeypatch.setattr(links, "addresses_of", resolve)
+    monkeypatch.setattr(links, "reach", reach)
+    assert links.link_trouble(place, "n2", 5, "secret") == why
+
+
+def test_a_link_that_fails_once_is_no_fault(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each healthy node of 32 had many partners at a time, and was late with an answer or two."""
+    answers: list[Exception | None] = [TimeoutError("timed out"), None]
+
+    def reach(*words: Any) -> None:
+        if error := answers.pop(0):
+            raise error
+
+    monkeypatch.setattr(links, "addresses_of", lambda host: ["10.0.0.2"])
+    monkeypatch.setattr(links, "reach", reach)
+    assert links.link_trouble(place, "n2", 5, "secret") == ""
+    assert answers == []
+
+
+def test_loopback_is_right_between_processes_of_one_machine(
+    attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "reach", lambda *words: None)
+    place = place_of(attempt, nodes=("local-0", "local-1"))
+    assert links.link_trouble(place, "local-1", 5, "secret") == ""
+
+
+# --- files ---------------------------------------------------------------------------------
+
+
+def test_a_file_that_comes_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = stop_clock(monkeypatch, links)
+    last = 1000 + links.VISIBLE_S - 1
+    monkeypatch.setattr(links, "contains", lambda path, text: clock.now > last)
+    assert links.file_trouble(tmp_path, "n2", "secret") == ""
+    monkeypatch.setattr(links, "contains", lambda path, text: False)
+    begin = clock.now
+    why = links.file_trouble(tmp_path, "n2", "secret")
+    assert why == "does not see the files that n2 writes"
+    assert links.VISIBLE_S < clock.now - begin < links.VISIBLE_S + 1
+
+
+def test_a_file_contains_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("secret")
+    assert links.contains(tmp_path / "a", "secret")
+    assert not links.contains(tmp_path / "a", "other")
+    assert links.contains(tmp_path / "b", "secret") is False
+
+
+def test_troubles_with_partners_are_reported(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HPC_DDP_NODE", "n1")
+    monkeypatch.setattr(
+        links, "link_trouble", lambda place, peer, port, secret: f"{port}" if port == 6 else ""
+    )
+    monkeypatch.setattr(
+        links, "file_trouble", lambda folder, peer, secret: secret if peer == "n2" else ""
+    )
+    links.check_partners(place, {"n1": 4, "n2": 5, "n3": 6}, Path("/no"), "secret")
+    lines = [json.loads(line.removeprefix(MARK)) for line in capfd.readouterr().out.splitlines()]
+    assert lines == [
+        {"node": "n1", "trouble": "n3", "check": "link", "why": "6"},
+        {"node": "n1", "trouble": "n2", "check": "scratch", "why": "secret"},
+    ]
+    links.check_partners(place, {"n1": 4}, Path("/no"), "secret")
+    assert capfd.readouterr().out == ""

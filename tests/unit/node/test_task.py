@@ -1,0 +1,146 @@
+"""The supervisor of one worker, as the task that srun starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from fakes import Clock, stop_clock
+from node_fakes import NoSignals, place_of
+
+from hpc_ddp.core.run_folder import AttemptFolder
+from hpc_ddp.node import supervisor
+from hpc_ddp.node import task as task_module
+from hpc_ddp.node.outcome import oom as oom_module
+from hpc_ddp.node.supervisor import Launch, Signals, Supervisor, torchrun_launch
+from hpc_ddp.node.task import worker_launch
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(oom_module, "kills", lambda: 0)
+    return stop_clock(monkeypatch, supervisor)
+
+
+@pytest.fixture
+def task(attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Supervisor]:
+    """Make the supervisor of a rank of six, two on each node."""
+
+    def make(rank: int) -> Supervisor:
+        values = {"SLURM_PROCID": rank, "SLURM_NTASKS": 6, "SLURM_LOCALID": rank % 2}
+        named = {"HPC_DDP_HEAD": "n1", "HPC_DDP_PORT": 20001, "HPC_DDP_RDZV_ID": "7.0"}
+        for name, value in {**values, **named}.items():
+            monkeypatch.setenv(name, str(value))
+        place = place_of(attempt, index=rank // 2)
+        launch = worker_launch(place, ["python", "train.py"])
+        return Supervisor(place, launch, cast(Signals, NoSignals()))
+
+    return make
+
+
+def test_a_worker_is_told_what_torchrun_would_tell_it(
+    task: Callable[[int], Supervisor], attempt: AttemptFolder
+) -> None:
+    watcher = task(3)
+    env = watcher._env()
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
+    assert [env[name] for name in names.split()] == ["3", "1", "6", "2", "1", "3"]
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n1", "20001")
+    assert (env["TORCHELASTIC_RUN_ID"], env["HPC_DDP_AGENT_PID"]) == ("7.0", str(os.getpid()))
+    assert watcher.launch.command[0] == "python"
+    assert watcher.launch.command[-2:] == ["-u", "train.py"]
+    assert (watcher.launch.name, watcher.folder) == ("n2-3", attempt.node("n2", 3))
+    for rank in (2, 3):
+        (attempt.path / "n2" / f"rank-{rank}.pid").touch()
+    assert watcher.folder.pids() == [attempt.path / "n2" / "rank-3.pid"]
+    peers = [f"n{rank // 2 + 1}/record-{rank}.json" for rank in range(6)]
+    assert [str(path.relative_to(attempt.path)) for path in task(0).launch.peers] == peers
+    assert watcher.launch.peers == []
+    assert not watcher.launch.reports_fabric
+    assert task(4).launch.reports_fabric
+
+
+def test_only_the_first_task_shows_its_output(
+    task: Callable[[int], Supervisor],
+    attempt: AttemptFolder,
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    attempt.node("n1").path.mkdir()
+    attempt.node("n1").rank_log(0).write_bytes(b"of a try at another port\n")
+    first, second = task(0), task(1)
+    with open(attempt.node("n1").rank_log(0), "ab") as log:
+        log.write(b"new\n")
+    second._show_rank_0()
+    assert capfdbinary.readouterr().out == b""
+    first._show_rank_0()
+    assert capfdbinary.readouterr().out == b"new\n"
+
+
+@pytest.mark.parametrize(
+    ("part", "launch_of", "expected"),
+    [
+        ("task", worker_launch, ["python", "$a.py", "--x=$a"]),
+        ("supervisor", torchrun_launch, ["python", "node.py", "agent", "--n=5", "t.py", "--x=$a"]),
+    ],
+)
+def test_submitits_task_ends_with_the_supervisors_code(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    launch_of: Callable[..., Launch],
+    expected: list[str],
+) -> None:
+    calls: list[tuple[Callable[..., Launch], list[str]]] = []
+    handlers: list[tuple[int, Any]] = []
+
+    def supervise(launch_of: Callable[..., Launch], command: list[str]) -> int:
+        calls.append((launch_of, command))
+        return 3
+
+    monkeypatch.setattr(task_module, "supervise", supervise)
+    monkeypatch.setattr(signal, "signal", lambda *words: handlers.append(words))
+    monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
+    monkeypatch.setenv("a", "5")
+    (tmp_path / "job.json").write_text('{"args": ["--x=$a"]}')
+    command = ["python", "node.py", "agent", "--n=$a", "t.py"]
+    with pytest.raises(SystemExit, match=r"^3$"):
+        task_module.submitit_main(part, ["python", "$a.py"] if part == "task" else command)
+    assert calls == [(launch_of, expected)]
+    assert handlers == [(signal.SIGCONT, signal.SIG_DFL)]  # submitit's own logs each
+
+
+def test_a_task_ends_with_its_supervisors_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_module, "supervise", lambda launch_of, command: 4)
+    assert task_module.main(["python", "t.py"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "taken"),
+    [
+        (0, "RuntimeError: EADDRINUSE, port: 20001", True),
+        (0, "RuntimeError: EADDRINUSE, port: 80", False),
+        (0, "RuntimeError: port 20001", False),
+        (1, "RuntimeError: EADDRINUSE, port: 20001", False),
+    ],
+)
+def test_a_port_that_was_taken_is_marked(
+    task: Callable[[int], Supervisor],
+    attempt: AttemptFolder,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    error: str,
+    taken: bool,
+) -> None:
+    watcher = task(rank)
+    watcher.folder.rank_log(rank).write_text(f"Traceback (most recent call last):\n  x\n{error}\n")
+    assert watcher._failures(1) == [{"rank": rank, "code": 1, "time": 1000.0, "error": error}]
+    assert attempt.port_taken.exists() is taken
+    watcher.folder.failures.write_text('{"agent": "no python"}')
+    assert watcher._failures(127) == [
+        {"rank": None, "code": 127, "time": 1000.0, "error": "no python"}
+    ]

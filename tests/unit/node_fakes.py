@@ -1,0 +1,33 @@
+"""The place of a supervisor, and signals, as tests of the node side need them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.node.net.place import Place
+
+
+class NoSignals:
+    """Signals that a test gives by hand."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def wait(self, seconds: float) -> None:
+        return
+
+
+def place_of(attempt: AttemptFolder, **values: Any) -> Place:
+    """Return the place of the first of three nodes; `values` replace its fields."""
+    fields: dict[str, Any] = {
+        "run": RunFolder(attempt.path.parents[1]),
+        "attempt": attempt,
+        "nodes": ("n1", "n2", "n3"),
+        "index": 0,
+        "suffix": "",
+        "end_time": None,
+        "warn_s": 60.0,
+        "interface": None,
+    }
+    return Place(**{**fields, **values})

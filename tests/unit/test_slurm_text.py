@@ -1,0 +1,111 @@
+"""What the text of Slurm's commands is parsed to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hpc_ddp.slurm_text import _seconds, parse_job, parse_job_id, parse_record
+
+SHOWN = """\
+JobId=7 JobName=x Restarts=9 JobState=FAILED
+   UserId=me(1000) GroupId=me(1000) MCS_label=N/A
+   JobState=COMPLETING Reason=TimeLimit Dependency=(null)
+   Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:00:05 TimeLimit=00:01:00 TimeMin=N/A
+   StartTime=2026-11-21T10:00:00 EndTime=2026-11-21T10:01:00 Deadline=N/A
+   PreemptEligibleTime=2026-11-21T10:00:00 PreemptTime=2026-11-21T10:00:30
+"""
+
+
+def test_a_name_can_not_pass_for_a_field() -> None:
+    job = parse_job(SHOWN)
+    assert (job.state, job.reason, job.restarts) == ("COMPLETING", "TimeLimit", 2)
+    assert job.end_time is not None
+    assert job.preempted_at == job.end_time - 30
+
+
+def test_preempted_is_not_cancelled_within_the_grace_time() -> None:
+    """In each case Slurm says COMPLETING, and no reason."""
+    assert not parse_job(SHOWN).preempted
+    assert parse_job(SHOWN.replace("COMPLETING", "RUNNING")).preempted
+    assert parse_job(SHOWN.replace("10:00:30", "10:01:00")).preempted
+
+
+def test_a_job_that_is_being_signalled_runs() -> None:
+    """In its grace time, and not cancelled: the flag stands where the state does."""
+    job = parse_job(SHOWN.replace("COMPLETING", "SIGNALING"))
+    assert job.state == "RUNNING"
+    assert job.preempted
+    assert parse_record(WAITS.replace("PENDING", "REQUEUE_HOLD")).state == "PENDING"
+
+
+def test_what_is_left_needs_no_clock_that_is_right() -> None:
+    assert parse_job(SHOWN).left_s == 55.0
+    assert parse_job(SHOWN.replace("TimeLimit=00:01:00", "TimeLimit=UNLIMITED")).left_s == math.inf
+    assert parse_job(SHOWN.replace("TimeLimit=00:01:00", "TimeLimit=1-00:00:05")).left_s == 86_400
+    assert (
+        parse_job(SHOWN.replace("TimeLimit=00:01:00", "TimeLimit=Partition_Limit")).left_s is None
+    )
+    assert parse_job("").left_s is None
+
+
+def test_an_expedited_job_is_known() -> None:
+    """As Slurm 26.05 prints it."""
+    assert not parse_job(SHOWN).expedited
+    job = parse_job(f"{SHOWN}   StdOut=/x\n   ExpeditedRequeue=Yes\n")
+    assert (job.expedited, job.restarts) == (True, 2)
+    assert not parse_job(f"{SHOWN}   ExpeditedRequeue=No\n").expedited
+
+
+def test_unknown_times_are_none() -> None:
+    text = SHOWN.replace("2026-11-21T10:01:00", "Unknown").replace("2026-11-21T10:00:30", "None")
+    job = parse_job(text)
+    assert job.end_time is None
+    assert not job.preempted
+    nothing = parse_job("")
+    assert (nothing.state, nothing.reason, nothing.restarts) == ("", "", 0)
+
+
+WAITS = """\
+JobId=3 JobName=wide
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   JobState=PENDING Reason=ReqNodeNotAvail,_UnavailableNodes:hd0n1 Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:53
+   RunTime=00:00:00 TimeLimit=UNLIMITED TimeMin=N/A
+   StartTime=2026-11-22T20:15:37 EndTime=Unknown Deadline=N/A
+   ReqNodeList=(null) ExcNodeList=(null)
+   NodeList=(null)
+"""
+
+
+def test_what_is_left_of_a_job() -> None:
+    found = parse_record(WAITS)
+    assert (found.state, found.exit_code, found.nodes) == ("PENDING", "0:53", "")
+    assert found.reason == "ReqNodeNotAvail, UnavailableNodes:hd0n1"
+    assert found.start_time is not None
+    assert parse_record(WAITS.replace("NodeList=(null)\n", "NodeList=n[1-2]\n")).nodes == "n[1-2]"
+    assert parse_record("").state == ""
+
+
+@pytest.mark.parametrize(
+    ("printed", "id"),
+    [
+        ("-----\n Welcome to the 9 nodes of Lonestar\n-----\n\n --> Verifying 12\n77\n", "77"),
+        ("77;stampede\n\n", "77"),
+        ("5\n77\n Have a nice day\n", "77"),
+        ("5 jobs of yours wait\n", None),
+        ("", None),
+    ],
+)
+def test_a_banner_is_no_job_id(printed: str, id: str | None) -> None:
+    assert parse_job_id(printed) == id
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1-02:03:04", 93784), ("02:03:04", 7384), ("UNLIMITED", None), ("", None), ("5", None)],
+)
+def test_a_partitions_time(text: str, seconds: int | None) -> None:
+    assert _seconds(text) == seconds
