@@ -102,8 +102,7 @@ class Launch:
     command, env
         of the child; `env` has the variables that it needs beside those of every launch
     peers
-        the records of all supervisors of the attempt, which the first supervisor waits for after a
-        failure; none for the others: each waiting for each would be a square of look-ups
+        for the first supervisor, whose code fails the step, the records of all; [] for the others
     rank
         of the one worker; None for torchrun, which reports its workers in ``folder.failures``
     store_port
@@ -261,10 +260,7 @@ class Supervisor:
             self._give_notice(NoticeSource.TIME_LIMIT, child)
 
     def _time_is_over(self, in_s: float = 0.0) -> bool:
-        """Return whether the job ends within some seconds, as read anew: a limit may be extended.
-
-        The end is in unix seconds of the first node's clock.
-        """
+        """Return whether the job ends within some seconds, as read anew: limits are extended."""
         time_s = time.time() + in_s
         if self.end_time and time_s >= self.end_time:
             self._read_end_time()
@@ -354,11 +350,9 @@ class Supervisor:
             return 1
         if not self.torn_down:
             self._write(partial(self.place.attempt.failed.write_text, self.launch.name))
-        if not self.launch.peers:
-            return 0  # the first supervisor's code fails the step, once it has seen all records
         if not self.place.attempt.port_taken.exists():
             self._wait_for_peers()
-        return 1
+        return 1 if self.launch.peers else 0
 
     def _write(self, write: Callable[[], object]) -> None:
         try:

@@ -301,20 +301,24 @@ def _kept_off(run: RunFolder, job_id: str) -> list[str] | None:
     those that verdicts have blamed for a day; None where no verdict has blamed any."""
     events = since_submit(run.events())
     blamed = set(_bad_nodes(events, since=0.0))
-    job = ask(job_id) if blamed else None
-    if job is None:
+    if not blamed:
         return None
-    excluded = slurm.expand_hosts(job.excluded) if job.excluded else []
-    others = [node for node in excluded if node not in blamed]
+    try:
+        node_list = slurm.show_job(job_id).excluded
+        excluded = slurm.expand_hosts(node_list) if node_list else []
+    except HpcDdpError as error:
+        say(error.message)
+        return None
+    excluded_before = [node for node in excluded if node not in blamed]
     bad = _bad_nodes(events, since=time.time() - KEPT_OFF_S)
     if not bad:
-        return others
+        return excluded_before
     # Perhaps too few other nodes are left; perhaps compute nodes may not call sbatch here.
-    nodes = [*others, *bad]
+    nodes = [*excluded_before, *bad]
     reason = slurm.why_refused(RunFolder(run.whole).script, f"--exclude={','.join(nodes)}")
     if reason:
         say(f"not kept off {', '.join(bad)}: {reason}")
-        return others
+        return excluded_before
     return nodes
 
 

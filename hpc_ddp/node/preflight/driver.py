@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
     try:
         if variable("attempt") not in environ:  # by hand in an allocation
             names = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
-            claimed = run.claim_attempt({"nodes": names}, lambda info: False)
+            claimed = run.claim_attempt({"nodes": names}, lambda _: False)
             environ[variable("attempt")] = str(claimed.number)
         spec = JobSpec.from_json(run.job_json.read_text())
         environ.setdefault(variable("fabric"), spec.fabric)

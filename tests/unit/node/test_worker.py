@@ -21,12 +21,13 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import NodeFolder, RunFolder
-from hpc_ddp.node import local, log_offsets, preflight, worker
+from hpc_ddp.node import local, log_offsets, worker
 from hpc_ddp.node.batch import task_of
 from hpc_ddp.node.local import LocalRun
 from hpc_ddp.node.log_offsets import Growth
 from hpc_ddp.node.net import network
 from hpc_ddp.node.outcome.verdict import Verdict
+from hpc_ddp.node.preflight import driver
 from tests.raw_events import raw, raw_events
 from tests.waiting import pid_in, wait_until
 
@@ -447,7 +448,7 @@ def test_an_attempt_is_judged_after_it_was_looked_at_and_played(
         assert nodes == ["local-0", "local-1"]
         assert [command.node for command in commands] == nodes
         assert [command.env["HPC_DDP_NODE_INDEX"] for command in commands] == ["0", "1"]
-        assert list(commands[0].argv) == ["python", str(run.lib / "node.py"), "checks"]
+        assert list(commands[0].argv) == ["python", str(run.lib / "node.py"), "preflight.checks"]
         assert notice() == ""
         handlers[signal.SIGINT](signal.SIGINT, None)
         assert notice() == "SIGTERM"
@@ -458,8 +459,8 @@ def test_an_attempt_is_judged_after_it_was_looked_at_and_played(
         calls.append(environ["HPC_DDP_ATTEMPT"])
         return "facts", Verdict(Cause.FINISHED, Action.NONE, "", 0)
 
-    monkeypatch.setattr(preflight, "examine", examine)
-    monkeypatch.setattr(preflight, "conclude", lambda run, attempt, result: result["ok"])
+    monkeypatch.setattr(driver, "examine", examine)
+    monkeypatch.setattr(driver, "conclude", lambda run, attempt, result: result["ok"])
     monkeypatch.setattr(local, "judge", judge)
     monkeypatch.setattr(local_run, "_supervise", lambda environ: calls.append("supervise"))
     assert local_run.attempt() == Verdict(Cause.FINISHED, Action.NONE, "", 0)
