@@ -198,8 +198,8 @@ def test_a_requeue_that_is_refused(
 )
 @pytest.mark.parametrize("backend", [pytest.param("slurm", marks=pytest.mark.more), "submitit"])
 def test_a_chain(hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Path, backend: str) -> None:
-    words = ("--backend", backend, "--continue-by", "resubmit", *ONE_BY_TWO)
-    words = (*words, "--setup", f"umask >>{tmp_path}/umasks")
+    chain = ("--backend", backend, "--continue-by", "resubmit", *ONE_BY_TWO)
+    words = (*chain, "--setup", f"umask >>{tmp_path}/umasks")
     umask = os.umask(0o027)
     try:
         job = hpc.submit(*words, *QUICK_WALK, "--hold-at", "25")
