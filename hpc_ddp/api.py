@@ -19,7 +19,7 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import read_text
-from hpc_ddp.core.job.options import default_of, key_of
+from hpc_ddp.core.job.option_declaration import default_of, key_of
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.logs.files import log_files

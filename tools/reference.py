@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from hpc_ddp.cli.main import main as commands
-from hpc_ddp.core.job.options import GROUPS, TABLE, Option
+from hpc_ddp.core.job.option_declaration import GROUPS, TABLE, Option
 from hpc_ddp.core.journal.events import EVENTS
 from hpc_ddp.submission.settings.config import OPTIONS
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from hpc_ddp.cli.common import json_option
-from hpc_ddp.core.job.options import (
+from hpc_ddp.core.job.option_declaration import (
     AMOUNT,
     COMMON,
     CONTINUATION,

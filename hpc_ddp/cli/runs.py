@@ -14,7 +14,7 @@ from hpc_ddp.cli.common import folder_option, json_option, say
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import write_whole
-from hpc_ddp.core.ownership import is_executable
+from hpc_ddp.core.file_owners import is_executable
 from hpc_ddp.report import tables
 from hpc_ddp.report.status import run_status, run_table
 from hpc_ddp.submission.resources import folder as resource_folder

@@ -36,7 +36,7 @@ def find_run(root: Path, text: str) -> RunFolder:
     """Return the run that a person means: a folder, a run id, a run's name (newest), a job id.
 
     A folder in the working directory comes first, whichever user made it. It is read as data;
-    `ownership.check_executable` keeps what is in it from being started. Links of other users
+    `file_owners.check_executable` keeps what is in it from being started. Links of other users
     count as absent.
 
     Raises

@@ -33,7 +33,7 @@ from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.outcome import requeue
-from hpc_ddp.node.outcome.judgement import check_budget, check_silent_ends, judge
+from hpc_ddp.node.outcome.gather_facts import check_budget, check_silent_ends, judge
 from hpc_ddp.node.outcome.requeue import VERDICT_S, ask
 from hpc_ddp.node.worker import die_with_parent
 from hpc_ddp.slurm_text import Job

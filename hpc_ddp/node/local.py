@@ -30,7 +30,7 @@ from hpc_ddp.core.journal.vocabulary import Action
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node.batch import attempt_env, task_of
 from hpc_ddp.node.net.network import LOOPBACK, free_port
-from hpc_ddp.node.outcome.judgement import check_budget, judge
+from hpc_ddp.node.outcome.gather_facts import check_budget, judge
 from hpc_ddp.node.outcome.verdict import Verdict
 from hpc_ddp.node.preflight import driver
 from hpc_ddp.node.preflight.dialogue import Command

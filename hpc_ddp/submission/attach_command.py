@@ -9,8 +9,8 @@ from pathlib import Path
 from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.ownership import check_executable
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.submission.script import container
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import close_to_others, write_json, written_by_owner
+from hpc_ddp.core.file_owners import check_folder
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Rerun
-from hpc_ddp.core.ownership import check_folder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import snapshot
 from hpc_ddp.submission.script.render import Rendering

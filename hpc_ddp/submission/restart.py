@@ -12,10 +12,10 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Queued, Started
-from hpc_ddp.core.ownership import check_executable
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
 from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings, working_directory

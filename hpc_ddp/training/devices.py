@@ -7,6 +7,7 @@ same path. `KINDS` has the facts of single vendors.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from hpc_ddp.core import accelerators
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.training.process.environment import DistEnv
 
 CPU = torch.device("cpu")
 
@@ -182,3 +185,56 @@ def random_state(device: torch.device) -> torch.Tensor:
 
 def put_random_state(device: torch.device, state: torch.Tensor) -> None:
     torch.get_device_module(device).set_rng_state(state, device)
+
+
+def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
+    """Return this rank's `per_worker` GPUs and make the first the current one, or CPUs.
+
+    Raises
+    ------
+    HpcDdpError
+        there are GPUs, but fewer than the workers of a torchrun on this node need
+    """
+    visible = count()
+    if not visible:
+        return [CPU] * per_worker
+    # Where each worker is a Slurm task, srun may have given each GPUs of its own to see.
+    sees_own = visible == per_worker and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    first = 0 if sees_own else info.local_rank * per_worker
+    if first + per_worker > visible:
+        needs = f" of {per_worker} GPUs" if per_worker > 1 else ""
+        words = hiding_words()
+        hide = f", or hide the GPUs with {words}" if words else ""
+        fitting = "take fewer GPUs"
+        if visible >= per_worker:
+            fitting = f"start {visible // per_worker} workers per node"
+        raise HpcDdpError(
+            f"{info.local_world_size} workers{needs} on this node, but {visible} visible GPU(s)",
+            hint=f"{fitting}{hide}",
+        )
+    return take(first, per_worker)
+
+
+def choose_backend(requested: str | None, device: torch.device) -> str:
+    """Return what carries gradients: `requested`, else the device's own: NCCL for NVIDIA and AMD,
+    XCCL for Intel, HCCL for Ascend, Gloo for the CPU.
+
+    Raises
+    ------
+    HpcDdpError
+        this torch was built without it, or NCCL is requested and there is no GPU
+    """
+    backend = requested or default_backend(device)
+    why = ""
+    if not dist.is_backend_available(backend):
+        why = f"this torch was built without {backend.upper()}"
+    elif not carries(backend, device):
+        why = f"it sends no tensors of {device.type}" if count() else "there is no GPU here"
+    if why:
+        raise HpcDdpError(
+            f"the backend {backend!r} can't be used: {why}",
+            hint=f"leave it out: this run's own is {default_backend(device)!r}"
+            if requested
+            else "install a torch that has it; slower: HPC_DDP_BACKEND=gloo",
+        )
+    return backend

@@ -12,11 +12,17 @@ from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import JournalEvent, Stopped, WorkerStarted
-from hpc_ddp.training.checkpoint.files import Retention
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.restorer import non_finite_error
 from hpc_ddp.training.checkpoint.saver import Checkpoints
+from hpc_ddp.training.checkpoint.schedule import (
+    Retention,
+    SaveSchedule,
+    between_failures,
+    slowest_save,
+)
 from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.devices import choose_devices
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.precision import Precision, make_deterministic
@@ -26,10 +32,7 @@ from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.process.failure import FailureHook, leave_quickly, make_patient
 from hpc_ddp.training.process.watchdog import Watchdog, beat
 from hpc_ddp.training.stops.consensus import (
-    SaveSchedule,
     StopConsensus,
-    between_failures,
-    slowest_save,
 )
 from hpc_ddp.training.stops.signals import REASONS, Notices
 from hpc_ddp.training.telemetry.metrics import Metrics
@@ -79,7 +82,7 @@ class Worker:
         if options.deterministic:
             make_deterministic()
         self._dims = ParallelDims(info.rank, info.world_size, options.tp, options.pp)
-        self.devices = process_group.choose_devices(info, options.devices_per_worker)
+        self.devices = choose_devices(info, options.devices_per_worker)
         self.device = self.devices[0]
         self._control = process_group.join(info, self.devices, options.hang_after, options.backend)
         self._hook.install()

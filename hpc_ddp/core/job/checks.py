@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.options import key_of
+from hpc_ddp.core.job.option_declaration import key_of
 from hpc_ddp.core.job.slurm_values import array_indexes, parse_signal, parse_time
 
 if TYPE_CHECKING:

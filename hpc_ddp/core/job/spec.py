@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job import checks
-from hpc_ddp.core.job.options import (
+from hpc_ddp.core.job.option_declaration import (
     COMMON,
     CONTINUATION,
     ENVIRONMENT,

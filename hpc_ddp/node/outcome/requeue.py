@@ -17,12 +17,12 @@ from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import read_json, read_seconds, write_json
-from hpc_ddp.core.journal.events import JournalEvent, VerdictGiven
+from hpc_ddp.core.journal.events import VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.core.run_index import link_job
-from hpc_ddp.node.outcome.judgement import since_submit
+from hpc_ddp.node.outcome.excluded_nodes import excluded_nodes, keep_off
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
 from hpc_ddp.slurm_text import Job
 
@@ -31,7 +31,6 @@ TRIES = 120  # of a requeue, each with an answer of Slurm
 VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
 EARLY_MOST = 5  # jobs of a chain in a row that ended in their set-up lines, of unknown cause
 TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
-KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
 
 
 def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Job | None:
@@ -142,7 +141,7 @@ def _queue_link(
     run: RunFolder, environ: dict[str, str], give_up: float | None = None
 ) -> str | None:
     options = [f"--dependency=afterany:{own_id(environ)}"]
-    kept_off = _kept_off(run, own_id(environ))
+    kept_off = excluded_nodes(run, own_id(environ))
     if kept_off:
         options.append(f"--exclude={','.join(kept_off)}")
     task = environ.get("SLURM_ARRAY_TASK_ID")
@@ -184,7 +183,7 @@ def go_on(
         return _requeue(run, attempt, environ, facts)
     if decided.cause == Cause.SUPERSEDED and facts.bad_nodes and run.is_newest(facts.attempt):
         # Slurm itself has requeued it, for the node that it has lost.
-        _keep_off(run, own_id(environ))
+        keep_off(run, own_id(environ))
     return decided.exit_code
 
 
@@ -219,7 +218,7 @@ def _requeue(
             say(error.message)
             return _resubmit(run, attempt, environ)
         else:
-            _keep_off(run, job_id)
+            keep_off(run, job_id)
             return 0  # at once: Slurm would wait KillWait for a shell that lives on
     return _left_to_the_user(run)
 
@@ -268,7 +267,7 @@ def _end_link(
     link = read_json(attempt.path / "next.json").get("job_id")
     if decided.action == Action.REQUEUE:
         if link and facts.bad_nodes:
-            _keep_off(run, link)
+            keep_off(run, link)
         link = link or queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
         return 0 if link else _left_to_the_user(run)
     if link and decided.cause != Cause.SUPERSEDED:
@@ -279,57 +278,8 @@ def _end_link(
     return decided.exit_code
 
 
-def _keep_off(run: RunFolder, job_id: str) -> None:
-    """Keep a job that waits off the nodes that lately were to blame, where others are left.
-
-    It is kept off no more where the day is over: Slurm's list would stay.
-    """
-    nodes = _kept_off(run, job_id)
-    if nodes is None:
-        return
-    try:
-        slurm.exclude(job_id, nodes)
-    except HpcDdpError as error:
-        say(error.message)
-    else:
-        if nodes:
-            say(f"kept off: {', '.join(nodes)}")
-
-
-def _kept_off(run: RunFolder, job_id: str) -> list[str] | None:
-    """Return the nodes to exclude: those that Slurm keeps the job off, by whatever option, and
-    those that verdicts have blamed for a day; None where no verdict has blamed any."""
-    events = since_submit(run.events())
-    blamed = set(_bad_nodes(events, since=0.0))
-    if not blamed:
-        return None
-    try:
-        node_list = slurm.show_job(job_id).excluded
-        excluded = slurm.expand_hosts(node_list) if node_list else []
-    except HpcDdpError as error:
-        say(error.message)
-        return None
-    excluded_before = [node for node in excluded if node not in blamed]
-    bad = _bad_nodes(events, since=time.time() - KEPT_OFF_S)
-    if not bad:
-        return excluded_before
-    # Perhaps too few other nodes are left; perhaps compute nodes may not call sbatch here.
-    nodes = [*excluded_before, *bad]
-    reason = slurm.why_refused(RunFolder(run.whole).script, f"--exclude={','.join(nodes)}")
-    if reason:
-        say(f"not kept off {', '.join(bad)}: {reason}")
-        return excluded_before
-    return nodes
-
-
 def _jobs_of(run: RunFolder) -> list[str]:
     return run.job_ids(run.events())
-
-
-def _bad_nodes(events: list[JournalEvent], since: float) -> list[str]:
-    """Return the nodes that a verdict has blamed since a time, in unix seconds."""
-    verdicts = [event for event in events if isinstance(event, VerdictGiven) and event.time > since]
-    return sorted({node for verdict in verdicts for node in verdict.bad_nodes})
 
 
 def _quoted(run: RunFolder) -> str:

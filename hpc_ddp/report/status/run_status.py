@@ -12,6 +12,7 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.slurm_values import parse_time
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import (
@@ -28,7 +29,6 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.journal.journal import last_event, last_step, read_briefly
 from hpc_ddp.core.journal.stragglers import slow_rank
-from hpc_ddp.core.ownership import check_executable
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.patterns import explain_pending
 from hpc_ddp.report.status.state import RunState, find_state

@@ -14,45 +14,13 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.spec import JobSpec, directives, trial_args
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container, template
+from hpc_ddp.submission.script.torchrun import torchrun_options
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 from hpc_ddp.submission.settings.operators import comment_pairs
 
 # No limit on how long srun waits for the other nodes once the first has ended well: rank 0 may
 # evaluate and export for long. A site's own WaitTime would end it. Failed nodes end the others.
 WAIT_S = 0
-
-# torchrun's options; the variables are exported by `batch begin`, or by the local back-end.
-TORCHRUN_OPTIONS = (
-    "--nnodes={nnodes}",
-    "--nproc-per-node={workers}",
-    "--rdzv-backend=c10d",
-    "--rdzv-endpoint=$HPC_DDP_HEAD:$HPC_DDP_PORT",
-    "--rdzv-id=$HPC_DDP_RDZV_ID",
-    "--rdzv-conf={conf}",
-    "--max-restarts={restarts}",
-)
-# A first node that imports torch from a cold disk is waited for as long as any other one.
-RENDEZVOUS = "join_timeout=600,read_timeout=600"
-# How long an elastic start waits for late nodes, in s; after a loss it is `agent.LAST_CALL_S`.
-LATE_S = 120
-
-
-def torchrun_options(spec: JobSpec) -> list[str]:
-    """Return torchrun's options, with ``$`` variables that are known only in the job.
-
-    Unless the job is elastic, min = max nodes: a late node must not be shut out, nor a world of
-    fewer nodes start.
-    """
-    least, late = "", ""
-    if spec.elastic:
-        least, late = "$HPC_DDP_LEAST_NODES:", f",last_call_timeout={LATE_S}"
-    values = {
-        "nnodes": f"{least}$HPC_DDP_NNODES",
-        "workers": spec.workers_per_node,
-        "conf": RENDEZVOUS + late,
-        "restarts": spec.restarts,
-    }
-    return [*(word.format(**values) for word in TORCHRUN_OPTIONS), *spec.torchrun]
 
 
 def step_options(spec: JobSpec) -> list[str]:

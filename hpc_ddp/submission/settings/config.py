@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hpc_ddp.core.errors import UsageError, closest
-from hpc_ddp.core.job.options import ENVIRONMENT, FLAG, LIST, TEXT, Kind, option, options_of
+from hpc_ddp.core.job.option_declaration import (
+    ENVIRONMENT,
+    FLAG,
+    LIST,
+    TEXT,
+    Kind,
+    option,
+    options_of,
+)
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.submission.settings import operators, sites
 from hpc_ddp.submission.settings.trust import read_toml

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.job.options import key_of
+from hpc_ddp.core.job.option_declaration import key_of
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.submission.plan import Plan
 from hpc_ddp.submission.resources import folder

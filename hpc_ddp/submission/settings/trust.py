@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core import file_io, ownership
+from hpc_ddp.core import file_io, file_owners
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.submission.resources import is_shipped
 
@@ -54,7 +54,7 @@ def read(path: Path) -> bytes:
 
 
 def _hint(path: Path, status: os.stat_result) -> str:
-    if status.st_uid == os.geteuid() and ownership.is_writable_by_others(status):
+    if status.st_uid == os.geteuid() and file_owners.is_writable_by_others(status):
         return f"chmod go-w {_quoted(path)}; or, as it is now: hpc-ddp trust {_quoted(path)}"
     return f"read it; if it may decide what your jobs run: hpc-ddp trust {_quoted(path)}"
 
@@ -110,8 +110,8 @@ def _fault(path: Path, status: os.stat_result) -> str:
     uid = os.geteuid()
     link = path.lstat()
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (uid, file_io.ROOT):
-        return f"it is a symbolic link that belongs to {ownership.user_name(link.st_uid)}"
-    return ownership.file_fault(status, path.resolve().parent.stat(), uid)
+        return f"it is a symbolic link that belongs to {file_owners.user_name(link.st_uid)}"
+    return file_owners.file_fault(status, path.resolve().parent.stat(), uid)
 
 
 def _key(path: Path) -> str:

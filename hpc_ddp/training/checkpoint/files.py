@@ -10,10 +10,9 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,10 @@ from hpc_ddp.core.checkpoints import (
     CHUNK,
     MANIFEST,
     FileFacts,
-    candidates,
     manifest_crc,
-    published,
     step_of,
     verify,
 )
-
-LEAST = 2  # checkpoints that are kept even where there is no space for another
-
-
-@dataclass(frozen=True)
-class Retention:
-    """The checkpoints that stay: the newest `last`, and the first one of every `every` steps."""
-
-    last: int
-    every: int | None = None
 
 
 def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
@@ -107,21 +94,6 @@ def set_aside(folder: Path, kind: str, attempt: int) -> Path:
         tries += 1
         path = folder.with_name(f"{stem}-{tries}")
     return folder.rename(path)
-
-
-def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
-    """Remove what `keep` does not name; call it after a newer one is durable.
-
-    `pinned` are steps that stay whatever their age: the best one.
-    """
-    newest_first = published(folder)
-    stays = set(newest_first[: keep.last])
-    stays |= {path for path in newest_first if step_of(path) in pinned}
-    if keep.every:
-        stays |= set({step_of(path) // keep.every: path for path in newest_first}.values())
-    for path in candidates(folder):
-        if path not in stays:
-            remove(path)
 
 
 def clear_drafts(folder: Path) -> None:

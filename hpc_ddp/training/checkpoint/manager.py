@@ -13,7 +13,7 @@ import torch
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint import loading, state
-from hpc_ddp.training.checkpoint.inventory import find_misfit, inventory_of, start_checksums
+from hpc_ddp.training.checkpoint.rank_comparison import find_misfit, inventory_of, start_checksums
 from hpc_ddp.training.checkpoint.restorer import Restored
 from hpc_ddp.training.checkpoint.saver import Checkpoints, Content
 from hpc_ddp.training.checkpoint.shards import StagingBuffer

@@ -28,9 +28,10 @@ from hpc_ddp.core.journal.events import CheckpointSaved, SaveFailed
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import files as disk
-from hpc_ddp.training.checkpoint.files import Retention
-from hpc_ddp.training.checkpoint.inventory import Inventory, find_misfit
+from hpc_ddp.training.checkpoint import schedule
+from hpc_ddp.training.checkpoint.rank_comparison import Inventory, find_misfit
 from hpc_ddp.training.checkpoint.restorer import STATE, Restorer, non_finite_error
+from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.checkpoint.shards import StagingBuffer
 from hpc_ddp.training.process.process_group import Control
 
@@ -342,12 +343,12 @@ class Checkpoints(Restorer):
         """On rank 0: remove old checkpoints, but for the best and what `keep` names."""
         best = content.facts.get("best") or {"step": content.step}
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
-            disk.prune(self._run.checkpoints, keep, [content.step, best["step"]])
+            schedule.prune(self._run.checkpoints, keep, [content.step, best["step"]])
 
     def _make_room(self, content: Content) -> None:
         """On rank 0: let all but the newest checkpoints, the best and the milestones give way."""
         if self._run.is_newest(self._attempt):
-            self._prune(content, Retention(disk.LEAST, self._keep.every))
+            self._prune(content, Retention(schedule.LEAST, self._keep.every))
 
     def _superseded_error(self) -> SupersededError:
         return SupersededError(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from hpc_ddp.training.models.strategies import Pipeline
+    from hpc_ddp.training.models.sharding import Pipeline
 
 
 class ModelSetup(Worker):
@@ -110,7 +110,7 @@ class ModelSetup(Worker):
     def mesh(self) -> DeviceMesh:
         """The ranks as torch's mesh with the dimensions "pp", "dp", "tp". All ranks ask for it."""
         if self._mesh is None:
-            from hpc_ddp.training.models.strategies import make_mesh
+            from hpc_ddp.training.models.sharding import make_mesh
 
             self._mesh = make_mesh(self._dims, self.device, self._control.timeout)
         return self._mesh
@@ -139,7 +139,7 @@ class ModelSetup(Worker):
         UsageError
             the model has no module of a name in the plan
         """
-        from hpc_ddp.training.models.strategies import share_layers
+        from hpc_ddp.training.models.sharding import share_layers
 
         self._precision.watch(model)
         share_layers(model, plan, self.mesh["tp"], self.device, init)
@@ -178,7 +178,7 @@ class ModelSetup(Worker):
         UsageError
             the precision is fp16; or nothing gives numbers to a tensor that is on ``meta``
         """
-        from hpc_ddp.training.models.strategies import shard_fully
+        from hpc_ddp.training.models.sharding import shard_fully
 
         precision = self._precision
         if precision.dtype is torch.float16:
@@ -219,7 +219,7 @@ class ModelSetup(Worker):
         UsageError
             there is no such schedule, or too few micro-batches, or the backend can't carry them
         """
-        from hpc_ddp.training.models.strategies import Pipeline, check_schedule
+        from hpc_ddp.training.models.sharding import Pipeline, check_schedule
 
         check_schedule(schedule, n_microbatches, self._dims.pp, self.device)
         return Pipeline(self, stage, loss_fn, schedule, n_microbatches)

@@ -26,59 +26,6 @@ NEVER = timedelta(days=20)  # torch counts milliseconds, in places with 31 bits
 _met_at_agents: list[DistEnv] = []  # this process's runs that use torchrun's store: one at most
 
 
-def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
-    """Return this rank's `per_worker` GPUs and make the first the current one, or CPUs.
-
-    Raises
-    ------
-    HpcDdpError
-        there are GPUs, but fewer than the workers of a torchrun on this node need
-    """
-    count = devices.count()
-    if not count:
-        return [devices.CPU] * per_worker
-    # Where each worker is a Slurm task, srun may have given each GPUs of its own to see.
-    sees_own = count == per_worker and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-    first = 0 if sees_own else info.local_rank * per_worker
-    if first + per_worker > count:
-        needs = f" of {per_worker} GPUs" if per_worker > 1 else ""
-        words = devices.hiding_words()
-        hide = f", or hide the GPUs with {words}" if words else ""
-        fitting = "take fewer GPUs"
-        if count >= per_worker:
-            fitting = f"start {count // per_worker} workers per node"
-        raise HpcDdpError(
-            f"{info.local_world_size} workers{needs} on this node, but {count} visible GPU(s)",
-            hint=f"{fitting}{hide}",
-        )
-    return devices.take(first, per_worker)
-
-
-def choose_backend(requested: str | None, device: torch.device) -> str:
-    """Return what carries gradients: `requested`, else the device's own: NCCL for NVIDIA and AMD,
-    XCCL for Intel, HCCL for Ascend, Gloo for the CPU.
-
-    Raises
-    ------
-    HpcDdpError
-        this torch was built without it, or NCCL is requested and there is no GPU
-    """
-    backend = requested or devices.default_backend(device)
-    why = ""
-    if not dist.is_backend_available(backend):
-        why = f"this torch was built without {backend.upper()}"
-    elif not devices.carries(backend, device):
-        why = f"it sends no tensors of {device.type}" if devices.count() else "there is no GPU here"
-    if why:
-        raise HpcDdpError(
-            f"the backend {backend!r} can't be used: {why}",
-            hint=f"leave it out: this run's own is {devices.default_backend(device)!r}"
-            if requested
-            else "install a torch that has it; slower: HPC_DDP_BACKEND=gloo",
-        )
-    return backend
-
-
 def join(
     info: DistEnv,
     devices_of_rank: Sequence[torch.device],
@@ -108,7 +55,7 @@ def join(
             hint="start the second run in a process of its own",
         )
     device, *more_devices = devices_of_rank
-    backend = choose_backend(requested, device)
+    backend = devices.choose_backend(requested, device)
     # A group that is bound to one device refuses the tensors of the others.
     bind = {} if more_devices else devices.bound(backend, device)
     timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else NEVER

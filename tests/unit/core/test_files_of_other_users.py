@@ -17,8 +17,8 @@ from hpc_ddp.core import file_io
 from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import check_links, open_data, read_json, read_tail, write_whole
+from hpc_ddp.core.file_owners import check_folder
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.ownership import check_folder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import find_run, link_job
 from hpc_ddp.report import bundle

@@ -26,8 +26,8 @@ from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.batch import attempt_env, begin, next_port, verdict, warned
-from hpc_ddp.node.outcome import judgement, requeue
-from hpc_ddp.node.outcome.judgement import judge
+from hpc_ddp.node.outcome import gather_facts, requeue
+from hpc_ddp.node.outcome.gather_facts import judge
 from hpc_ddp.slurm_text import parse_job
 from tests.raw_events import raw, raw_events
 
@@ -477,7 +477,7 @@ def _record(attempt: AttemptFolder, node: str, **values: Any) -> None:
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said to the user."""
     lines: list[str] = []
-    for module in (batch, judgement, requeue):
+    for module in (batch, gather_facts, requeue):
         monkeypatch.setattr(module, "say", lines.append)
     return lines
 

@@ -18,9 +18,8 @@ from hpc_ddp.core.journal import journal
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import requeue
+from hpc_ddp.node.outcome.excluded_nodes import KEPT_OFF_S, _bad_nodes
 from hpc_ddp.node.outcome.requeue import (
-    KEPT_OFF_S,
-    _bad_nodes,
     check_wanted,
     go_on,
     is_link,

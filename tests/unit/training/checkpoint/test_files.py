@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
 from hpc_ddp.training.checkpoint import files
-from hpc_ddp.training.checkpoint.files import Retention
+from hpc_ddp.training.checkpoint.schedule import Retention, prune
 
 
 def make(folder: Path, step: int, attempt: int = 0, content: bytes = b"x" * 1000) -> Path:
@@ -84,7 +84,7 @@ def test_an_existing_step_is_moved_aside(tmp_path: Path) -> None:
 def test_pruning_keeps_the_newest_and_what_is_bad(tmp_path: Path) -> None:
     for name in ["step-1", "step-2", "step-3", "step-10", "step-10.old-0", "step-4.bad-0"]:
         (tmp_path / name).mkdir()
-    files.prune(tmp_path, Retention(2))
+    prune(tmp_path, Retention(2))
     assert names(tmp_path) == ["step-10", "step-3", "step-4.bad-0"]
     files.remove(tmp_path / "step-1")  # somebody else was faster
 
@@ -92,7 +92,7 @@ def test_pruning_keeps_the_newest_and_what_is_bad(tmp_path: Path) -> None:
 def test_the_best_and_one_of_every_n_steps_stay(tmp_path: Path) -> None:
     for step in range(5, 65, 5):
         (tmp_path / f"step-{step}").mkdir()
-        files.prune(tmp_path, Retention(last=2, every=20), pinned=[35])
+        prune(tmp_path, Retention(last=2, every=20), pinned=[35])
     left = sorted(map(checkpoints.step_of, tmp_path.iterdir()))
     assert left == [5, 20, 35, 40, 55, 60]
 

@@ -21,12 +21,11 @@ from hpc_ddp.cli import jobs
 from hpc_ddp.core import checkpoints, file_io
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import files
+from hpc_ddp.training.checkpoint import files, schedule
 from hpc_ddp.training.checkpoint import manager as manager_module
 from hpc_ddp.training.checkpoint import saver as saver_module
-from hpc_ddp.training.checkpoint.files import Retention
-from hpc_ddp.training.checkpoint.inventory import Digest, Inventory
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
+from hpc_ddp.training.checkpoint.rank_comparison import Digest, Inventory
 from hpc_ddp.training.checkpoint.restorer import Restored, open_checkpoint
 from hpc_ddp.training.checkpoint.saver import (
     Checkpoints,
@@ -36,6 +35,7 @@ from hpc_ddp.training.checkpoint.saver import (
     Outcome,
     SupersededError,
 )
+from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.export import export
@@ -888,7 +888,7 @@ def test_a_save_begins_once_the_old_ones_are_removed(
         if step == 2:
             again.set()
 
-    monkeypatch.setattr(files, "prune", prune)
+    monkeypatch.setattr(schedule, "prune", prune)
     saver = make()
     saver.before_publishing = publish
     for step in (1, 2):
@@ -918,7 +918,7 @@ def test_rank_0_alone_removes_old_checkpoints(
     Ranked.rank = rank
     answers = [None, True, Outcome(1)]
     steps: list[int] = []
-    monkeypatch.setattr(files, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
+    monkeypatch.setattr(schedule, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
     saver = make(background=Ranked())
     saver.begin(_content(1))
     saver.settle()

@@ -20,10 +20,10 @@ from hpc_ddp.training.checkpoint.shards import OWN, Reader, StagingBuffer
 from hpc_ddp.training.data.batches import to_device
 from hpc_ddp.training.data.loader import Loader, Shard
 from hpc_ddp.training.data.order import BatchPlan, Position
+from hpc_ddp.training.devices import choose_devices
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
-from hpc_ddp.training.process.process_group import choose_devices
 from hpc_ddp.training.run import Run
 
 CPU = torch.device("cpu")

@@ -45,7 +45,7 @@ def test_sizes_have_to_divide_the_workers() -> None:
     ],
 )
 def test_schedules_are_checked(name: str, count: int, words: str) -> None:
-    from hpc_ddp.training.models.strategies import (
+    from hpc_ddp.training.models.sharding import (
         check_schedule,  # takes seconds: in one process only
     )
 

@@ -15,7 +15,7 @@ from torch import nn
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices, drill
 from hpc_ddp.training.devices import CPU
-from hpc_ddp.training.models import dtensor, precision, strategies
+from hpc_ddp.training.models import dtensor, precision, sharding
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.meta import materialize
 from hpc_ddp.training.models.precision import Precision
@@ -113,10 +113,10 @@ def test_fp16_needs_a_device_with_float64(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_gloo_sends_no_stage_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    strategies.check_schedule("GPipe", 2, 2, CPU)
-    strategies.check_schedule("GPipe", 2, 1, torch.device("cuda"))
+    sharding.check_schedule("GPipe", 2, 2, CPU)
+    sharding.check_schedule("GPipe", 2, 1, torch.device("cuda"))
     with pytest.raises(UsageError, match="the backend is 'gloo' on cuda with pp=2"):
-        strategies.check_schedule("GPipe", 2, 2, torch.device("cuda"))
+        sharding.check_schedule("GPipe", 2, 2, torch.device("cuda"))
 
 
 def test_groups_of_a_mesh_wait_as_long_as_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +124,9 @@ def test_groups_of_a_mesh_wait_as_long_as_the_runs_own(monkeypatch: pytest.Monke
     backend = SimpleNamespace(_set_default_timeout=asked.append)
     group = SimpleNamespace(_get_backend=lambda device: backend)
     mesh: Any = SimpleNamespace(get_group=lambda name: group)
-    monkeypatch.setattr(strategies, "init_device_mesh", lambda *args, **options: mesh)
-    monkeypatch.setattr(strategies, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
-    assert strategies.make_mesh(ParallelDims(), CPU, timedelta(seconds=9)) is mesh
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda *args, **options: mesh)
+    monkeypatch.setattr(sharding, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
+    assert sharding.make_mesh(ParallelDims(), CPU, timedelta(seconds=9)) is mesh
     assert asked == [timedelta(seconds=9)] * 4
 
 

@@ -13,15 +13,17 @@ from training_fakes import Alone, Saves
 
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.journal import Journal, read_events
+from hpc_ddp.training.checkpoint.schedule import (
+    SaveSchedule,
+    between_failures,
+    slowest_save,
+)
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.run import Run
 from hpc_ddp.training.stops.consensus import (
     Decision,
-    SaveSchedule,
     StopConsensus,
-    between_failures,
     next_period,
-    slowest_save,
 )
 from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.telemetry import metrics as metrics_module

@@ -22,19 +22,22 @@ from training_fakes import Alone, Saves, give_gpus
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.journal.journal import Journal
+from hpc_ddp.training.checkpoint.schedule import (
+    SaveSchedule,
+    between_failures,
+    young_daly,
+)
 from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.devices import choose_backend, choose_devices
 from hpc_ddp.training.models import dtensor
 from hpc_ddp.training.process import process_group
 from hpc_ddp.training.process.environment import DistEnv
 from hpc_ddp.training.process.failure import FailureHook
-from hpc_ddp.training.process.process_group import Control, choose_backend, choose_devices, leave
+from hpc_ddp.training.process.process_group import Control, leave
 from hpc_ddp.training.stops import consensus, signals
 from hpc_ddp.training.stops.consensus import (
     Decision,
-    SaveSchedule,
     StopConsensus,
-    between_failures,
-    young_daly,
 )
 from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from hpc_ddp.training.telemetry.step_timing import StepTimer

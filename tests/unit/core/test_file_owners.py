@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.core import ownership
+from hpc_ddp.core import file_owners
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.ownership import check_folder
+from hpc_ddp.core.file_owners import check_folder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import backends, plan, snapshot
 from hpc_ddp.submission.resources import PACKAGE
@@ -49,7 +49,7 @@ def status(kind: int, mode: int, uid: int, gid: int = GROUP) -> os.stat_result:
 def test_what_is_wrong_with_a_file(
     file: os.stat_result, folder: os.stat_result, fault: str
 ) -> None:
-    answer = ownership.file_fault(file, folder, USER)
+    answer = file_owners.file_fault(file, folder, USER)
     assert bool(answer) == bool(fault)
     assert fault in answer
 
@@ -76,7 +76,7 @@ def test_a_group_of_one_user_is_that_user(
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
     monkeypatch.setattr(grp, "getgrgid", lambda gid: group)
     file = status(REGULAR, 0o664, USER, gid)
-    assert ownership.is_writable_by_others(file) is not is_private
+    assert file_owners.is_writable_by_others(file) is not is_private
 
 
 @pytest.mark.parametrize("names", [[], ["me"], ["me", "alias"], ["me", "you"]])
@@ -88,10 +88,10 @@ def test_a_group_may_be_the_primary_one_of_another_user(
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: account("me", USER))
     monkeypatch.setattr(grp, "getgrgid", lambda gid: group)
     monkeypatch.setattr(pwd, "getpwall", lambda: [account(name, uids[name]) for name in names])
-    ownership._is_shared.cache_clear()
+    file_owners._is_shared.cache_clear()
     file = status(REGULAR, 0o664, USER)
-    assert ownership.is_writable_by_others(file) is ("you" in names)
-    ownership._is_shared.cache_clear()
+    assert file_owners.is_writable_by_others(file) is ("you" in names)
+    file_owners._is_shared.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_group_may_be_the_primary_one_of_another_user(
     ],
 )
 def test_what_of_a_run_is_not_executed(entry: os.stat_result, fault: str) -> None:
-    assert ownership.run_fault(entry, USER) == fault
+    assert file_owners.run_fault(entry, USER) == fault
 
 
 @pytest.fixture

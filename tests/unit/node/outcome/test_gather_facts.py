@@ -10,7 +10,7 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Submitted
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import judgement
+from hpc_ddp.node.outcome import gather_facts
 from tests.raw_events import raw
 
 
@@ -24,11 +24,11 @@ def test_a_submit_counts_ends_without_a_verdict_anew(run: RunFolder) -> None:
     for _ in range(12):
         run.claim_attempt({}, lambda info: False)
     with pytest.raises(HpcDdpError, match="12 attempts in a row ended without a verdict"):
-        judgement.check_silent_ends(run, spec)
+        gather_facts.check_silent_ends(run, spec)
     run.journal("submit").write(Submitted(first_attempt=12))
-    judgement.check_silent_ends(run, spec)
+    gather_facts.check_silent_ends(run, spec)
     run.claim_attempt({}, lambda info: False)
-    judgement.check_silent_ends(run, spec)
+    gather_facts.check_silent_ends(run, spec)
 
 
 def test_fixed_code_has_its_budgets_anew(run: RunFolder) -> None:
@@ -37,13 +37,15 @@ def test_fixed_code_has_its_budgets_anew(run: RunFolder) -> None:
     journal("batch", 0).write(raw("verdict", cause="failed", action="requeue", why=""))
     journal("submit").write(raw("submitted", first_attempt=1))
     journal("batch", 1).write(raw("started"))
-    assert [event.event for event in judgement.since_submit(run.events())] == ["started"]
-    assert judgement.since_submit([]) == []
+    assert [event.event for event in gather_facts.since_submit(run.events())] == ["started"]
+    assert gather_facts.since_submit([]) == []
 
 
 def test_hours_are_measured_for_a_budget_only(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunFolder, "gpu_hours", lambda run, gpus: 10.0 * gpus)
-    assert judgement._gpu_hours(run, JobSpec("t.py")) == 0.0
-    assert judgement._gpu_hours(run, JobSpec("t.py", budget_gpu_hours=1, gpus_per_node="4")) == 40.0
+    assert gather_facts._gpu_hours(run, JobSpec("t.py")) == 0.0
+    assert (
+        gather_facts._gpu_hours(run, JobSpec("t.py", budget_gpu_hours=1, gpus_per_node="4")) == 40.0
+    )

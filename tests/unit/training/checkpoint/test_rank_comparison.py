@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_ddp.training.checkpoint.inventory import (
+from hpc_ddp.training.checkpoint.rank_comparison import (
     Inventory,
     checksum,
     find_fault,

@@ -1,0 +1,63 @@
+"""The nodes that the next attempt is kept off: those that verdicts have blamed lately."""
+
+from __future__ import annotations
+
+import time
+
+from hpc_ddp import slurm
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.journal.events import JournalEvent, VerdictGiven
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.outcome.gather_facts import since_submit
+
+KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
+
+
+def keep_off(run: RunFolder, job_id: str) -> None:
+    """Keep a job that waits off the nodes that lately were to blame, where others are left.
+
+    It is kept off no more where the day is over: Slurm's list would stay.
+    """
+    nodes = excluded_nodes(run, job_id)
+    if nodes is None:
+        return
+    try:
+        slurm.exclude(job_id, nodes)
+    except HpcDdpError as error:
+        say(error.message)
+    else:
+        if nodes:
+            say(f"kept off: {', '.join(nodes)}")
+
+
+def excluded_nodes(run: RunFolder, job_id: str) -> list[str] | None:
+    """Return the nodes to exclude: those that Slurm keeps the job off, by whatever option, and
+    those that verdicts have blamed for a day; None where no verdict has blamed any."""
+    events = since_submit(run.events())
+    blamed = set(_bad_nodes(events, since=0.0))
+    if not blamed:
+        return None
+    try:
+        node_list = slurm.show_job(job_id).excluded
+        excluded = slurm.expand_hosts(node_list) if node_list else []
+    except HpcDdpError as error:
+        say(error.message)
+        return None
+    excluded_before = [node for node in excluded if node not in blamed]
+    bad = _bad_nodes(events, since=time.time() - KEPT_OFF_S)
+    if not bad:
+        return excluded_before
+    # Perhaps too few other nodes are left; perhaps compute nodes may not call sbatch here.
+    nodes = [*excluded_before, *bad]
+    reason = slurm.why_refused(RunFolder(run.whole).script, f"--exclude={','.join(nodes)}")
+    if reason:
+        say(f"not kept off {', '.join(bad)}: {reason}")
+        return excluded_before
+    return nodes
+
+
+def _bad_nodes(events: list[JournalEvent], since: float) -> list[str]:
+    """Return the nodes that a verdict has blamed since a time, in unix seconds."""
+    verdicts = [event for event in events if isinstance(event, VerdictGiven) and event.time > since]
+    return sorted({node for verdict in verdicts for node in verdict.bad_nodes})

@@ -1,0 +1,162 @@
+"""When a checkpoint is saved, and which of the older ones stay."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_ddp.core.checkpoints import candidates, published, step_of
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.journal.events import (
+    CheckpointSaved,
+    Finished,
+    FirstStep,
+    JournalEvent,
+    Stopped,
+)
+from hpc_ddp.core.journal.journal import by_attempt, last_event
+from hpc_ddp.training.checkpoint.files import remove
+
+if TYPE_CHECKING:
+    from hpc_ddp.training.checkpoint.saver import Checkpoints
+
+FIRST_SAVE_S = 5.0  # a guess, until a save has been measured
+RETRY_AFTER_S = 30.0
+FIRST_AUTO_S = 30.0  # the first save is made early, to measure what one costs
+LONGEST_AUTO_S = 3600.0
+PRIOR_S = 86_400.0  # as if one failure had been seen in a day
+LEAST = 2  # checkpoints that are kept even where there is no space for another
+
+
+def young_daly(stall_s: float, between_failures_s: float) -> float:
+    """Return the interval between saves, in seconds, that loses the least time.
+
+    sqrt(2 * stall * mean time between failures): J. W. Young, A first order approximation to the
+    optimum checkpoint interval, CACM 17 (1974); J. T. Daly, FGCS 22 (2006), lowest order.
+    """
+    return math.sqrt(2 * stall_s * between_failures_s)
+
+
+def between_failures(events: Sequence[JournalEvent]) -> float:
+    """Return the mean time between failures in seconds, from a run's earlier attempts.
+
+    A failure is an attempt that ended without a stop: it lost what came after its last save.
+    """
+    spent, failures = PRIOR_S, 1
+    for of_attempt in by_attempt(events).values():
+        if last_event(of_attempt, FirstStep):
+            times = [event.time for event in of_attempt]
+            spent += max(times) - min(times)
+            failures += last_event(of_attempt, Stopped, Finished) is None
+    return spent / failures
+
+
+def slowest_save(events: Sequence[JournalEvent]) -> float:
+    """Return how long the slowest save of a run's earlier attempts took, in seconds."""
+    saves = [event.write_s for event in events if isinstance(event, CheckpointSaved)]
+    return max(saves, default=FIRST_SAVE_S)
+
+
+class SaveSchedule:
+    """The clock of the saves. Rank 0's counts.
+
+    Parameters
+    ----------
+    every
+        seconds between saves, ``"auto"`` for the best interval, None for no clock
+    every_steps
+        a save after every so many optimizer steps as well
+    slowest_save_s
+        seconds to expect of a save until one has been measured; only rank 0 uses it
+    failure_interval_s
+        mean time between failures, in seconds; only rank 0 uses it
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        rank: int,
+        every: float | str | None = None,
+        every_steps: int | None = None,
+        slowest_save_s: float = FIRST_SAVE_S,
+        failure_interval_s: float = PRIOR_S,
+    ) -> None:
+        self._checkpoints, self._rank = checkpoints, rank
+        self._steps = every_steps
+        self._auto = isinstance(every, str)
+        self._every = FIRST_AUTO_S if isinstance(every, str) else every
+        self._between_failures_s = failure_interval_s
+        self._last = time.monotonic()
+        self._slowest_before_s = slowest_save_s
+
+    def after_step(self, step: int) -> bool:
+        """Return whether a save belongs to this step; the same on all ranks."""
+        return self._steps is not None and step % self._steps == 0
+
+    def is_due(self) -> bool:
+        """Return whether rank 0 wants a save. One that has failed is tried again soon.
+
+        Not while one is under way: a clock that runs faster than the disk skips beats.
+        """
+        if self._rank != 0 or self._checkpoints.in_flight:
+            return False
+        since = time.monotonic() - self._last
+        every = (
+            min(self._every or RETRY_AFTER_S, RETRY_AFTER_S)
+            if self._checkpoints.failed
+            else self._every
+        )
+        return every is not None and since >= every
+
+    def saved(self) -> None:
+        """Start the clock anew after a save has begun."""
+        self._last = time.monotonic()
+        if self._auto and self._rank == 0 and self._checkpoints.slowest_save_s:
+            self._auto = False
+            self._choose(self._checkpoints.stall_s)
+
+    def save_s(self) -> float:
+        """Return how long a save may take from now until it is durable, in seconds."""
+        slowest = self._checkpoints.slowest_save_s or self._slowest_before_s
+        return slowest * (2 if self._checkpoints.in_flight else 1)
+
+    def _choose(self, stall_s: float) -> None:
+        best = young_daly(stall_s, self._between_failures_s)
+        # The disk is to be idle for most of the time, whatever the formula says.
+        self._every = every = min(max(best, 4 * self._checkpoints.slowest_save_s), LONGEST_AUTO_S)
+        cost = stall_s / every + every / 2 / self._between_failures_s
+        say(
+            f"saving every {every:.0f} s: a save holds the training up for {stall_s:.3f} s, and a"
+            f" failure is expected every {self._between_failures_s / 3600:.1f} h; together"
+            f" {100 * cost:.2g} % of the time"
+        )
+
+
+# --- the older ones ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The checkpoints that stay: the newest `last`, and the first one of every `every` steps."""
+
+    last: int
+    every: int | None = None
+
+
+def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
+    """Remove what `keep` does not name; call it after a newer one is durable.
+
+    `pinned` are steps that stay whatever their age: the best one.
+    """
+    newest_first = published(folder)
+    stays = set(newest_first[: keep.last])
+    stays |= {path for path in newest_first if step_of(path) in pinned}
+    if keep.every:
+        stays |= set({step_of(path) // keep.every: path for path in newest_first}.values())
+    for path in candidates(folder):
+        if path not in stays:
+            remove(path)
