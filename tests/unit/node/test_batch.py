@@ -26,7 +26,7 @@ from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.batch import attempt_env, begin, next_port, verdict, warned
-from hpc_ddp.node.outcome import gather_facts, requeue
+from hpc_ddp.node.outcome import excluded_nodes, gather_facts, requeue
 from hpc_ddp.node.outcome.gather_facts import judge
 from hpc_ddp.slurm_text import parse_job
 from tests.raw_events import raw, raw_events
@@ -51,7 +51,7 @@ END = parse_job(shown()).end_time or 0.0
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clock(monkeypatch, batch, requeue, slurm, now=END - 1000)
+    return stop_clock(monkeypatch, batch, excluded_nodes, requeue, slurm, now=END - 1000)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal import journal
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import requeue
+from hpc_ddp.node.outcome import excluded_nodes, requeue
 from hpc_ddp.node.outcome.excluded_nodes import KEPT_OFF_S, _bad_nodes
 from hpc_ddp.node.outcome.requeue import (
     check_wanted,
@@ -70,7 +70,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clock(monkeypatch, requeue, slurm, journal)
+    return stop_clock(monkeypatch, excluded_nodes, requeue, slurm, journal)
 
 
 @pytest.fixture
@@ -78,6 +78,7 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said to the user."""
     lines: list[str] = []
     monkeypatch.setattr(requeue, "say", lines.append)
+    monkeypatch.setattr(excluded_nodes, "say", lines.append)
     return lines
 
 

@@ -22,6 +22,7 @@ from training_fakes import Alone, Saves, give_gpus
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.journal.journal import Journal
+from hpc_ddp.training.checkpoint import schedule
 from hpc_ddp.training.checkpoint.schedule import (
     SaveSchedule,
     between_failures,
@@ -51,7 +52,7 @@ class LeftError(Exception):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clock(monkeypatch, signals, consensus)
+    return stop_clock(monkeypatch, signals, consensus, schedule)
 
 
 # --- notices -------------------------------------------------------------------------------
