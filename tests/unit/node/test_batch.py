@@ -477,7 +477,7 @@ def _record(attempt: AttemptFolder, node: str, **values: Any) -> None:
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said to the user."""
     lines: list[str] = []
-    for module in (batch, gather_facts, requeue):
+    for module in (batch, excluded_nodes, gather_facts, requeue):
         monkeypatch.setattr(module, "say", lines.append)
     return lines
 
