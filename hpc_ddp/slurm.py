@@ -55,7 +55,11 @@ class NoAnswerError(HpcDdpError):
 
 
 def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without the variables of an outer job or run, and a profile's for srun."""
+    """Return `environ` without variables of an outer Slurm job, torchrun or hpc-ddp run.
+
+    srun's settings of the user's profile (``SLURM_*``) are left out, too; and, inside a node of a
+    run, the network interface that its supervisor chose. The variables in `_KEPT` stay.
+    """
     of_a_node = _OF_A_NODE if "HPC_DDP_NODE_FOLDER" in environ else ()
     return {
         name: value

@@ -180,6 +180,8 @@ def parse_accounting(text: str) -> Record | None:
 def parse_queue(text: str) -> dict[str, QueuedJob]:
     """Read ``squeue --format=%F|%A|%T|%r|%N|%L|%Z|%o``; return the jobs by their ids.
 
+    Malformed lines are left out.
+
     %A is a task's own id, %F its array's. Pending tasks, and the one that starts last, have the
     array's id. When that one has ended, the array would look finished while others still run; so
     the array's id then maps to a task that is live.

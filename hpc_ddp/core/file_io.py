@@ -94,7 +94,10 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an absent, torn or foreign one reads as empty."""
+    """Return the object in a JSON file.
+
+    A file that is absent, torn, behind another user's link, or no object reads as {}.
+    """
     try:
         value = json.loads(read_text(path))
     except (OSError, ValueError):
@@ -154,8 +157,10 @@ def read_tail(path: Path, size: int) -> str:
 
 @contextlib.contextmanager
 def written_by_owner() -> Iterator[None]:
-    """Make files that only the owner can write, also with the umask 002 of a project's group: an
-    owner may open a run to be read, and its files are executed and believed.
+    """Set a umask inside the block, so that only the owner can write the files made in it.
+
+    Also with the umask 002 of a project's group: an owner may open a run to be read, and its files
+    are executed and believed.
 
     Not for a whole process: a job inherits the umask of its submit, and so do the files of its
     script.

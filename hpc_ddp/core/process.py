@@ -34,7 +34,7 @@ def is_live(info: dict[str, Any]) -> bool:
     return began is not None and began == info.get("began")
 
 
-def recorded(path: Path) -> int | None:
+def live_pid(path: Path) -> int | None:
     """Return the id of the process that a worker's pid file names; None when it is gone.
 
     The file has the id and when the process began: the id may be another process's by now, of
@@ -50,7 +50,7 @@ def recorded(path: Path) -> int | None:
 def signal_recorded(paths: Iterable[Path], number: int) -> int:
     """Signal the processes of pid files, those that still run; return how many there were."""
     count = 0
-    for pid in filter(None, map(recorded, paths)):
+    for pid in filter(None, map(live_pid, paths)):
         with suppress(ProcessLookupError):  # just now
             os.kill(pid, number)
             count += 1

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.process import SHOW_STACKS, STACKS, recorded
+from hpc_ddp.core.process import SHOW_STACKS, STACKS, live_pid
 
 ANSWER_S = 5.0  # how long a signalled worker is given
 # What makes a process a rank of a world. Who is attached is none: a script that is tried in the
@@ -39,7 +39,7 @@ def worker_of(pid_file: Path) -> int:
     HpcDdpError
         it is not there, or not there any more
     """
-    pid = recorded(pid_file)
+    pid = live_pid(pid_file)
     if pid is None:
         raise HpcDdpError(f"{pid_file.stem} has no process on {os.uname().nodename} now")
     return pid

@@ -315,6 +315,11 @@ def main(argv: list[str]) -> int:
 
 
 def _call(argv: list[str], environ: dict[str, str]) -> int:
+    """Run the part of the batch script that `argv` names; return its exit code.
+
+    Errors are printed and not raised: 2 for an unknown name, an HpcDdpError's own code, or that
+    of a run folder that can't be used.
+    """
     try:
         match argv:
             case ["queue-next"]:

@@ -80,14 +80,27 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
 
 
 def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the folder of the code around `script`, and the files in it that are taken."""
+    """Return the folder of the code around `script`, and the files in it that a snapshot copies.
+
+    Parameters
+    ----------
+    run
+        the folder of all runs, this one's among them, is left out
+    exclude
+        patterns of names relative to the folder, as of `fnmatch`: files to leave out
+
+    Raises
+    ------
+    UsageError
+        the files have more than 50 MB, or are more than 20,000; names the largest
+    """
     root = _work_tree(script)
     if root:
         names = _git_files(root, run.root)
     else:
         root = script.parent
         names = _plain_files(root, run.root)
-    return root, list(_measure(root, names, exclude))
+    return root, list(_select_within_limits(root, names, exclude))
 
 
 def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
@@ -146,8 +159,18 @@ def _plain_files(root: Path, runs: Path) -> Iterator[str]:
             yield str((parent / name).relative_to(root))
 
 
-def _measure(root: Path, names: Iterator[str], exclude: Sequence[str]) -> dict[str, int]:
-    """Return the size of each file to copy; stops as soon as it is too much."""
+def _select_within_limits(
+    root: Path, names: Iterator[str], exclude: Sequence[str]
+) -> dict[str, int]:
+    """Return the size in bytes of each file to copy, by its name relative to `root`.
+
+    Left out are names that match a pattern of `exclude`, and whatever is no file and no link.
+
+    Raises
+    ------
+    UsageError
+        the files have more than 50 MB, or are more than 20,000: as soon as that is seen
+    """
     sizes: dict[str, int] = {}
     total = 0
     for name in names:

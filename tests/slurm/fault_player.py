@@ -16,7 +16,7 @@ from faults import KINDS, LANES, Fault, Lane
 from harness import Job
 
 from hpc_ddp.core.checkpoints import published
-from hpc_ddp.core.process import recorded
+from hpc_ddp.core.process import live_pid
 from hpc_ddp.core.run_folder import AttemptFolder
 from tests.raw_events import raw_events
 
@@ -259,7 +259,7 @@ class Player:
 
     def _worker(self, lot: Lot, attempt: AttemptFolder, rank: int) -> Target:
         for path in attempt.path.glob(f"*/rank-{rank}.pid"):
-            pid = recorded(path)
+            pid = live_pid(path)
             for target in lot.processes(attempt.number):
                 if target.process.pid == pid:
                     return target

@@ -98,9 +98,11 @@ def check(spec: JobSpec) -> None:
                 "a chain of jobs can't be an array, nor a sweep", hint="--continue-by requeue"
             )
     _check_sweep(spec)
+    _check_budget(spec)
 
 
 def _check_sweep(spec: JobSpec) -> None:
+    """Check the parameters of a sweep, and the array over them; raises UsageError."""
     for name, values in spec.sweep.items():
         good = all(value and value.isprintable() for value in values)
         if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):
@@ -120,6 +122,10 @@ def _check_sweep(spec: JobSpec) -> None:
             "a sweep is an array of jobs, and the salloc back-end runs inside one job",
             hint="--backend slurm, or local to play it here",
         )
+
+
+def _check_budget(spec: JobSpec) -> None:
+    """Check the number of GPU hours that a run may use; raises UsageError."""
     hours = spec.budget_gpu_hours
     if hours is not None and not (isinstance(hours, (int, float)) and hours > 0):
         raise UsageError(

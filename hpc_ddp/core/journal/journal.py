@@ -81,6 +81,10 @@ class Journal:
             written.wait(seconds)
 
     def _write_queued(self, queue: SimpleQueue[bytes | threading.Event]) -> None:
+        """Append the lines of a queue for ever; set its events, which `drain` waits for.
+
+        A disk that refuses a line is reported once, and the line is lost.
+        """
         while True:
             line = queue.get()
             if isinstance(line, threading.Event):

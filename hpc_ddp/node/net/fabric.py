@@ -61,7 +61,7 @@ class Port(NamedTuple):
 
 
 def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found:
-    """Look what interconnect this node has.
+    """Return the interconnect of this node.
 
     Parameters
     ----------

@@ -3,14 +3,14 @@
 ``python <run>/lib/node.py preflight.checks``, one task per node. It reads questions on stdin, one
 line each, and answers with `messages` on stdout:
 
-====================  ================================================================  ============
-question              answer                                                            then stage
-====================  ================================================================  ============
-folder, secret, gpus  interface, fabric, GPUs, TMPDIR, space in the run folder          ``local``
-ports                 names, links and files of the partners, by `links`                ``partners``
-(empty)               the version and the devices of torch, by `bandwidth`              ``torch``
-members               the speeds between nodes, by `bandwidth`                          ``exchange``
-====================  ================================================================  ============
+==============  ======================================================================  ============
+question        answer                                                                  then stage
+==============  ======================================================================  ============
+`Order`         interface, fabric, GPUs, TMPDIR, space in the run folder                ``local``
+ports           names, links and files of the partners, by `links`                      ``partners``
+(empty)         the version and the devices of torch, by `bandwidth`                    ``torch``
+members         the speeds between nodes, by `bandwidth`                                ``exchange``
+==============  ======================================================================  ============
 
 torch is not imported earlier: meanwhile a node would answer its partners late.
 """
@@ -29,7 +29,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_ddp.core.accelerators import VENDORS, device_files, visible
 from hpc_ddp.node.net import fabric, network
@@ -42,6 +42,15 @@ from hpc_ddp.node.supervisor import NOTICE_SIGNALS
 GPU_S = 20.0  # for nvidia-smi
 FILES = "nvidia-smi and device files"
 TMPDIR_BYTES = 64 << 20  # less space than this is none
+
+
+class Order(NamedTuple):
+    """The first question, with the same keys as in JSON: folder, secret, gpus, needed."""
+
+    folder: str  # path of the folder in which each node writes a file of its name
+    secret: str  # content of these files, and the first line of a connection between nodes
+    gpus: int  # that the job has on each node
+    needed: int  # bytes of free space in the run folder
 
 
 class UnfitError(Exception):
@@ -192,16 +201,16 @@ def load() -> dict[str, Any]:
     return {}
 
 
-def check_node(place: Place, order: Mapping[str, Any]) -> None:
+def check_node(place: Place, order: Order) -> None:
     """Make the checks of this node alone, and report their values, notes and faults."""
-    folder, secret, needed = Path(order["folder"]), order["secret"], order["needed"]
+    folder = Path(order.folder)
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "load": load,
         "interface": lambda: interface(place),
         "fabric": lambda: interconnect(place),
-        "gpus": lambda: count_gpus(place, order["gpus"]),
+        "gpus": lambda: count_gpus(place, order.gpus),
         "tmpdir": lambda: tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")),
-        "scratch": lambda: run_folder(place, folder, secret, needed),
+        "scratch": lambda: run_folder(place, folder, order.secret, order.needed),
     }
     for name, check in checks.items():
         try:
@@ -239,15 +248,15 @@ def main(argv: list[str]) -> int:
     os.environ["HPC_DDP_NODE"] = place.node
     for number in NOTICE_SIGNALS:
         signal.signal(number, _end_with_notice)
-    order = _read_question()
-    listener = Listener(place.node, order["secret"])
+    order = Order(**_read_question())
+    listener = Listener(place.node, order.secret)
     store_port = network.free_port(listener.port)
     check_node(place, order)
     contact = {"host": place.host, "port": listener.port, "store_port": store_port}
     report(stage="local", contact=contact)
     ports = _read_question()["ports"]
     if place.node in ports:
-        check_partners(place, ports, Path(order["folder"]), order["secret"])
+        check_partners(place, ports, Path(order.folder), order.secret)
     report(stage="partners")
     _read_question()
     _set_network(place)

@@ -127,7 +127,17 @@ def contains(path: Path, text: str) -> bool:
 
 
 def check_partners(place: Place, ports: Mapping[str, int], folder: Path, secret: str) -> None:
-    """Check this node's partners among the nodes with a port, all at once; report troubles."""
+    """Check this node's partners, all at once; report troubles of links and of shared files.
+
+    Parameters
+    ----------
+    ports
+        port of each node's `Listener`, by the node's name; this node among them
+    folder
+        on a shared disk; each node has written a file of its name into it
+    secret
+        content of these files, and what a `Listener` asks for
+    """
     peers = partners(list(ports), place.node)
     with ThreadPoolExecutor(2 * PARTNERS) as pool:
         links = [pool.submit(link_trouble, place, peer, ports[peer], secret) for peer in peers]

@@ -59,7 +59,7 @@ def explain_end(facts: RunFacts) -> Explanation:
     if can_go_on:
         text = f"{end.text} It can go on, but was not requeued."
         return replace(end, text=text, hint=facts.again)
-    is_explained = end.kind in _GIVEN_UP or _is_hopeless(verdict)
+    is_explained = end.kind in _GIVEN_UP or _is_same_on_all_nodes(verdict)
     if verdict and verdict.action == Action.GIVE_UP and not is_explained:
         why = verdict.why.rpartition("; ")[2]
         end = replace(end, text=f"{end.text} It was given up: {why}.")
@@ -72,7 +72,7 @@ def _was_given_up(facts: RunFacts) -> bool:
     return isinstance(last, VerdictGiven) and last.action == Action.GIVE_UP
 
 
-def _is_hopeless(verdict: VerdictGiven | None) -> bool:
+def _is_same_on_all_nodes(verdict: VerdictGiven | None) -> bool:
     """Whether a preflight has found a fault that other nodes would have, too."""
     if verdict is None:
         return False
@@ -94,9 +94,10 @@ def explain_attempt(facts: RunFacts) -> Explanation:
 
 
 def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
+    """Explain the end of an attempt by its verdict: by words in its reason, else by its cause."""
     if "without a newer checkpoint" in verdict.why:
-        return _no_progress(facts, verdict.cause)
-    if verdict.cause == Cause.BAD_NODE or _is_hopeless(verdict):
+        return _no_progress(facts, verdict)
+    if verdict.cause == Cause.BAD_NODE or _is_same_on_all_nodes(verdict):
         return _unfit(facts, verdict)
     if verdict.cause == Cause.BUDGET:
         text = f"was not started again: {verdict.why}."
@@ -122,12 +123,12 @@ def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
 def _unfit(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     why = verdict.why.removeprefix("preflight: ")
     kind, hint = "bad node", facts.again
-    if _is_hopeless(verdict):
+    if _is_same_on_all_nodes(verdict):
         diagnosis = recognise(why.removesuffix(" (the same on all nodes)"))
         if diagnosis:
             kind, hint = diagnosis.kind, fill_hint(facts, diagnosis.hint, diagnosis.groups)
-    elif verdict.action == Action.GIVE_UP:  # `explain_end` adds the part behind it
-        why = why.rpartition("; ")[0]
+    else:
+        why = _end_in(verdict).removeprefix("preflight: ")
     return Explanation(kind, f"began no training, since its preflight failed: {why}.", hint)
 
 
@@ -141,13 +142,29 @@ def _time_limit(facts: RunFacts) -> Explanation:
     return Explanation("time limit", text, facts.again)
 
 
-def _no_progress(facts: RunFacts, cause: str) -> Explanation:
-    text = "was given up: two attempts in a row have ended without a newer checkpoint."
-    if cause == Cause.FAILED and facts.failure:
-        last = _failed(facts, facts.failure)
-        return replace(last, kind="no progress", text=f"{text} The last one {last.text}")
-    hint = f"save more often, start(save_every=…), or more --time; then {facts.again}"
-    return Explanation("no progress", f"{text} The last one {_time_limit(facts).text}", hint)
+def _end_in(verdict: VerdictGiven) -> str:
+    """Return how the attempt ended: the verdict's reason, without why the run was given up."""
+    if verdict.action != Action.GIVE_UP or "; " not in verdict.why:
+        return verdict.why
+    return verdict.why.rpartition("; ")[0]
+
+
+def _no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
+    """Explain a run that was given up after attempts in a row without a newer checkpoint.
+
+    The last part of the verdict's reason counts them; the cause is that of the last one.
+    """
+    is_unfit = verdict.cause == Cause.BAD_NODE
+    last = _unfit(facts, verdict) if is_unfit else _explain_cause(facts, verdict.cause)
+    # 'ended so' follows the end in the verdict; here the end comes behind it.
+    count = verdict.why.rpartition("; ")[2].replace(" ended so,", " have ended")
+    hint = last.hint
+    if verdict.cause == Cause.TIME_LIMIT:
+        hint = f"save more often, start(save_every=…), or more --time; then {facts.again}"
+    elif verdict.cause == Cause.NOTICE:
+        hint = f"save more often, start(save_every=…); then {facts.again}"
+    text = f"was given up: {count}. The last one {last.text}"
+    return replace(last, kind="no progress", text=text, hint=hint)
 
 
 def _failed(facts: RunFacts, failure: RecordedFailure) -> Explanation:
@@ -242,7 +259,8 @@ def _without_failure(facts: RunFacts, cause: str) -> Explanation:
     logs = f"{log_hint(facts)}; then {facts.again}"
     if cause in (Cause.NODE_LOST, Cause.SUPERSEDED):
         verdict = facts.verdict
-        text = f"lost a node{at} ({verdict.why if verdict and verdict.why else 'so Slurm says'})."
+        end = _end_in(verdict) if verdict else ""
+        text = f"lost a node{at} ({end or 'so Slurm says'})."
         is_given_up = verdict is not None and verdict.action == Action.GIVE_UP
         return Explanation("node lost", text, logs if is_given_up else facts.again)
     if record and record.exit_code.endswith(":53"):

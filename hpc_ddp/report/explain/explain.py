@@ -109,11 +109,11 @@ def _is_over(facts: RunFacts) -> bool:
 
 def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
     """Add the end of the last attempt to a run that waits for the next one."""
-    attempt = explain_attempt(facts)
-    text, hint = f"{explanation.text} Its last attempt {attempt.text}", explanation.hint
-    if attempt.kind in REPEATING_KINDS:
-        hint = attempt.hint
-    elif attempt.kind == "preempted" and facts.record and facts.record.reason in _USUAL_REASONS:
+    last_end = explain_attempt(facts)
+    text, hint = f"{explanation.text} Its last attempt {last_end.text}", explanation.hint
+    if last_end.kind in REPEATING_KINDS:
+        hint = last_end.hint
+    elif last_end.kind == "preempted" and facts.record and facts.record.reason in _USUAL_REASONS:
         hint = "wait: it starts by itself"
     return replace(explanation, text=text, hint=hint)
 

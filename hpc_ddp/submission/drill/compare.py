@@ -124,7 +124,7 @@ def first_difference(
         ranks=tuple(ranks),
         also=tuple(parts[1:]),
         relative=None if follows_equal_gradients else _distance(at_moment, "gradients"),
-        grown=_growth(pairs),
+        grown=_difference_at_end(pairs),
         drifted=has_drifted,
     )
 
@@ -153,8 +153,11 @@ def _pairs(
     return pairs, has_drifted
 
 
-def _growth(pairs: Sequence[Pair]) -> float | None:
-    """Return the relative difference at the last step; 1 where the positions differ."""
+def _difference_at_end(pairs: Sequence[Pair]) -> float | None:
+    """Return the largest relative difference of values and weights at the last step.
+
+    1 where any position differs, None where there are no numbers to compare.
+    """
     if any(_key(a) != _key(b) for a, b in pairs):
         return 1.0
     last_step = max(record.step for _, record in pairs)
@@ -191,7 +194,12 @@ def _values(record: DrillRecord) -> dict[str, str]:
 
 
 def _parts_that_differ(reference: DrillRecord, record: DrillRecord) -> Iterator[str]:
-    """Yield the parts (as kind and name) that both records have, with different digests."""
+    """Yield the parts that differ, as `describe` takes them.
+
+    ``position`` alone where the records are of different positions. Else the key (``KIND NAME`` or
+    ``gradients``) of each digest that both records have and that differs, and ``loss`` where the
+    values of a step differ.
+    """
     if _key(reference) != _key(record):
         yield "position"
         return

@@ -65,11 +65,15 @@ Say = Callable[[str], None]
 
 
 def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say) -> DrillResult:
-    """Play the job here, undisturbed and disturbed, and compare. All run folders are below
-    ``<root>/.drills``, and stay only where something was wrong.
+    """Play the job here, undisturbed and disturbed, and compare.
 
     Parameters
     ----------
+    cwd
+        folder that the job's relative paths are seen from
+    root
+        of the runs: all run folders of the drill are below ``<root>/.drills``, and stay only where
+        something was wrong
     steps
         at which to end all runs; None: after `TRAINING_S` of training, or where the script ends
     say
@@ -78,7 +82,8 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
     Raises
     ------
     UsageError
-        a setting is refused, or the script takes too few steps, or too long
+        a setting is refused, or `steps` is less than `LEAST_STEPS`; or the script takes fewer
+        steps than that, or does not call start() at all, or not within `START_S`
     HpcDdpError
         the script fails undisturbed
     """
@@ -99,7 +104,10 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
 
 
 class _Drill:
-    """The runs of one drill, below `folder`."""
+    """The runs of one drill, below `folder`; `play` writes them."""
+
+    _base: PreparedRun  # the undisturbed run
+    _result: DrillResult
 
     def __init__(
         self, settings: Settings, cwd: Path, folder: Path, steps: int | None, say: Say
@@ -107,22 +115,27 @@ class _Drill:
         self._settings, self._cwd, self._folder = settings, cwd, folder
         self._steps, self._say = steps, say
         self._limit_s: float | None = None  # how long an attempt may take
-        self._base = self._make("undisturbed")
-        self._result = DrillResult(str(self._base.spec.script), folder)
 
-    def _make(self, name: str) -> PreparedRun:
-        """Make another run of the same code."""
-        first = getattr(self, "_base", None)
+    def _write_run(self, name: str, code_of: PreparedRun | None = None) -> PreparedRun:
+        """Write the folder of a run, with the snapshot of `code_of`; None: with a new one.
+
+        Raises
+        ------
+        UsageError
+            a setting is refused, or the code is too large for a snapshot
+        """
         values = {**self._settings.values, "job-name": name, "max-failures": 0}
-        if first is not None:
+        if code_of is not None:
             values["snapshot"] = False
         prepared = plan_new(Settings(values), self._cwd, self._folder).write()
-        return (
-            prepared if first is None else replace(prepared, code=first.code, script=first.script)
-        )
+        if code_of is None:
+            return prepared
+        return replace(prepared, code=code_of.code, script=code_of.script)
 
     def play(self) -> DrillResult:
-        report = self._result
+        """Play all runs and return the result; raises what `drill` raises."""
+        self._base = self._write_run("undisturbed")
+        self._result = report = DrillResult(str(self._base.spec.script), self._folder)
         self._say(f"undisturbed: {Path(report.script).name}")
         began = time.monotonic()
         limits = {"seconds": TRAINING_S} if self._steps is None else {"end": self._steps}
@@ -152,7 +165,7 @@ class _Drill:
         return report
 
     def _disturb(self, base: list[DrillRecord], points: Points, end: int | None) -> None:
-        prepared = self._make("disturbed")
+        prepared = self._write_run("disturbed", self._base)
         run, before = prepared.run, ""
         for number, leg in enumerate(legs(points, end)):
             self._say(f"disturbed: to be {leg.name}" if leg.name else f"{before}; now to the end")
@@ -197,7 +210,7 @@ class _Drill:
             report.verdict = "unsteady"
         elif not difference.at_start:  # else the state alone shows it
             self._say("something differs: once more undisturbed, to see if it is the script itself")
-            again = self._make("again")
+            again = self._write_run("again", self._base)
             self._launch(again, {"end": difference.step})
             undisturbed = compare.first_difference(base, self._records(again.run))
             if undisturbed is not None and not undisturbed.is_rounding:

@@ -77,14 +77,14 @@ class Limits:
         return {key: bound for key, bound in self.bounds.items() if key == "budget-gpu-hours"}
 
     def check(self, spec: JobSpec) -> None:
-        """Refuse a job whose request exceeds the operators' limits.
+        """Refuse a job whose request exceeds the operators' limits; the local back-end is exempt.
 
         Raises
         ------
         UsageError
             names the file, the limit and the value
         """
-        for key, value, bound in self._compared(spec):
+        for key, value, bound in self._requests(spec):
             if spec.backend != "local" and (value is None or value > bound):
                 text = getattr(spec, key.replace("-", "_"))
                 raise UsageError(
@@ -93,7 +93,11 @@ class Limits:
                     hint=f"--{key} {self.bounds[key]}",
                 )
 
-    def _compared(self, spec: JobSpec) -> Iterator[tuple[str, float | None, float]]:
+    def _requests(self, spec: JobSpec) -> Iterator[tuple[str, float | None, float]]:
+        """Yield key, value (None: unbounded) and bound, for each limit that applies to a job.
+
+        Times are in seconds.
+        """
         if "nodes" in self.bounds:
             yield "nodes", spec.node_range[1], self.job.node_range[1]
         if "time" in self.bounds and spec.time_s:  # else Slurm takes the partition's

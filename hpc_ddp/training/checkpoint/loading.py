@@ -64,7 +64,28 @@ def put_back(
 def _for_module(
     name: str, module: torch.nn.Module, tree: Mapping[str, Any], reader: Reader, stage: bool
 ) -> OrderedDict[str, Any]:
-    """Return what `module` loads."""
+    """Return the state dict that `module` is to load.
+
+    Parameters
+    ----------
+    name
+        of the module in ``run.track``: its tensors are stored as ``NAME.KEY``
+    module
+        unwrapped; its own state gives keys, shapes, and how each tensor is sharded
+    tree
+        the module's part of the checkpoint's tree, by key
+    reader
+        of the checkpoint's tensors
+    stage
+        the module is a part of the one that was stored: further keys of the tree are ignored
+
+    Raises
+    ------
+    HpcDdpError
+        keys or shapes differ, which it names; or the files do not hold all of a tensor
+    UnreadableError
+        the disk does not answer
+    """
     state = module.state_dict()
     entries = {plain_name(key): (key, value) for key, value in state.items()}
     versions = tree.get(states.VERSIONS)

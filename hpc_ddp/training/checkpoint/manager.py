@@ -78,7 +78,7 @@ class CheckpointManager:
         """
         if self._objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
-        self._check(state.collect(objects, per_rank))  # what can't be saved is refused now
+        self._refuse_misfits(state.collect(objects, per_rank))  # what can't be saved is refused now
         self._objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
         checkpoint = self._checkpoints.restore()
         if checkpoint is None:
@@ -128,9 +128,14 @@ class CheckpointManager:
             say(f"WARNING: {text}: it begins anew")
         return tree
 
-    def _check(self, current: State) -> None:
-        """Refuse objects that only some ranks have, and DTensors that are not sharded alike on all
-        of them, before the training."""
+    def _refuse_misfits(self, current: State) -> None:
+        """Compare the tracked objects of all ranks before the training; all ranks call it.
+
+        Raises
+        ------
+        HpcDdpError
+            only some ranks have an object, or a DTensor is not sharded alike on all of them
+        """
         sharded = {name: tensor for name, tensor in current.shared.items() if is_sharded(tensor)}
         parts = my_parts(State(tensors=sharded), self._dims)
         inventory = inventory_of(self._dims.pp_rank, sharded, parts, current.tree)

@@ -138,8 +138,8 @@ class Checkpoints(Restorer):
         self._done.set()
         self._outcome = Outcome()
         self._failed_at: list[float] = []  # the times of the last saves, if all have failed
-        self._is_awaited = False  # `settle` has not been called since the last `begin`
-        self._awaited_since: float | None = None
+        self._is_unsettled = False  # True from `begin` until `settle` has its outcome
+        self._awaited_since: float | None = None  # when `settle` began to wait, if it does
         self.saves = 0  # that have succeeded in this attempt
         self.stall_s = 0.0  # for how long the last save held the training up, in seconds
         self.slowest_save_s = 0.0  # the longest time until one was durable, in seconds
@@ -161,7 +161,7 @@ class Checkpoints(Restorer):
         """Start to write; the one before has been settled."""
         self.tidy()
         self._done.clear()
-        self._is_awaited = True
+        self._is_unsettled = True
         self.stall_s = content.stall_s
         self._thread = threading.Thread(target=self._save, args=(content,), daemon=True)
         self._thread.start()
@@ -186,11 +186,11 @@ class Checkpoints(Restorer):
             not all of the weights were finite, or the ranks' tensors do not make a whole;
             nothing was published
         """
-        if not self._is_awaited:
+        if not self._is_unsettled:
             return True
         self._awaited_since = time.monotonic()
         self._done.wait()
-        self._awaited_since, self._is_awaited = None, False
+        self._awaited_since, self._is_unsettled = None, False
         if self._outcome.error is not None:
             raise self._outcome.error
         return not self._outcome.failure

@@ -85,8 +85,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
                 sample = self._next(source, number)
                 if sample is _END:
                     break
-                place = number - first
-                if place % plan.world_size == plan.rank or place < 2:  # two to repeat
+                offset = number - first
+                if offset % plan.world_size == plan.rank or offset < 2:  # two to repeat
                     samples[number] = sample
                 number += 1
         return range(first, number), samples
@@ -96,6 +96,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         return next(source, _END)
 
     def _batch(self, micro_batch: MicroBatch, samples: dict[int, Any]) -> Any:
+        """Return the collated samples of a micro-batch; `samples` are by place in the epoch."""
         with rng.untouched():
             places = micro_batch.places
             seed = order.derive(self._seed, self._position.epoch, places[0], len(places))

@@ -38,9 +38,10 @@ class Precision:
         self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
         self._stop_on_nan = stop_on_nan
         self._watched: list[torch.nn.Module] = []
-        self._norm: Transfer | None = None  # of the weights, on its way from the device
-        self._left_scaled = False  # gradients are, and no update has taken that back
-        # With fp16: the optimizers that this step has updated, by id, and what the scaler saw.
+        self._norm: Transfer | None = None  # of the weights; the device may still compute it
+        self._left_scaled = False  # gradients are scaled, and no update followed
+        # With fp16, in this step: the ids of the optimizers that were updated; whether the scaler
+        # skipped one for an overflow, and whether that was so before an optimizer's second update.
         self._updated: set[int] = set()
         self._overflowed = self._lost_overflow = False
 
@@ -58,7 +59,7 @@ class Precision:
     ) -> torch.Tensor | None:
         """See `Run.update`."""
         norm = None
-        if self._scaler and id(optimizer) in self._updated:  # again in this step, as a GAN's critic
+        if self._scaler and id(optimizer) in self._updated:  # twice in a step: a GAN's critic
             self._lost_overflow = self._lost_overflow or self._overflowed
             self._scaler.update(self._scaler.get_scale())
             self._updated.clear()
@@ -83,7 +84,8 @@ class Precision:
         self._updated.add(id(optimizer))
         self._scaler.step(optimizer)
         overflows = self._scaler._found_inf_per_device(optimizer).values()
-        skipped = any(flag.item() for flag in overflows)  # the scaler has looked at it already
+        # The scaler has read these flags already: reading them again waits for nothing.
+        skipped = any(flag.item() for flag in overflows)
         self._overflowed = self._overflowed or skipped
         return not skipped
 

@@ -278,11 +278,20 @@ class ModelSetup(Worker):
         self._consensus.end_pause()
 
     def _check_copies(self, objects: Iterable[Any]) -> None:
-        """Refuse to train copies of a model that would go different ways; DDP alone is as it is."""
+        """Refuse to train copies of a model whose gradients nothing averages.
+
+        Only optimizers among `objects` are checked, and only where some ranks share a copy and
+        others have another one: with one copy, or one on each rank, nothing is refused.
+
+        Raises
+        ------
+        UsageError
+            an optimizer has a parameter of a model that is not in fully_shard or wrap
+        """
         dims = self._dims
         if dims.dp == 1 or dims.dp == self.world_size:
             return
-        averaged = {id(optimizer) for model in self._wrapped for optimizer in model.parameters()}
+        averaged = {id(parameter) for model in self._wrapped for parameter in model.parameters()}
         for optimizer in objects:
             groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
             if any(id(weight) not in averaged for group in groups for weight in group["params"]):

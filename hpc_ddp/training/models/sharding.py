@@ -89,17 +89,37 @@ def _matching(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
 def shard_fully(
     model: nn.Module,
     units: Iterable[nn.Module],
-    mesh: DeviceMesh,
+    dp_mesh: DeviceMesh,
     device: torch.device,
     dtype: torch.dtype | None,
     offload: bool,
     init: Init | None,
 ) -> None:
-    """See `Run.fully_shard`. Gradients are added up in fp32.
+    """Shard a model over ranks, in place, by torch's FSDP2. Gradients are added up in fp32.
 
     torch moves each unit to the device as it shards it, so a device never has the whole model.
+
+    Parameters
+    ----------
+    units
+        parts of the model, of which one at a time is gathered: its blocks
+    dp_mesh
+        the ranks that share each parameter: the mesh's dimension ``dp``
+    device
+        of this rank
+    dtype
+        to compute in; None: the parameters' own
+    offload
+        keeps weights, gradients and the optimizer's state in the CPU's memory
+    init
+        as in `materialize`, for parts on ``meta``
+
+    Raises
+    ------
+    UsageError
+        nothing gives numbers to a tensor that is on ``meta``
     """
-    options: dict[str, Any] = {"mesh": mesh}
+    options: dict[str, Any] = {"mesh": dp_mesh}
     if dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         options["mp_policy"] = policy

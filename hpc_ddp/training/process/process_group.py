@@ -28,38 +28,47 @@ _met_at_agents: list[DistEnv] = []  # this process's runs that use torchrun's st
 
 def join(
     info: DistEnv,
-    devices_of_rank: Sequence[torch.device],
+    rank_devices: Sequence[torch.device],
     hang_after_s: float | None,
     requested: str | None = None,
 ) -> Control:
     """Create the default process group and return the control group beside it.
 
-    Collectives wait longer than `hang_after_s`: the watchdog comes first, and reports more.
-    `requested` names the backend, None for the device's own.
+    Parameters
+    ----------
+    rank_devices
+        the devices of this rank; the first one is the current one
+    hang_after_s
+        collectives wait longer: the watchdog comes first, and reports more; None: they wait for
+        20 days
+    requested
+        name of the backend, None for the device's own
 
     Raises
     ------
     UsageError
         there is a group already; or there was one that met in torchrun's store, in which a second
         group of the same process would read the first one's keys, and hang
+    HpcDdpError
+        the backend can't be used, or MPI counts another number of processes than were started
     """
     if dist.is_initialized():
         raise UsageError(
             "torch's process group exists already; accepted: start() makes it",
             hint="remove init_process_group, or call run.finish() before another start()",
         )
-    at_agents = info.launched and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if at_agents and _met_at_agents:
+    uses_agent_store = info.launched and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if uses_agent_store and _met_at_agents:
         raise UsageError(
             "start() was called again in a process that torchrun has started; accepted: once",
             hint="start the second run in a process of its own",
         )
-    device, *more_devices = devices_of_rank
+    device, *more_devices = rank_devices
     backend = devices.choose_backend(requested, device)
     # A group that is bound to one device refuses the tensors of the others.
     bind = {} if more_devices else devices.bound(backend, device)
     timeout = timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else NEVER
-    if at_agents:
+    if uses_agent_store:
         _met_at_agents.append(info)
     if info.launched:
         dist.init_process_group(backend, timeout=timeout, **bind)

@@ -162,7 +162,7 @@ def test_a_disk_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(clock, "sleep", come_back)
     os.close(worker.open_log(str(tmp_path / "gone" / "rank-0")))
-    assert process.recorded(tmp_path / "gone" / "rank-0.pid") == os.getpid()
+    assert process.live_pid(tmp_path / "gone" / "rank-0.pid") == os.getpid()
 
 
 # --- what it prints ------------------------------------------------------------------------

@@ -293,7 +293,7 @@ def test_a_check_reports_values_a_note_or_a_fault(
     monkeypatch.setattr(checks, "interconnect", lambda place: {"cards": 1, "note": "odd"})
     for name in ("count_gpus", "tmpdir", "run_folder"):
         monkeypatch.setattr(checks, name, lambda *words: {})
-    checks.check_node(_place(), {"folder": "/f", "secret": "s", "needed": 1, "gpus": 0})
+    checks.check_node(_place(), checks.Order(folder="/f", secret="s", needed=1, gpus=0))
     assert [line for line in lines() if line != {"values": {}}] == [
         {"values": {"load": 1.0}},
         {"fault": "interface", "why": "x is y"},

@@ -152,6 +152,43 @@ def test_no_progress_as_the_verdict_words_it(written: Written) -> None:
     assert "save more often" in found.hint
 
 
+@pytest.mark.parametrize(
+    ("cause", "why", "words", "hint"),
+    [
+        (
+            "node lost",
+            "no word from n2; 3 attempts in a row ended so, without a newer checkpoint",
+            "3 attempts in a row have ended without a newer checkpoint."
+            " The last one lost a node at step 20 (no word from n2).",
+            "hpc-ddp logs",
+        ),
+        (
+            "notice",
+            "notice, at step 20; 10 attempts in a row have ended without a newer checkpoint",
+            "10 attempts in a row have ended without a newer checkpoint."
+            " The last one was asked to stop at step 20, and did.",
+            "save more often",
+        ),
+        (
+            "bad node",
+            "preflight: n2 is slow; 10 attempts in a row have ended without a newer checkpoint",
+            "10 attempts in a row have ended without a newer checkpoint."
+            " The last one began no training, since its preflight failed: n2 is slow.",
+            "hpc-ddp submit",
+        ),
+    ],
+)
+def test_no_progress_names_the_cause_of_the_last_attempt(
+    written: Written, cause: str, why: str, words: str, hint: str
+) -> None:
+    explanation = written.attempt(0, steps=20).verdict(cause, "give up", why=why).explain()
+    assert explanation.kind == "no progress"
+    assert f"was given up: {words}" in explanation.text
+    assert explanation.text.count("given up") == 1
+    assert explanation.hint.startswith(hint)
+    assert "--time" not in explanation.hint
+
+
 def test_continued_with_mended_code_it_is_not_failed_any_more(written: Written) -> None:
     written.attempt(0, steps=20).failure("ValueError: boom")
     written.event("submitted", first_attempt=1).event("queued", job_id="8")
