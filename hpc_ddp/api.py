@@ -129,7 +129,9 @@ class Handle:
         cancel(self._run)
 
     def logs(self, rank: int | None = None) -> str:
-        """Return what the job has printed so far, or one of its ranks, over all attempts.
+        """Return what the job has printed so far, or one `rank`, over all attempts.
+
+        The text of a rank is empty before the first attempt.
 
         Raises
         ------

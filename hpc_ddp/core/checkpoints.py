@@ -252,9 +252,12 @@ def _health(path: Path, read: Callable[[int], None]) -> Health:
     except (OSError, ValueError):
         manifest = {}
     sizes = [facts["size"] for facts in manifest.get("files", {}).values()]
+    saved_at = time.time()
+    with suppress(OSError):  # deleted meanwhile
+        saved_at = path.lstat().st_mtime
     return Health(
         name=path.name,
-        age_s=time.time() - path.lstat().st_mtime,
+        age_s=time.time() - saved_at,
         bytes=sum(sizes) if sizes else None,
         world_size=manifest.get("world_size"),
         best=(manifest.get("best") or {}).get("step") == step_of(path),

@@ -56,12 +56,14 @@ def array_indexes(array: str) -> list[int]:
     Raises
     ------
     UsageError
-        it is something else
+        it is something else, a range ends before it begins, or there are more than `MOST_TASKS`
     """
     indexes: list[int] = []
-    for part in array.partition("%")[0].split(","):
+    parts, percent, most_at_once = array.partition("%")
+    for part in parts.split(","):
         match = _INDEXES.fullmatch(part)
-        if not match:
+        is_empty = match and match["last"] and int(match["last"]) < int(match["first"])
+        if not match or is_empty or (percent and not most_at_once.isdecimal()):
             raise UsageError(
                 f"array {array!r} is no list of indexes; accepted: numbers and ranges, with commas",
                 hint="--array 0-5, or --array 1,3,10-20:5%2",

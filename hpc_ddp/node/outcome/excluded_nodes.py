@@ -17,7 +17,7 @@ KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to pr
 def keep_off(run: RunFolder, job_id: str) -> None:
     """Keep a job that waits off the nodes that lately were to blame, where others are left.
 
-    It is kept off no more where the day is over: Slurm's list would stay.
+    Nodes that were blamed longer ago are taken off Slurm's list again, which would keep them.
     """
     nodes = excluded_nodes(run, job_id)
     if nodes is None:

@@ -78,10 +78,10 @@ Reports = dict[str, NodeReport]
 
 
 def cover(pairs: Iterable[tuple[str, str]]) -> set[str]:
-    """Return the fewest nodes that explain failed checks, given as pairs of observer and partner.
+    """Return a few nodes that explain failed checks, given as pairs of observer and partner.
 
-    The node with the most failed checks comes first. Of several with equally many, those that
-    observed a failure are taken: with two nodes it is both if both observed it.
+    The node with the most failed checks comes first. Of several with equally many, all those that
+    observed a failure are taken, since nothing tells them apart; or all, where none of them did.
     """
     open_pairs, covering = set(pairs), set[str]()
     while open_pairs:

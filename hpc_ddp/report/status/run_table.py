@@ -7,11 +7,13 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.console.units import duration
+from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, find_run
 from hpc_ddp.report.status import array_tasks
@@ -49,6 +51,12 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     """Return the states of the runs of these names, or of all, as a table or as JSON.
 
     Without names, live runs come first. JSON has all runs, also those that the table leaves out.
+    Without any run the text is empty, and a hint goes to stderr.
+
+    Raises
+    ------
+    UsageError
+        no run has one of the names
     """
     queue = jobs_in_queue()
     older = 0
@@ -59,7 +67,10 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     rows = read_statuses(root, runs, queue)
     if not names:
         rows.sort(key=lambda row: not row.state.is_live)
-    tasks = array_tasks.tasks(runs[0], queue) if len(names) == 1 else []
+    tasks: list[array_tasks.Task] = []
+    if len(names) == 1:
+        with suppress(HpcDdpError, OSError, ValueError):  # the run's own row names the damage
+            tasks = array_tasks.tasks(runs[0], queue)
     if as_json:
         dicts = [row.to_dict() for row in rows]
         if tasks:

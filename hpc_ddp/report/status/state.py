@@ -19,7 +19,6 @@ import os
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from hpc_ddp import slurm
@@ -138,10 +137,13 @@ def _has_live_process(last: JournalEvent | None) -> bool:
 
 
 def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunState, str]:
-    indexes = [task.index for task in tasks]
-    with suppress(HpcDdpError, ValueError):  # a broken file of one run must not hide all others
-        indexes = JobSpec.from_json(read_text(run.job_json)).indexes(indexes)
-    finished, total = sum(task.finished() for task in tasks), len(indexes)
+    """Return the state of an array of which `tasks` have begun: finished once all tasks are."""
+    finished = sum(task.finished() for task in tasks)
+    try:
+        begun = [task.index for task in tasks]
+        total = len(JobSpec.from_json(read_text(run.job_json)).indexes(begun))
+    except (HpcDdpError, OSError, ValueError):  # a broken file of one run must not hide all others
+        return RunState.ARRAY, f"{finished} tasks finished; job.json can't be read"
     state = RunState.FINISHED if finished == total else RunState.ARRAY
     return state, f"{finished} of {total} tasks finished"
 

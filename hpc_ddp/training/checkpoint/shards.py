@@ -176,6 +176,9 @@ def _copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
 
 
 def _is_finite(numbers: torch.Tensor) -> bool:
+    """Return whether there is no NaN or infinity, by the sum, which these survive."""
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers)
     if not numbers.is_floating_point():
         return True
     if numbers.dtype.itemsize == 1:  # no sum takes 8-bit numbers

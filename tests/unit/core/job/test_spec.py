@@ -279,3 +279,9 @@ def test_a_sweeps_tasks() -> None:
         3600,
     )
     assert JobSpec("t.py", nproc_per_node=3).gpus_in_use == 3
+
+
+@pytest.mark.parametrize("text", ["5-2", "0-5%abc", "0-5%", "1,,2", "x"])
+def test_no_list_of_indexes_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is no list of indexes"):
+        array_indexes(text)

@@ -83,3 +83,15 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
         "unreadable",
         "finished",
     ]
+
+
+def test_an_array_whose_job_json_is_broken_is_not_finished(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "digits" / "1").make()
+    run.job_json.write_text("{")
+    run.journal("submit").write(raw("submitted"))
+    task = RunFolder(run.path / "task-0").make()
+    task.job_json.write_text("{")
+    task.journal("batch").write(raw("finished", step=3))
+    assert "1 tasks finished; job.json can't be read" in overview.show(tmp_path, [], True, False)
+    text = overview.show(tmp_path, ["digits"], False, False)
+    assert "job.json can't be read" in text
