@@ -167,7 +167,8 @@ def test_names_that_a_shell_would_read_are_not_offered(tmp_path: Path, run: RunF
 def test_a_run_can_not_change_the_terminal(run: RunFolder) -> None:
     assert printable("a\x1b]0;b\x07\x9b\tc\n") == "a\ufffd]0;b\ufffd\ufffd\tc\n"
     why = "\x1b]0;title\x07 curl evil"
-    run.journal("batch").write(raw("verdict", cause="failed", action="give up", why=why))
+    # Of a later attempt: within a millisecond the order of two writers is that of their names.
+    run.journal("batch", 1).write(raw("verdict", cause="failed", action="give up", why=why))
     result = CliRunner().invoke(main, ["status", "--runs-dir", str(run.root)])
     assert "\ufffd]0;title\ufffd curl evil" in result.output
     assert "\x1b" not in result.output
