@@ -6,8 +6,8 @@ A folder of this package is a place where code runs::
     cli ─► submission, report node (batch, supervisor)   training            core, slurm
 
 Importing the package imports nothing: the login node must not pay for torch, and a
-compute node must not need click. What is to be used from Python, `hpc_ddp.api`, is
-imported when it is first named::
+compute node must not need click. The interface for Python, `hpc_ddp.api`, is imported when
+it is first named::
 
     import hpc_ddp
     run = hpc_ddp.submit(script="train.py", nodes=2, gpus_per_node="4")

@@ -387,8 +387,8 @@ def show_qos() -> list[dict[str, str]]:
 
 def show_accounts(user: str) -> list[dict[str, str]]:
     """Return a user's accounts, on all clusters of the accounting; [] as `show_qos`."""
-    wanted = ("Cluster", "DefaultAccount", "Account", "Partition")
-    return _accounting(("show", "user", user, "withassoc"), wanted)
+    columns = ("Cluster", "DefaultAccount", "Account", "Partition")
+    return _accounting(("show", "user", user, "withassoc"), columns)
 
 
 def takes_option(command: str, option: str) -> bool:

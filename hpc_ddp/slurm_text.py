@@ -239,8 +239,8 @@ def parse_config(text: str) -> dict[str, str]:
 def parse_records(text: str) -> list[dict[str, str]]:
     """Read ``scontrol --oneliner``: by name, never by place, since versions differ in both.
 
-    Of a value with blanks, such as a reason's, the first word is kept; what looks like a name
-    within it does not replace one that stands before.
+    A value with blanks, such as a reason's, is cut after its first word; a word within it that
+    looks like a name does not replace one that stands before.
     """
     rows = []
     for line in text.splitlines():

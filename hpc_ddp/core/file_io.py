@@ -43,6 +43,11 @@ def patiently(act: Callable[[], T]) -> T:
             time.sleep(1)
 
 
+def is_link_of_another(status: os.stat_result) -> bool:
+    """Return whether a status of `lstat` is that of a link, and neither this user's nor root's."""
+    return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), ROOT)
+
+
 def check_links(path: Path, most: int = MOST_LINKS) -> None:
     """Refuse a path that leads through a link of another user, who could turn it to any file.
 
@@ -54,11 +59,12 @@ def check_links(path: Path, most: int = MOST_LINKS) -> None:
         a component of the path, or of the target of a link in it, is such a link; or the path
         does not exist
     """
-    for part in (path.absolute(), *path.absolute().parents):
+    path = path.absolute()
+    for part in (path, *path.parents):
         status = part.lstat()
+        if is_link_of_another(status):
+            raise OSError(errno.ELOOP, "a link of another user", str(part))
         if stat.S_ISLNK(status.st_mode):
-            if status.st_uid not in (os.geteuid(), ROOT):
-                raise OSError(errno.ELOOP, "a link of another user", str(part))
             if most == 0:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(part))
             check_links(part.parent / os.readlink(part), most - 1)

@@ -3,8 +3,8 @@
 ``python <run>/lib/node.py local <torchrun command line, or python and the script>``
 
 Nodes are processes of this machine. SIGTERM or SIGINT here is the notice that a preempting
-Slurm would send. What Slurm would requeue goes on at once, except after such a notice: then
-it ends with exit code 75, and `dry-run --run` goes on.
+Slurm would send. A run that Slurm would requeue goes on at once, except after such a notice:
+then it ends with exit code 75, and `dry-run --run` goes on.
 """
 
 from __future__ import annotations

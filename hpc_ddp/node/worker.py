@@ -49,7 +49,7 @@ def as_task() -> dict[str, str]:
     """Return Slurm's variables of a task as they are for a worker that is one, by `srun python`.
 
     Below torchrun a worker would inherit those of its node's one task: the node's number for a
-    rank, and the number of nodes for a world size. What reads them would train alone.
+    rank, and the number of nodes for a world size. A script that reads them would train alone.
     """
     size, per_node = os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     nodes = int(size) // int(per_node)

@@ -75,17 +75,17 @@ def _runs(job_id: str) -> bool:
 def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Path:
     pid_files = {_rank(path): path for path in attempt.path.glob("*/rank-*.pid")}
     on_node = {n: path for n, path in pid_files.items() if node in (None, path.parent.name)}
-    wanted = rank if rank is not None else min(on_node, default=0)
-    if wanted not in on_node:
+    chosen_rank = rank if rank is not None else min(on_node, default=0)
+    if chosen_rank not in on_node:
         nodes = sorted({path.parent.name for path in pid_files.values()})
         raise UsageError(
-            (f"rank {wanted}" if rank is not None else f"node {node!r}" if node else "rank 0")
+            (f"rank {chosen_rank}" if rank is not None else f"node {node!r}" if node else "rank 0")
             + f" has no worker{f' on {node}' if node and rank is not None else ''};"
             + f" ranks: {', '.join(map(str, sorted(pid_files))) or 'none yet'};"
             + f" nodes: {', '.join(nodes) or 'none yet'}",
             hint="hpc-ddp logs -f shows when they start",
         )
-    return on_node[wanted]
+    return on_node[chosen_rank]
 
 
 def _rank(pid_file: Path) -> int:

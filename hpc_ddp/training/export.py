@@ -87,11 +87,11 @@ def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
         step = (checkpoints.read_manifest(newest_first[0]).get("best") or {}).get("step")
         if step is None:
             raise UsageError(f"{run.path} has no best checkpoint: its script calls no run.best")
-    wanted = [path for path in newest_first if step is None or checkpoints.step_of(path) == step]
-    if not wanted:
+    matches = [path for path in newest_first if step is None or checkpoints.step_of(path) == step]
+    if not matches:
         steps = ", ".join(str(checkpoints.step_of(path)) for path in newest_first)
         raise UsageError(f"{run.path} has no checkpoint of step {step}; accepted: {steps}")
-    return wanted[0]
+    return matches[0]
 
 
 def main() -> int:

@@ -222,11 +222,11 @@ def node_seconds(events: Sequence[JournalEvent], now: float | None = None) -> fl
     """
     total = 0.0
     attempts = by_attempt(events)
-    begun = [event for event in events if isinstance(event, Started) and event.nodes]
-    for start in begun:
+    starts = [event for event in events if isinstance(event, Started) and event.nodes]
+    for start in starts:
         verdict = last_event(attempts[start.attempt], VerdictGiven)
         end = verdict.time if verdict else max(event.time for event in attempts[start.attempt])
-        if now is not None and start is begun[-1] and not verdict:
+        if now is not None and start is starts[-1] and not verdict:
             end = max(end, now)
         total += max(0.0, end - start.time) * len(start.nodes or ())
     return total

@@ -1,7 +1,7 @@
 """Which interconnect a node has, and the settings that follow from it (``--fabric auto``).
 
-It is looked up where the workers are, on each node and inside the container. What the fabrics set
-is data: ``lib/fabrics.json`` of the run, made of ``templates/fabrics``.
+It is looked up where the workers are, on each node and inside the container. The variables that a
+fabric sets are data: ``lib/fabrics.json`` of the run, made of ``templates/fabrics``.
 
 =============  ==============================================================================
 ``slingshot``  a device of the class cxi

@@ -80,8 +80,8 @@ Reports = dict[str, NodeReport]
 def cover(pairs: Iterable[tuple[str, str]]) -> set[str]:
     """Return a few nodes that explain failed checks, given as pairs of observer and partner.
 
-    The node with the most failed checks comes first. Of several with equally many, all those that
-    observed a failure are taken, since nothing tells them apart; or all, where none of them did.
+    The node with the most failed checks comes first. Where several have equally many, all those
+    that observed a failure are taken, since nothing tells them apart; or all, where none did.
     """
     open_pairs, covering = set(pairs), set[str]()
     while open_pairs:
@@ -97,7 +97,7 @@ def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = 
     """Add a fault to the nodes that explain the failed checks of one kind between nodes.
 
     `more` are further pairs of observer and node, where the observer is no node. Nodes with a fault
-    explain their troubles already. Of numbered turns the first counts: the others follow from it.
+    explain their troubles already. The first of numbered turns counts: the others follow from it.
     """
     unfit = {node for node, report in reports.items() if report.faults}
     rows = [

@@ -140,8 +140,8 @@ def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunStat
     """Return the state of an array of which `tasks` have begun: finished once all tasks are."""
     finished = sum(task.finished() for task in tasks)
     try:
-        begun = [task.index for task in tasks]
-        total = len(JobSpec.from_json(read_text(run.job_json)).indexes(begun))
+        indexes = [task.index for task in tasks]
+        total = len(JobSpec.from_json(read_text(run.job_json)).indexes(indexes))
     except (HpcDdpError, OSError, ValueError):  # a broken file of one run must not hide all others
         return RunState.ARRAY, f"{finished} tasks finished; job.json can't be read"
     state = RunState.FINISHED if finished == total else RunState.ARRAY

@@ -109,7 +109,7 @@ def _fault(path: Path, status: os.stat_result) -> str:
     """Return what is wrong with an opened file, or with the link that led to it."""
     uid = os.geteuid()
     link = path.lstat()
-    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (uid, file_io.ROOT):
+    if file_io.is_link_of_another(link):
         return f"it is a symbolic link that belongs to {file_owners.user_name(link.st_uid)}"
     return file_owners.file_fault(status, path.resolve().parent.stat(), uid)
 
