@@ -4,8 +4,8 @@
     make flakes N=100 TEST=notices     those that `pytest -k notices` takes
     make flakes N=20 REPORT=1          what there is, without running anything
 
-Tests that start processes (tests/cli, tests/ddp) run half of the times beside busy loops, one more
-than there are cores. See docs/testing.md.
+Several run at once, as in `make test`. Tests that start processes (tests/cli, tests/ddp) run half of
+the times beside busy loops, one more than there are cores. See docs/testing.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.store import (
     completeness,
     current_commit,
 )
-from tools.working_copy import WorkingCopy
+from tools.working_copy import WorkingCopy, parallel
 
 STORE = RESULTS / "flakes.jsonl"
 FOLDERS = ("tests/unit", "tests/cli", "tests/ddp")
@@ -171,7 +171,7 @@ def run_round(table: Table, copy: WorkingCopy, *, loaded: bool) -> None:
     process = copy.test_run(limit_s=LIMIT_S)
     names = process.folder / "tests"
     names.write_text("".join(f"{test}\n" for test in tests))
-    process.words = [f"@{names}"]
+    process.words = [*parallel(), f"@{names}"]
     ended = set()
     with load(loaded, dict(os.environ)):
         for event in process.events():
