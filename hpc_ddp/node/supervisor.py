@@ -155,7 +155,7 @@ class Supervisor:
     _unwritten_notice: str | None = None
     _kill_at: float = 0.0
     _noticed_at: float = 0.0
-    _polled_at: float = field(default_factory=time.monotonic)
+    _polled_at: float = float("inf")  # no poll yet
     _next_poll: float = 0.0
     _next_fence: float = 0.0
     _oom_kills: int = field(default_factory=oom.kills)

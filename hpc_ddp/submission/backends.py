@@ -125,7 +125,7 @@ class LocalBackend(SlurmBackend):
         env.setdefault("OMP_NUM_THREADS", "1")
         node = str(run.lib / "node.py")
         _, prefix = node_command(spec, node, str(prepared.script))
-        command = [sys.executable, node, "local", *prefix, *spec.args]
+        command = [sys.executable, node, "dry_run", *prefix, *spec.args]
         return subprocess.Popen(
             command,
             env=env,

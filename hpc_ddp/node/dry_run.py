@@ -1,6 +1,6 @@
 """The batch shell's part on one machine: the same attempt, supervisors and verdict, no Slurm.
 
-``python <run>/lib/node.py local <torchrun command line, or python and the script>``
+``python <run>/lib/node.py dry_run <torchrun command line, or python and the script>``
 
 Nodes are processes of this machine. SIGTERM or SIGINT here is the notice that a preempting
 Slurm would send. A run that Slurm would requeue goes on at once, except after such a notice:
@@ -39,7 +39,7 @@ from hpc_ddp.node.supervisor import expand
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
 
 
-class LocalRun:
+class DryRun:
     """Plays attempts of one run, one after the other."""
 
     def __init__(self, run: RunFolder, command: list[str]) -> None:
@@ -146,13 +146,13 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
     run.journal("batch").write(Started(**process.identity()))
     codes = [0]
     points = spec.trials
-    before: LocalRun | None = None
+    before: DryRun | None = None
     for index in array_indexes(spec.array or ""):
         task = task_of(run, index)
         if task.finished():
             continue
         words = trial_args(points[index])
-        local = LocalRun(task, [*command, *words])  # signals are for this one from now on
+        local = DryRun(task, [*command, *words])  # signals are for this one from now on
         if run.cancelled.exists() or (before and before.notified):
             return max(codes) or CAN_GO_ON
         task.cancelled.unlink(missing_ok=True)  # of an earlier start
@@ -170,7 +170,7 @@ def main(command: list[str]) -> int:
             return 0
         run.cancelled.unlink(missing_ok=True)
         spec = JobSpec.from_json(run.job_json.read_text())
-        return _sweep(run, spec, command) if spec.sweep else LocalRun(run, command).play()
+        return _sweep(run, spec, command) if spec.sweep else DryRun(run, command).play()
     except HpcDdpError as error:
         say(error.message)
         return error.exit_code
