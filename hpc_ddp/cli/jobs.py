@@ -58,7 +58,7 @@ def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
     folders = set_aside(prepared) if fresh else []  # before, since a job may start at once
     try:
         started = backends.start(prepared)
-    except HpcDdpError:
+    except (HpcDdpError, OSError):
         bring_back(folders)
         raise
     for folder in folders:

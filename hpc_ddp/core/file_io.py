@@ -106,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(read_text(path))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -136,7 +136,7 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
 def read_word(path: Path) -> str:
     """Return what a `notice` or `failed` file holds, '' when it is empty or can't be read."""
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""
 

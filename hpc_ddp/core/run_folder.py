@@ -69,8 +69,14 @@ class NodeFolder:
         return "" if self.rank is None else f"-{self.rank}"
 
     def pids(self) -> list[Path]:
-        """Return the files with the process ids of the workers that have started."""
-        return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
+        """Return the files with the process ids of the workers that have started.
+
+        A folder that can't be read, by a disk that is away, counts as empty.
+        """
+        try:
+            return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
+        except OSError:
+            return []
 
     def records(self) -> list[Path]:
         """Return what the node's tasks have recorded so far."""

@@ -174,3 +174,6 @@ def main(command: list[str]) -> int:
     except HpcDdpError as error:
         say(error.message)
         return error.exit_code
+    except OSError as error:
+        say(f"the run's folder can't be used: {error}")
+        return CAN_GO_ON

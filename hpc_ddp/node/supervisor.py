@@ -15,9 +15,9 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from string import Template
 from types import FrameType
 from typing import Any
 
-from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.console.terminal import say, write_output
 from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, write_json
 from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.journal.vocabulary import NoticeSource
@@ -275,9 +275,10 @@ class Supervisor:
         Behind a cut link, or beside a dead slurmd, nothing else ends it, and its workers would wait
         for their peers until the watchdog comes.
         """
-        if not self.torn_down and not self.place.run.is_newest(self.place.attempt.number):
-            self.torn_down = "a later attempt"
-            self._kill_at = now
+        with suppress(OSError):  # the disk may be away; the next look is soon
+            if not self.torn_down and not self.place.run.is_newest(self.place.attempt.number):
+                self.torn_down = "a later attempt"
+                self._kill_at = now
 
     def _peer_failed(self) -> bool:
         return read_word(self.place.attempt.failed) not in ("", self.launch.name)
@@ -318,9 +319,7 @@ class Supervisor:
         except OSError:  # not there yet, or not now
             return
         self._log_position += len(new)
-        if new:
-            sys.stdout.buffer.write(new)
-            sys.stdout.buffer.flush()
+        write_output(new)
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -389,7 +388,10 @@ class Supervisor:
 def supervise(launch_of: Callable[[Place, list[str]], Launch], command: list[str]) -> int:
     """Supervise the launch of this node and command; return the exit code of the Slurm task."""
     try:
-        place = Place.from_env(dict(os.environ))
+        try:
+            place = Place.from_env(dict(os.environ))
+        except (KeyError, ValueError) as error:  # variables, or a file of the attempt
+            raise OSError(f"its place in the job is unknown: {error!r}") from error
         return Supervisor(place, launch_of(place, command)).run()
     except OSError as error:
         say(f"this node can't take part: {error}")

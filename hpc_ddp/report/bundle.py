@@ -69,7 +69,7 @@ class Redaction:
     def _json(self, text: str, indent: int | None = None) -> str:
         try:
             return json.dumps(self._redact(json.loads(text), ""), indent=indent)
-        except ValueError:  # torn by a kill, or cut: names and values can't be told apart
+        except (ValueError, RecursionError):  # torn, or cut: names and values can't be told apart
             return REDACTED
 
     def _redact(self, content: Any, name: str) -> Any:

@@ -135,7 +135,7 @@ def find_deletions(
                 _check_deletable(run, root, queue)
                 fingerprint = _fingerprint(run)
                 state, age_s = _read_state(run, queue, fingerprint)
-            except UsageError:
+            except (UsageError, OSError):  # in use, or another user's
                 if named:
                     raise
                 continue

@@ -239,7 +239,7 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
         journal.write(submitted)
         raise
-    except HpcDdpError:
+    except (HpcDdpError, OSError):
         prepared.discard()
         raise
     # Only now: a refused one changes nothing about how the run has ended.

@@ -139,7 +139,12 @@ def _git_files(root: Path, runs: Path) -> Iterator[str]:
     if runs.is_relative_to(root) and runs != root:
         pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
         argv.append(f"--exclude=/{pattern}/")
-    done = subprocess.run(argv, capture_output=True, check=True)
+    done = subprocess.run(argv, capture_output=True)
+    if done.returncode:
+        reason = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise UsageError(
+            f"git can't list the files of {root}: {reason}", hint=f"git -C {root} status"
+        )
     return (os.fsdecode(name) for name in done.stdout.split(b"\0") if name)
 
 

@@ -15,6 +15,14 @@ def printable(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+def write_output(content: bytes) -> None:
+    """Write bytes to the process's output, or nothing where that is not possible, as `say` does."""
+    unwritten = memoryview(content)
+    with suppress(OSError):  # a full disk, or a pipe that has been closed
+        while unwritten:
+            unwritten = unwritten[os.write(1, unwritten) :]
+
+
 def say(text: str) -> None:
     """Print a line of hpc-ddp's own to stderr, or nothing where that is not possible.
 

@@ -10,7 +10,7 @@ _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 def duration(seconds: float) -> str:
     """Return a time span in one unit: ``4.2 s``, ``75 s``, ``2.5 min``, ``30 h``, ``5.0 d``."""
-    unit, size = next((unit, size) for unit, size, most in _TIMES if seconds < most * size)
+    unit, size = next((unit, size) for unit, size, most in _TIMES if not seconds >= most * size)
     amount = seconds / size
     return f"{amount:.1f} {unit}" if amount < 9.95 else f"{amount:.0f} {unit}"
 

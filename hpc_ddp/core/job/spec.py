@@ -353,7 +353,7 @@ class JobSpec:
         names = {item.name for item in fields(cls)}
         try:
             return cls(**{key: value for key, value in json.loads(text).items() if key in names})
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             raise UsageError(f"the run's job.json is broken: {error}") from None
 
 

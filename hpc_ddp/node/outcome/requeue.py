@@ -65,9 +65,11 @@ def is_link(run: RunFolder, job_id: str) -> bool:
     return job_id in {*links, *read_json(run.early_links).values()}
 
 
-def check_wanted(run: RunFolder, restarts: int, is_link: bool, job_id: str) -> None:
-    """Refuse to start the job `job_id` of a run that was cancelled or given up; a first start is a
-    wish to go on.
+def check_wanted(
+    run: RunFolder, restarts: int, is_link: bool, job_id: str, array_id: str | None = None
+) -> None:
+    """Refuse to start the job `job_id`, a task of the array `array_id`, if its run was cancelled
+    or given up. The first start of a job that was submitted later is a wish to go on.
 
     Raises
     ------
@@ -76,6 +78,8 @@ def check_wanted(run: RunFolder, restarts: int, is_link: bool, job_id: str) -> N
     """
     if not restarts and not is_link:
         for folder in (run, RunFolder(run.whole)):
+            if {job_id, array_id} & {*read_json(folder.cancelled).get("jobs", ())}:
+                raise HpcDdpError(f"job {job_id} was cancelled as it started")
             folder.cancelled.unlink(missing_ok=True)
     elif run.cancelled.exists() or (is_link and _chain_has_ended(run, job_id)):
         raise HpcDdpError(f"run {run.path} was cancelled, or given up")

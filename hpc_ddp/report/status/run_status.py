@@ -12,6 +12,7 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.slurm_values import parse_time
 from hpc_ddp.core.journal import goodput
@@ -207,8 +208,9 @@ def cancel(run: RunFolder) -> None:
     for folder in (run, *run.tasks()):
         if folder.finished():
             continue
-        folder.cancelled.touch()
         events = folder.events()
+        # A first start of a job that the mark does not name is a wish to go on, and removes it.
+        write_json(folder.cancelled, {"jobs": folder.job_ids(events)})
         folder.journal("submit").write(Cancelled())
         started = last_event(events, Started)
         if started and started.pid and process.is_live(started.process):
