@@ -9,7 +9,8 @@ _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def duration(seconds: float) -> str:
-    """Return a time span in one unit: ``4.2 s``, ``75 s``, ``2.5 min``, ``30 h``, ``5.0 d``."""
+    """Return a finite time span in one unit: ``4.2 s``, ``75 s``, ``2.5 min``, ``30 h``, ``5.0
+    d``."""
     unit, size = next((unit, size) for unit, size, most in _TIMES if seconds < most * size)
     amount = seconds / size
     return f"{amount:.1f} {unit}" if amount < 9.95 else f"{amount:.0f} {unit}"
@@ -36,7 +37,10 @@ def speed(megabytes_per_s: float) -> str:
 
 
 def measured(number: float | None) -> str:
-    """Return a measured number with four digits: ``0.9861``, ``12,346``, ``2.7e−5``, ``NaN``."""
+    """Return a measured number with four digits: ``0.9861``, ``12,346``, ``2.7e−5``, ``NaN``.
+
+    None is ``–``.
+    """
     if number is None:
         return "–"
     if not math.isfinite(number):

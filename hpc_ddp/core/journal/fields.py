@@ -38,6 +38,11 @@ def read_fields(declared: Iterable[Field[Any]], table: Mapping[str, Any]) -> dic
 
 
 def _read_field(declared: Field[Any], entry: Any) -> Any:
+    """Return a JSON value as the type of a record's field; for None the field's default or an empty
+    value.
+
+    Raise ValueError for a value of another type, and for a missing word such as a cause.
+    """
     type_name = str(declared.type).removesuffix(" | None")
     if entry is not None or type_name in _WORDS:
         return checked(entry, type_name)
