@@ -55,15 +55,18 @@ class Handle:
 
     @property
     def id(self) -> str:
+        """``<run id>``, as `hpc-ddp status` has it; of a task of an array with ``/task-<n>``."""
         return self._run.id
 
     @property
     def name(self) -> str:
+        """The job's name."""
         return self._run.name
 
     @property
     def job_id(self) -> str | None:
-        """The newest Slurm job of the run; None where there was none."""
+        """The newest Slurm job of the run; None where there was none. Raises OSError where its
+        journal can't be read."""
         return next(reversed(self._run.job_ids(self._run.events())), None)
 
     @property
@@ -73,7 +76,11 @@ class Handle:
         return str(self.status().state)
 
     def status(self) -> Status:
-        """Return all that a line of `hpc-ddp status` has: step, loss, goodput, results …"""
+        """Return all that a line of `hpc-ddp status` has: step, loss, goodput, results …
+
+        Without an answer from Slurm its jobs count as gone. Raises OSError where the journal can't
+        be read.
+        """
         return status_of(self._run, jobs_in_queue() if self.job_id else {})
 
     def wait(self, timeout: float | None = None) -> str:
@@ -110,6 +117,8 @@ class Handle:
         return self.state
 
     def _at_work(self) -> bool:
+        """Return whether a process or a job works on the run, or will; True also while Slurm gives
+        no answer. Raise HpcDdpError without a Slurm for a run that has a job."""
         if self._process:
             return self._process.poll() is None
         try:
@@ -124,7 +133,9 @@ class Handle:
         Raises
         ------
         UsageError
-            it is finished
+            it is finished, or another user could have written the ids of its jobs
+        HpcDdpError
+            Slurm does not cancel its job
         """
         cancel(self._run)
 
@@ -219,7 +230,8 @@ def _set_fields(spec: JobSpec) -> dict[str, Any]:
 
 
 def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as a project file has them, checked."""
+    """Return settings under the keys of a project file, checked; None counts as not set. Raise
+    UsageError for an unknown key or a value of the wrong kind."""
     values: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, tuple):
@@ -230,6 +242,8 @@ def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings of a sweep over these values by parameter; {} for None. Raise UsageError
+    for anything but a mapping to several values, and for too many points."""
     if not sweep:
         return {}
     if not isinstance(sweep, Mapping) or any(

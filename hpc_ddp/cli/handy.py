@@ -1,4 +1,7 @@
-"""Tools beside a run: attach, bundle, clean, completion."""
+"""Tools beside a run: attach, bundle, clean, completion.
+
+Its commands let HpcDdpError and OSError through: `main.Group` prints them and sets the exit code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Commands for runs: status, explain, logs, verify, cancel, report."""
+"""Commands for runs: status, explain, logs, verify, cancel, report.
+
+Its commands let HpcDdpError and OSError through: `main.Group` prints them and sets the exit code.
+"""
 
 from __future__ import annotations
 
