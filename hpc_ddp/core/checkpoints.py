@@ -144,7 +144,7 @@ def facts_of(path: Path, read: Callable[[int], None] = _unheard) -> FileFacts:
 def candidates(folder: Path) -> list[Path]:
     """Return what may be a checkpoint, newest first; at the same step `.old-` comes second.
 
-    None of a folder that does not exist; raise OSError where it can't be listed.
+    [] for a folder that does not exist; raise OSError where it can't be listed.
     """
     names: list[str] = []
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -162,7 +162,7 @@ def published(folder: Path) -> list[Path]:
 
 def all_of(folder: Path) -> list[Path]:
     """Return all checkpoints, by name, also those that are half-written, damaged or on their way
-    out; none of a folder that does not exist."""
+    out; [] for a folder that does not exist."""
     paths = folder.glob("step-*") if folder.is_dir() else ()
     return sorted(path for path in paths if _ANY.fullmatch(path.name) and path.is_dir())
 
@@ -242,7 +242,7 @@ class Health:
 def health(folder: Path) -> list[Health]:
     """Verify all checkpoints in a run's folder of checkpoints, oldest first.
 
-    None of a folder that does not exist. A bar on stderr shows the progress.
+    [] for a folder that does not exist. A bar on stderr shows the progress.
     """
     paths = [path for path in folder.glob("step-*") if _SHOWN.fullmatch(path.name)]
     paths.sort(key=lambda path: (step_of(path), path.name))

@@ -128,7 +128,7 @@ class Journal:
 
 
 def read_events(folder: Path) -> list[JournalEvent]:
-    """Return all events of a journal folder, by attempt and time; none of a missing folder.
+    """Return all events of a journal folder, by attempt and time; [] for a missing folder.
 
     Damaged lines and unknown kinds of events are left out. Raise OSError where a file can't be
     read.

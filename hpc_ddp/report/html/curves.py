@@ -66,6 +66,7 @@ class Curve:
 
     @property
     def finite(self) -> list[float]:
+        """The numbers that are neither NaN nor infinite."""
         return [point.number for point in self.points if point.is_finite]
 
     def segments(self) -> Iterator[Segment]:
@@ -84,7 +85,8 @@ class Curve:
 
 
 def columns(points: Sequence[Point], width: float) -> list[Column]:
-    """Join points that lie in the same column of a picture; `width` is a column's, in steps."""
+    """Join points that lie in the same column of a picture; `width` is a column's, in steps, above
+    0."""
     result = []
     for _, group in groupby(points, key=lambda point: int(point.step / width)):
         steps, numbers, _ = zip(*group, strict=True)

@@ -45,7 +45,8 @@ class AttemptLogs:
     _offsets: dict[Path, int] = field(default_factory=dict)  # bytes read of each `printed`
 
     def update(self, is_last: bool) -> None:
-        """Find new logs, and read the supervisors' notes of their sizes."""
+        """Find new logs, and read the supervisors' notes of their sizes. Raise OSError where the
+        attempt's folder can't be listed."""
         if is_last or not self._updates % LIST_EVERY or not self.logs:
             for node in self.attempt.nodes():
                 for path in node.path.glob("rank-*.log"):
@@ -60,6 +61,8 @@ class AttemptLogs:
             self._read_notes(path)
 
     def _read_notes(self, path: Path) -> None:
+        """Read the new lines of a supervisor's `printed` into the times and sizes of its logs;
+        damaged ones are left out."""
         with contextlib.suppress(OSError), open_data(path) as file:
             file.seek(self._offsets[path])
             for line in file.read().splitlines(keepends=True):
@@ -74,7 +77,8 @@ class AttemptLogs:
                     log.sizes.append(size)
 
     def events(self) -> list[JournalEvent]:
-        """Return the attempt's events, without those of the ranks, which are many."""
+        """Return the attempt's events, without those of the ranks, which are many; raise OSError
+        where a journal can't be read."""
         paths = sorted(self.run.journal_folder.glob("*.jsonl"))
         events = (e for p in paths if not p.name.startswith("rank-") for e in events_of(p))
         return [event for event in events if event.attempt == self.attempt.number]
@@ -93,7 +97,8 @@ class AttemptLogs:
 
 
 def _stream(node: str, rank: int, log: LogFile, is_last: bool, now: float) -> Iterator[Line]:
-    """Yield a rank's new lines; times do not go back, nor beyond `now` (a clock may be ahead)."""
+    """Yield a rank's new lines. Their times do not go back, nor beyond `now` in unix seconds (a
+    clock may be ahead)."""
     latest = 0.0
     for seconds, text in log.new_lines(is_last):
         latest = max(latest, min(seconds, now))
@@ -119,7 +124,8 @@ class LineFolder:
         self._held.append(line)
 
     def release(self, before: float) -> Iterator[tuple[Line, list[int]]]:
-        """Yield and remove all lines, if the first is from before a time."""
+        """Yield all held lines with their ranks, and forget them, if the first is from before
+        `before` (unix seconds); else none."""
         if not self._held or self._held[0].time >= before:
             return
         held, self._held = self._held, []
@@ -130,6 +136,7 @@ class LineFolder:
             counts.setdefault(line.text, Counter())[line.rank] += 1
 
         def pop(rank: int) -> Line:
+            """Take the first line of a rank."""
             line = queues[rank].popleft()
             counts[line.text][rank] -= 1
             return line
