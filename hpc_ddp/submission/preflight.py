@@ -25,12 +25,13 @@ NAME = "preflight"
 def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
     """Test all nodes of this allocation; return the event `preflight`.
 
-    The run's folder, by which the nodes find that they share a disk, is removed again.
+    The run's folder, by which the nodes find that they share a disk, is removed again. `cwd` is the
+    working directory of the settings, `root` the folder of the runs.
 
     Raises
     ------
     UsageError
-        this is not inside an allocation
+        this is not inside an allocation, or a setting is refused
     HpcDdpError
         the preflight came to no end
     """
@@ -61,7 +62,8 @@ def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
 def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
     """Prepare a training that tries each feature once, on all of this allocation or machine.
 
-    Without GPUs two workers per node train on the CPU.
+    Without GPUs two workers per node train on the CPU. `cwd` is the working directory of the
+    settings, `root` the folder of the runs.
 
     Raises
     ------
@@ -84,7 +86,8 @@ def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
 
 
 def devices_here() -> int:
-    """Return the number of accelerators of this machine that its variables do not hide."""
+    """Return the number of accelerators of this machine that its variables do not hide, of one
+    vendor; 0 without any."""
     counts = [
         min([count, *visible(VENDORS[name], os.environ).values()])
         for name, count in device_files().items()

@@ -55,7 +55,8 @@ def site_file(environ: Mapping[str, str]) -> Path | None:
 
 @functools.cache  # one command may read a file twice
 def warn(message: str, hint: str | None) -> None:
-    """Print once on stderr which of the settings does not count."""
+    """Print once on stderr which of the settings does not count, with a hint unless that is
+    None."""
     print(f"warning: {message}", *([f"hint: {hint}"] if hint else []), sep="\n", file=sys.stderr)
 
 
@@ -115,7 +116,7 @@ def read_limits(path: Path) -> Limits:
     Raises
     ------
     UsageError
-        the table has a value that no job can have
+        the file can't be read or may not act for the user, or has a value that no job can have
     """
     table = read_toml(path).get("limits", {})
     hint = f"tell the operators of this cluster: {path}"
