@@ -72,7 +72,8 @@ class Handle:
     @property
     def state(self) -> str:
         """The run's state in one word, as `hpc-ddp status` has it: ``waiting``, ``running``,
-        ``finished``, ``failed``, ``cancelled``, ``stopped`` … Slurm is asked each time."""
+        ``finished``, ``failed``, ``cancelled``, ``stopped`` … Slurm is asked each time; raises as
+        `status`."""
         return str(self.status().state)
 
     def status(self) -> Status:
@@ -148,6 +149,8 @@ class Handle:
         ------
         UsageError
             there is no such rank, or nothing was printed yet
+        OSError
+            a log can't be read
 
         Examples
         --------
@@ -218,13 +221,13 @@ def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
     Raises
     ------
     UsageError
-        there is no such run
+        there is no such run, or a setting for that folder is refused
     """
     return Handle(run_of(os.fspath(run), runs_dir).path)
 
 
 def _set_fields(spec: JobSpec) -> dict[str, Any]:
-    """Return the fields of a job that differ from their default."""
+    """Return the fields of a job that differ from their default, by name."""
     values = {item.name: (getattr(spec, item.name), default_of(item)) for item in fields(spec)}
     return {name: value for name, (value, default) in values.items() if value != default}
 

@@ -261,8 +261,8 @@ def exclude(job_id: str, nodes: Sequence[str]) -> None:
 
 
 def why_refused(script: Path, *options: str) -> str:
-    """Return why a script would never start with these options, or why Slurm gave no answer; ''
-    if it would."""
+    """Return why a script would never start with these options, or why Slurm gave no answer; '' if
+    it would."""
     try:
         env = submit_env(os.environ, _options_of(script, options))
         _run(["sbatch", "--test-only", *options, str(script)], env=env)

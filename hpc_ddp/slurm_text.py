@@ -204,7 +204,7 @@ def parse_queue(text: str) -> dict[str, QueuedJob]:
 
 
 def parse_table(text: str, columns: int) -> list[list[str]]:
-    """Read lines of fields with ``|`` between them; lines with fewer fields are left out.
+    """Read lines of `columns` fields with ``|`` between them; lines with fewer fields are left out.
 
     The last field may hold a ``|`` itself, as a path may.
     """
@@ -221,7 +221,8 @@ def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
 
 
 def parse_reason(command: str, printed: str) -> str:
-    """Return the reason that a command of Slurm printed, on one line, without its own name."""
+    """Return the reason that a command of Slurm printed, on one line, without the command's
+    name."""
     return re.sub(rf"^{command}: (error: )?", "", printed, flags=re.M).replace("\n", "; ")
 
 
@@ -263,7 +264,7 @@ def _state(shown: str) -> str:
 
 
 def _field(text: str, pattern: str) -> str:
-    """Return the first group of what a pattern finds in ``scontrol show``'s lines, or ''."""
+    """Return the first group of a pattern in ``scontrol show``'s lines; '' without a match."""
     match = re.search(pattern, text, re.M)
     return match[1] if match else ""
 

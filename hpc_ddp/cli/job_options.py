@@ -97,23 +97,26 @@ _KEYS = [key for key, declared in config.OPTIONS.items() if not declared.is_file
 
 
 def job_options(command: Command) -> Command:
-    """Add the options of a job, ``--run``, ``--json``, SCRIPT and ARGS to a command."""
+    """Add the options of a job, ``--run``, ``--json``, SCRIPT and ARGS to a command, and return
+    it."""
     return _add(_script(command), _KEYS, _RUN, json_option)
 
 
 def local_options(command: Command) -> Command:
-    """Add the options that mean something for processes on this machine, SCRIPT and ARGS."""
+    """Add the options that mean something for processes on this machine, SCRIPT and ARGS to a
+    command, and return it."""
     keys = [key for key in _KEYS if config.OPTIONS[key].is_local]
     return _add(_script(command), keys, json_option)
 
 
 def again_options(command: Command) -> Command:
-    """Add the options of a job that has its script, its arguments and its site already."""
+    """Add the options of a job that has its script, its arguments and its site already to a
+    command, and return it."""
     return _add(command, [key for key in _KEYS if key != "site"], json_option)
 
 
 def node_options(command: Command) -> Command:
-    """Add the options that describe the nodes of a job."""
+    """Add the options that describe the nodes of a job to a command, and return it."""
     return _add(command, [key for key in _KEYS if key in _OF_NODES], json_option)
 
 

@@ -124,7 +124,7 @@ def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     A run of this machine is waited for, and its exit code ends the command.
     """
     started = _begin(prepared, fresh)
-    if started.process:
+    if started.process:  # the local and the salloc back-end
         sys.exit(_foreground(started))
     say(f"run: {prepared.run.path}")
     answer = {"job_id": started.job_id, "run": str(prepared.run.path)}

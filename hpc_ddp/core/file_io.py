@@ -45,7 +45,8 @@ def patiently(act: Callable[[], T]) -> T:
 
 
 def is_link_of_another(status: os.stat_result) -> bool:
-    """Return whether a status of `lstat` is that of a link, and neither this user's nor root's."""
+    """Return whether the `status` of a path, from `lstat`, is that of a link which is neither this
+    user's nor root's."""
     return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), ROOT)
 
 
@@ -153,13 +154,13 @@ def read_seconds(path: Path) -> float | None:
         return None
 
 
-def read_tail(path: Path, size: int) -> str:
-    """Return the last `size` bytes of a log, without torch's and our own mark of the rank in
-    front of its lines; '' when it can't be read."""
+def read_tail(path: Path, size_bytes: int) -> str:
+    """Return the last `size_bytes` of a log, without torch's and our own mark of the rank in front
+    of its lines; '' when it can't be read."""
     try:
         with open_data(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-            text = file.read(size).decode(errors="replace")
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
+            text = file.read(size_bytes).decode(errors="replace")
     except (OSError, ValueError):
         return ""
     return _RANK_MARK.sub("", text)

@@ -39,7 +39,8 @@ def live_pid(path: Path) -> int | None:
     """Return the id of the process that a worker's pid file names; None when it is gone.
 
     The file has the id and when the process began: the id may be another process's by now, of
-    another job of the user. The file is missing or empty while the worker starts.
+    another job of the user. A file that is missing, empty or damaged is None, too: it is so while
+    the worker starts.
     """
     try:
         pid, began = path.read_text().split()

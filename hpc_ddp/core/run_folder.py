@@ -69,11 +69,12 @@ class NodeFolder:
         return "" if self.rank is None else f"-{self.rank}"
 
     def pids(self) -> list[Path]:
-        """Return the files with the process ids of the workers that have started."""
+        """Return the files with the process ids of the workers that have started; of one `rank`,
+        its own."""
         return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
 
     def records(self) -> list[Path]:
-        """Return what the node's tasks have recorded so far."""
+        """Return the files in which the node's tasks have recorded their ends so far."""
         return sorted(self.path.glob("record*.json"))
 
     @property
@@ -177,7 +178,7 @@ class RunFolder:
 
     @property
     def is_task(self) -> bool:
-        """Whether it is one task's of an array, in the array's folder."""
+        """Whether it is the folder of a task, in its array's."""
         return self.path.name.startswith("task-")
 
     @property
@@ -322,7 +323,7 @@ class RunFolder:
         return AttemptFolder(self.logs / f"attempt-{number}")
 
     def attempts(self) -> list[AttemptFolder]:
-        """Return the attempts so far, oldest first."""
+        """Return the attempts so far, oldest first; [] before the first."""
         attempts = [
             AttemptFolder(path) for path in self.logs.glob("attempt-*") if _is_attempt(path)
         ]

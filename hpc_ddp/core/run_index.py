@@ -91,7 +91,8 @@ def _has_job(path: Path, job_id: str) -> bool:
 
 
 def all_runs(root: Path) -> list[RunFolder]:
-    """Return the runs below `root`, newest first."""
+    """Return the runs below the folder `root`, the one that began last first; [] for a missing
+    folder."""
     paths = (path.parent for path in root.glob("[!.]*/*/job.json"))
     return [RunFolder(path) for path in _newest(paths)]
 

@@ -335,7 +335,7 @@ def _remove_references(run: RunFolder) -> None:
 
 
 def table(deletions: Sequence[Deletion]) -> str:
-    """Return the deletions as a table, with their sum."""
+    """Return the deletions as a table, with the sum of their sizes where they are several."""
     rows = [_cells(deletion) for deletion in deletions]
     if len(rows) > 1:
         total = byte_count(sum(deletion.bytes for deletion in deletions))

@@ -153,11 +153,13 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a job, with the code of the run `source` where one is given.
 
+    `run` is the job's folder, which does not exist yet if `is_new`; nothing is written.
+
     Raises
     ------
     UsageError
-        a variable is not set here, the user's template is broken, or the job exceeds the
-        operators' limits
+        a variable is not set here, the user's template is broken, the job exceeds the operators'
+        limits, or `source` has no snapshot of the script
     """
     _check_environment(spec)
     limits: Mapping[str, Any] = {}

@@ -96,7 +96,8 @@ def devices_here() -> int:
 
 
 def table_of(prepared: PreparedRun) -> str:
-    """Return the table of a `first_contact` that has ended; raises HpcDdpError without one."""
+    """Return the table of a `first_contact` that has ended; raise HpcDdpError where its workers
+    wrote none."""
     path = prepared.run.path / "first-contact.md"
     if not path.exists():
         raise HpcDdpError(
@@ -107,7 +108,8 @@ def table_of(prepared: PreparedRun) -> str:
 
 
 def _values(settings: Settings) -> dict[str, Any]:
-    """Return the settings without those of one job, with the GPUs of this allocation."""
+    """Return the settings by key, without those of one job, and with the GPUs of this allocation
+    (None: unknown)."""
     of_jobs = ("array", "args", "continue-by", "nodes", "template")
     values = {key: value for key, value in settings.values.items() if key not in of_jobs}
     gpus = os.environ.get("SLURM_GPUS_PER_NODE") or values.get("gpus-per-node")

@@ -206,7 +206,7 @@ def _bound(spec: JobSpec) -> str:
 def set_aside(prepared: PreparedRun) -> list[Path]:
     """Let a continued run, or those tasks of an array that go on, begin at step 0.
 
-    Returns the folders where the checkpoints are now; nothing is deleted.
+    Returns the folders where the checkpoints are now, [] where there were none; nothing is deleted.
 
     Raises
     ------

@@ -84,7 +84,8 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
 
 
 def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the folder of the code around `script`, and the files in it that a snapshot copies.
+    """Return the folder of the code around `script`, and the files in it that a snapshot copies, by
+    names relative to it.
 
     Parameters
     ----------
@@ -97,6 +98,8 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     ------
     UsageError
         the files have more than 50 MB, or are more than 20,000; names the largest
+    CalledProcessError
+        git refuses to list the work tree
     """
     root = _work_tree(script)
     if root:

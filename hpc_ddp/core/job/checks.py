@@ -102,7 +102,7 @@ def check(spec: JobSpec) -> None:
 
 
 def _check_sweep(spec: JobSpec) -> None:
-    """Check the parameters of a sweep, and the array over them; raises UsageError."""
+    """Check the parameters of a sweep, and the array over them; raise UsageError."""
     for name, values in spec.sweep.items():
         good = all(value and value.isprintable() for value in values)
         if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):
@@ -125,7 +125,8 @@ def _check_sweep(spec: JobSpec) -> None:
 
 
 def _check_budget(spec: JobSpec) -> None:
-    """Check the number of GPU hours that a run may use; raises UsageError."""
+    """Check the number of GPU hours that a run may use; raise UsageError for anything but a number
+    above 0."""
     hours = spec.budget_gpu_hours
     if hours is not None and not (isinstance(hours, (int, float)) and hours > 0):
         raise UsageError(

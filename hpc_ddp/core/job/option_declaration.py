@@ -141,7 +141,7 @@ def key_of(item: Field[Any] | str) -> str:
 
 
 def default_of(item: Field[Any]) -> Any:
-    """Return the default value of a field."""
+    """Return the default value of a field, MISSING where it has none."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 

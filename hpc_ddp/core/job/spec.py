@@ -286,7 +286,7 @@ class JobSpec:
 
     @property
     def gpu_count(self) -> int:
-        """GPUs per node; ``gpus_per_node`` may hold a type as well (``a100:4``)."""
+        """GPUs per node, 0 without any; ``gpus_per_node`` may hold a type as well (``a100:4``)."""
         match = checks.GPUS.fullmatch(self.gpus_per_node or "")
         return int(match["count"]) if match else 0
 
@@ -370,7 +370,8 @@ def trial_args(trial: Mapping[str, str]) -> list[str]:
 
 
 def directives(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the (option, value) pairs for sbatch that the user sets; a flag's value is ''."""
+    """Return the (option, value) pairs for sbatch that the user sets, without dashes; a flag's
+    value is ''."""
     pairs = [("job-name", spec.job_name)]
     for name, declared in OPTIONS.items():
         value = getattr(spec, name.replace("-", "_"))

@@ -217,7 +217,7 @@ def _passed(begin: float, steps: list[tuple[float, float]], highest: float) -> f
 
 
 def _steps(events: Iterable[JournalEvent]) -> Iterator[tuple[float, float]]:
-    """Yield the time and step of the events that have one."""
+    """Yield the time (unix seconds) and step of the events that have one."""
     for event in events:
         step = step_of(event)
         if step is not None:

@@ -65,7 +65,7 @@ class Journal:
     def write_later(self, event: JournalEvent) -> None:
         """Let a thread append an event: no step of a training waits for a disk in trouble.
 
-        The process may end without it, unless it calls `drain`.
+        The process may end without it, unless it calls `drain`; an orderly end of Python does.
         """
         if self._later is None or self._thread_of != os.getpid():  # a fork has no such thread
             self._later, self._thread_of = SimpleQueue(), os.getpid()
@@ -74,7 +74,7 @@ class Journal:
         self._later.put(self._line(event))
 
     def drain(self, seconds: float = DRAIN_S) -> None:
-        """Wait until the events of `write_later` are written, at most so long."""
+        """Wait until the events of `write_later` are written, at most for so many seconds."""
         if self._later is not None and self._thread_of == os.getpid():
             written = threading.Event()
             self._later.put(written)
@@ -195,13 +195,13 @@ def last_event(events: Sequence[JournalEvent], *kinds: type[E]) -> E | None:
 
 
 def last_step(events: Sequence[JournalEvent]) -> int | None:
-    """Return the last step that the events name; None without one."""
+    """Return the step of the last event that has one; None without one."""
     steps = (step_of(event) for event in reversed(events))
     return next((step for step in steps if step is not None), None)
 
 
 def by_attempt(events: Iterable[JournalEvent]) -> dict[int, list[JournalEvent]]:
-    """Return the events of each attempt, without the login node's.
+    """Return the events of each attempt, by its number, without the login node's.
 
     Those belong to no attempt, and may be written days later.
     """

@@ -159,7 +159,8 @@ def _end_in(verdict: VerdictGiven) -> str:
 def _no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     """Explain a run that was given up after attempts in a row without a newer checkpoint.
 
-    The last part of the verdict's reason counts them; the cause is that of the last one.
+    The last part of the verdict's reason, after a ``;``, counts them; the cause is that of the last
+    one.
     """
     is_unfit = verdict.cause == Cause.BAD_NODE
     last = _unfit(facts, verdict) if is_unfit else _explain_cause(facts, verdict.cause)

@@ -110,7 +110,8 @@ def _is_over(facts: RunFacts) -> bool:
 
 
 def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
-    """Add the end of the last attempt to a run that waits for the next one."""
+    """Return the explanation of a run that waits for its next attempt, with the end of the last
+    one."""
     last_end = explain_attempt(facts)
     text, hint = f"{explanation.text} Its last attempt {last_end.text}", explanation.hint
     if last_end.kind in REPEATING_KINDS:
@@ -166,7 +167,8 @@ def _explain_array(facts: RunFacts) -> Explanation:
 
 
 def _explain_live(facts: RunFacts) -> Explanation:
-    """Explain a job that waits, runs, or is on its way to one of both."""
+    """Explain a job that waits, runs, or is on its way to one of both, or a process of this
+    machine."""
     record, state = facts.record, facts.job_state
     if record and state is RunState.WAITING:
         words, hint = explain_pending(record.reason, facts.job_id or "")
@@ -249,7 +251,7 @@ _NO_FAULT = ("preempted", "time limit", "stopped", "node lost", "waiting", "kill
 
 
 def _ends(facts: RunFacts) -> dict[int, str]:
-    """Return how each attempt ended, by number."""
+    """Return how each attempt ended, in words, by number."""
     ends: dict[int, str] = {}
     started = facts.select(Started)
     standalone = {event.attempt for event in started if event.backend == "local"}

@@ -119,13 +119,14 @@ class RunFacts:
 
     @cached_property  # read for each event
     def newest(self) -> int | None:
-        """The newest attempt, by its folder or by its events."""
+        """The newest attempt, by its folder or by its events; None before the first."""
         started = [event.attempt for event in self.select(Started)]
         return max([*self.attempts, *started], default=None)
 
     @property
     def verdict(self) -> VerdictGiven | None:
-        """The newest attempt's verdict, unless the run was submitted again after it."""
+        """The newest attempt's verdict, unless the run was submitted again after it; None without
+        one."""
         last = last_event(self.events, VerdictGiven)
         first = max((event.first_attempt for event in self.select(Submitted)), default=0)
         if last is None or last.attempt != self.newest or last.attempt < first:
@@ -138,7 +139,7 @@ class RunFacts:
         return state_of_job(self.record.state) if self.record else None
 
     def select(self, *kinds: type[E], attempt: int | None = None) -> list[E]:
-        """Return the events of these kinds, of one attempt or of all."""
+        """Return the events of these kinds, of one attempt or (None) of all."""
         events = [event for event in self.events if isinstance(event, kinds)]
         return [event for event in events if attempt in (None, event.attempt)]
 
@@ -190,7 +191,8 @@ def gather(run: RunFolder) -> RunFacts:
 
 
 def _try(call: Callable[[], T], default: T) -> T:
-    """Return the result of a read from disk or from Slurm, `default` where that fails."""
+    """Return what `call` reads from disk or from Slurm; `default` for OSError, ValueError and
+    HpcDdpError."""
     try:
         return call()
     except (OSError, ValueError, HpcDdpError):

@@ -78,6 +78,7 @@ class Scale:
         self.low, self.high, self.is_log = low, high, is_log
 
     def __call__(self, number: float) -> float:
+        """Return the place of a number, from 0 to 1; one beyond the ends is at the end."""
         number = math.log10(number) if self.is_log else number
         return min(1.0, max(0.0, (number - self.low) / (self.high - self.low)))
 
@@ -96,7 +97,7 @@ class Scale:
 
 
 def _round_up(number: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is not below a number."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below a number above 0."""
     power = 10.0 ** math.floor(math.log10(number))
     return next(part * power for part in (1, 2, 5, 10) if part * power >= number * 0.999)
 

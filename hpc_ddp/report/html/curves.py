@@ -70,7 +70,8 @@ class Curve:
         return [point.number for point in self.points if point.is_finite]
 
     def segments(self) -> Iterator[Segment]:
-        """Cut the curve at each start, where steps were done again, and where it is not finite."""
+        """Yield the curve's points, cut at each start, where steps were done again, and where it is
+        not finite."""
         redone_from: dict[int, float] = {}  # by start: the first step of all later ones
         first_step = math.inf
         for start, group in groupby(reversed(self.points), key=lambda point: point.start):
@@ -95,7 +96,8 @@ def columns(points: Sequence[Point], width: float) -> list[Column]:
 
 
 def curves_of(events: Sequence[JournalEvent]) -> dict[str, Curve]:
-    """Return a run's metrics by name; the loss first, the speed last. Only numbers count."""
+    """Return a run's metrics by name; the loss first, the speed last. Values that are no numbers
+    are left out."""
     curves: dict[str, Curve] = {}
     for index, start in enumerate(by_start(events)):
         for event in start:

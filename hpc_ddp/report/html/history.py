@@ -50,11 +50,12 @@ class RunHistory:
 
     @property
     def begin(self) -> float:
-        """The begin of the wall time, in unix seconds; `end` likewise."""
+        """The begin of the wall time, in unix seconds; now for a run without events."""
         return self.pieces[0].begin if self.pieces else self.facts.now
 
     @property
     def end(self) -> float:
+        """The end of the wall time, in unix seconds; now for a run without events."""
         return self.pieces[-1].end if self.pieces else self.facts.now
 
     @cached_property

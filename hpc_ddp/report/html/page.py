@@ -166,7 +166,8 @@ def _parts(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _settings(history: RunHistory) -> list[tuple[str, str]]:
-    """Return the command, the settings that are not the defaults, and the hosts."""
+    """Return name and text of the command, of the settings that are not the defaults, of the hosts
+    and the run's folder."""
     spec = history.facts.spec
     defaults = {f.name: f.default for f in fields(JobSpec) if f.default is not MISSING}
     settings = []

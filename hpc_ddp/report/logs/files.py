@@ -97,7 +97,8 @@ class LogFile:
 
     @property
     def may_have_grown(self) -> bool:
-        """Whether it may have new lines; by the supervisor's notes, without a look at the file."""
+        """Whether it may have new lines: by the supervisor's notes, without a look at the file.
+        True without notes."""
         return not self.sizes or self.sizes[-1] > self._position
 
     def new_lines(self, is_last: bool) -> Iterator[tuple[float, bytes]]:

@@ -84,7 +84,8 @@ class AttemptLogs:
         return [event for event in events if event.attempt == self.attempt.number]
 
     def new_lines(self, is_last: bool) -> Iterator[Line]:
-        """Yield the new lines of all ranks in order of time."""
+        """Yield the new lines of all ranks in order of time; `is_last`: also lines without an end.
+        Logs that can't be read have none."""
         # Every so often all logs are read: a supervisor may not be able to note their sizes.
         read_all = is_last or self._updates % LIST_EVERY == 1
         now = time.time()
@@ -106,7 +107,8 @@ def _stream(node: str, rank: int, log: LogFile, is_last: bool, now: float) -> It
 
 
 class LineFolder:
-    """Folds equal lines that several ranks print at about the same time into one.
+    """Folds equal lines that several ranks print at about the same time into one; unless `fold`,
+    shows each.
 
     No rank's lines change their order: those before an equal one are shown first.
     """
@@ -163,7 +165,7 @@ class LineFolder:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return numbers as ``0-3,7``."""
+    """Return numbers, sorted, as ``0-3,7``; '' without any."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:

@@ -150,7 +150,7 @@ class MergedView:
             log_files(self._run, 0, number)  # raises, with the attempts that exist
 
     def _has_several_ranks(self, group: AttemptLogs) -> bool:
-        """Whether any rank but 0 has printed a line that is shown."""
+        """Return whether any rank but 0 has printed a line that is shown."""
         logs = [log for (_, rank), log in group.logs.items() if rank and log.may_have_grown]
         return any(self._has_output(log.path) for log in logs)
 
@@ -239,7 +239,7 @@ def _beginning(events: Sequence[JournalEvent]) -> str:
 
 
 def _end(verdict: VerdictGiven) -> str:
-    """Return how an attempt ended, in the words of the job's own output."""
+    """Return when and how an attempt ended, in the words of the job's own output."""
     end = time.strftime("%H:%M:%S", time.localtime(verdict.time))
     why = verdict.why or str(verdict.cause)
     if verdict.action == Action.REQUEUE:

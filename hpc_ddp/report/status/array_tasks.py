@@ -46,6 +46,8 @@ class Task:
         return self.status.results if self.status else {}
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the task for JSON: its status, if it has begun, with index, parameters, state and
+        best value."""
         status = self.status.to_dict() if self.status else {}
         task = {"task": self.index, "point": dict(self.point), "state": self.state}
         return {**status, **task, "best": self.best}

@@ -78,7 +78,7 @@ class StatusCache:
         return any(job in self._queue for job in jobs)
 
     def save(self) -> None:
-        """Write the cache, if its folder can be written: it only saves time."""
+        """Write the cache, if it has changed and its folder can be written: it only saves time."""
         if self._changed:
             entries = {name: entry for name, entry in self._entries.items() if os.path.isdir(name)}
             text = json.dumps({"format": FORMAT, "runs": entries})

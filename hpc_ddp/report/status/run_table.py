@@ -122,7 +122,8 @@ def read_statuses(
 
 
 def _read_status(cache: StatusCache, run: RunFolder) -> Status:
-    """Return a run's status. A run that can't be read must not hide the others."""
+    """Return a run's status; after any error that it is unreadable, since one run must not hide the
+    others."""
     try:
         return cache.status_of(run)
     except Exception as error:  # damage has many forms

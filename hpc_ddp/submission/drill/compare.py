@@ -67,6 +67,7 @@ class Difference:
 
     @property
     def label(self) -> str:
+        """The kind in words; an optimizer that is not tracked is one, too."""
         return "optimizer" if self.kind == "untracked" else self.kind
 
     @property
@@ -86,7 +87,8 @@ def first_difference(
     disturbed: Sequence[DrillRecord],
     earlier: Sequence[DrillRecord] = (),
 ) -> Difference | None:
-    """Return where the records of one attempt leave those of the undisturbed run, if they do.
+    """Return where the records of one attempt leave those of the undisturbed run; None if they do
+    not.
 
     Parameters
     ----------
@@ -273,9 +275,9 @@ def rounding(difference: Difference) -> str:
 
 
 def explain(difference: Difference, steady: bool, before: str) -> tuple[str, str]:
-    """Return which part differs first and why, and what to do about it.
+    """Return which part differs first and why, in words, and what to do about it.
 
-    `steady`: two undisturbed runs are equal. `before` is what was done to the run before.
+    `steady`: two undisturbed runs are equal. `before` is what was done to the run before, in words.
     """
     part = describe(f"{difference.kind} {difference.name}".strip())
     if not steady:

@@ -44,7 +44,7 @@ class Leg:
 
 
 def choose(total: int, epoch_ends: Sequence[int]) -> Points:
-    """Return when to disturb a run of `total` steps.
+    """Return when to disturb a run of `total` steps, of which those of `epoch_ends` end an epoch.
 
     The stop comes in mid-epoch, after an epoch's end where there is one. The save is at the next
     epoch's end, which is a place of its own to go on from; the kill comes well after it.

@@ -41,7 +41,8 @@ class DrillResult:
         return self.verdict in ("right", "sums")
 
     def text(self) -> str:
-        """Return the result as a person reads it: what was done, what came of it, the verdict."""
+        """Return the result as a person reads it: a table of disturbances, notes, the verdict, a
+        hint."""
         lines = [" ".join(cells).rstrip() for cells in _aligned([HEAD, *map(_cells, self.rows)])]
         lines += [f"note: {note}" for note in self.notes]
         name = Path(self.script).name

@@ -48,7 +48,8 @@ def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]
 
 
 def sbatch_line(name: str, value: str) -> str:
-    """Return one ``#SBATCH`` line. sbatch splits it at blanks and knows both quotes and backslash.
+    """Return one ``#SBATCH`` line; a flag's value is ''. sbatch splits it at blanks and knows both
+    quotes and backslash.
 
     The value is free of line breaks: `JobSpec` has refused those.
     """
@@ -106,7 +107,7 @@ class Rendering:
     ------
     UsageError
         the run's path has a character that the script can't hold, or there is no such fabric or
-        container tool; `whole` and `block`: the user's template is missing or broken; names file and
+        container tool; `whole` and `block`: the user's template is missing or broken, with file and
         line
     """
 
@@ -150,7 +151,7 @@ class Rendering:
         }
 
     def whole(self) -> str:
-        """Return the whole script."""
+        """Return the whole script; raise UsageError for a broken template."""
         return template.whole(self._spec.template, self._context)
 
     def left_out(self) -> list[str]:
@@ -159,5 +160,6 @@ class Rendering:
         return template.missing(self.whole()) if self._spec.template else []
 
     def block(self, name: str) -> str:
-        """Return one named block."""
+        """Return the block of one name; raise UsageError for a broken template, or one without
+        it."""
         return template.block(name, self._spec.template, self._context)

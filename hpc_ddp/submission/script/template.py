@@ -38,14 +38,14 @@ def whole(user_template: str | None, values: Mapping[str, Any]) -> str:
     Parameters
     ----------
     user_template
-        the user's template, which extends ours
+        the path of the user's template, which extends ours; None: ours alone
     values
         the template's variables
 
     Raises
     ------
     UsageError
-        the template is missing or broken; names file and line
+        the user's template is missing, broken, or may not act for the user; names file and line
     """
     loaded = _load(user_template)
     context = loaded.new_context({**values})
@@ -281,7 +281,7 @@ class _TrustedLoader(jinja2.FileSystemLoader):
 
 @cache  # keeps compiled templates: a job is rendered once to check it, and once to run it
 def _environment(beside: Path | None) -> jinja2.Environment:
-    """Return the environment of a user's template in a folder, or of ours alone.
+    """Return the environment of a user's template in the folder `beside`, or (None) of ours alone.
 
     Ours comes first under its name: a user's may be called the same, and extends it.
     """
@@ -302,11 +302,12 @@ def _environment(beside: Path | None) -> jinja2.Environment:
 
 
 def quoted(value: object) -> str:
-    """Quote a value for the shell."""
+    """Return a value as one word for the shell, quoted where it has to be."""
     return shlex.quote(str(value))
 
 
 def in_double_quotes(word: str) -> str:
-    """Quote a word of ours in which variables are to be expanded: ``--x="$Y"``."""
+    """Return a word of ours so that the shell expands its variables, ``--x="$Y"``; one without a
+    ``$`` as it is."""
     name, _, value = word.partition("=")
     return f'{name}="{value}"' if "$" in value else word

@@ -186,7 +186,7 @@ def _first(layers: Sequence[Layer], key: str) -> Any:
 
 def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Layer]:
     """Return the layers, and before each those of its ``[when]`` tables that count for a job in the
-    chosen partition and QOS."""
+    `chosen` partition and QOS (names by key; '' for none)."""
     expanded: list[Layer] = []
     for layer in layers:
         when = layer.values.get("when", {})
@@ -200,7 +200,8 @@ def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Lay
 
 
 def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
-    """Merge the settings of a job with those of its site."""
+    """Return the settings of a job over those of its site, with both values of the `JOINED`
+    keys."""
     values = _over({**site, **_share(site, job)}, job)
     for key in JOINED:
         if key in job:
@@ -377,7 +378,7 @@ def name_for(script: Path) -> str:
 def default_python(setup: Sequence[str], in_container: bool) -> str:
     """Return the interpreter for the workers when none is named.
 
-    The one that runs now, where it has torch and no set-up line activates another environment.
+    The one that runs now, where it has torch and no line of `setup` activates another environment.
     Else the first one on PATH, once the set-up lines are through. In a container, its own.
     """
     if in_container:

@@ -47,8 +47,8 @@ class Origin:
 def origins(plan: Plan, settings: Settings) -> list[Origin]:
     """Return the settings of a planned job that are not empty, with the origin of each.
 
-    The lines of a list (set-up lines of a site, then of the job) and the variables of ``env``
-    have an origin each.
+    The lines of a list (set-up lines of a site, then of the job) and the variables of ``env`` have
+    an origin each. Raise UsageError for a broken fabric profile.
     """
     rows: list[Origin] = []
     for field in fields(JobSpec):
@@ -96,7 +96,8 @@ def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | N
 
 
 def _short(path: str) -> str:
-    """Return a path relative to the working directory or the home folder, where it lies there."""
+    """Return a path relative to the working directory, or to the home folder as ``~/…``, where it
+    lies there."""
     for base, sign in ((Path.cwd(), ""), (Path.home(), "~/")):
         if Path(path).is_relative_to(base):
             return sign + str(Path(path).relative_to(base))

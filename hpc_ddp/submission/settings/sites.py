@@ -22,7 +22,7 @@ KEYS = ("title", "match")  # of site files only
 
 
 def own_folder(home: Path) -> Path:
-    """Return where a user's own files are."""
+    """Return the folder of a user's own site files, which may be missing."""
     return home / ".config" / "hpc-ddp"
 
 
@@ -83,7 +83,7 @@ def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None
 
 
 def shipped_keys(site: str) -> set[str]:
-    """Return the keys of the shipped file of a site, empty where there is none."""
+    """Return the keys of the shipped file of a site; empty for a site without one."""
     path = folder("templates") / "sites" / f"{site}.toml"
     return set(read_toml(path)) if path.is_file() else set()
 

@@ -67,7 +67,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     ------
     UsageError
         it can't be read, or isn't TOML; the message has the line. Or it may not act for the user
-        (see `read`)
+        (see `read`); a file that came with hpc-ddp always may
     """
     try:
         content = path.read_bytes() if is_shipped(path) else read(path)

@@ -113,6 +113,7 @@ class NodeKind(NamedTuple):
         return [f"{type}:{count}" if type else str(count) for type, count in self.gpus]
 
     def __str__(self) -> str:
+        """The node in words: ``64 CPUs, 512 GB, 4 a100 GPUs``."""
         gpus = "".join(f", {count} {f'{type} GPUs'.strip()}" for type, count in self.gpus)
         return f"{self.cpus} CPUs, {self.memory_mb / 1000:.0f} GB{gpus}"
 
@@ -215,12 +216,14 @@ class Preemption:
     by: Sequence[str]
 
     def __str__(self) -> str:
+        """The preemption in words, as a part of a sentence."""
         by = f" by {', '.join(self.by)}" if self.by else ""
         return f"jobs can be preempted{by} ({self.mode}, {self.grace_s} s of grace)"
 
 
 def preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Preemption]:
-    """Return the kinds of jobs that may be preempted, in which mode, and their grace time (s)."""
+    """Return the kinds of jobs that may be preempted, in which mode, and their grace time (s); []
+    where no job is."""
     plugin = facts.value("PreemptType").rpartition("/")[2]
     if plugin == "partition_prio":
         return [row for p in partitions if (row := _of_partition(p, partitions))]

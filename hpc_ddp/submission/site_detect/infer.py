@@ -150,14 +150,15 @@ def _chains(threats: Sequence[Preemption]) -> list[Setting]:
 
 
 def _expedited(facts: ClusterFacts) -> list[Setting]:
-    """Return the request for the highest priority after a requeue (Slurm 25.11 and later)."""
+    """Return the request for the highest priority after a requeue (Slurm 25.11 and later); [] where
+    it is not enabled."""
     if "enable_expedited_requeue" not in facts.value("SlurmctldParameters"):
         return []
     return [Setting("sbatch", ["--requeue=expedite"], "a requeued job comes first, without a wait")]
 
 
 def _requests(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Setting]:
-    """Return the requests for GPUs and CPUs; certain only where jobs get whole nodes.
+    """Return the requests for GPUs and CPUs by partition; certain only where jobs get whole nodes.
 
     Measured: in a partition with whole nodes a step without a request has no GPUs.
     """
