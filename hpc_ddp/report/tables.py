@@ -67,7 +67,7 @@ def _preflight_cells(node: str, report: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _optional(form: Callable[[float], str], amount: float | None) -> str | None:
-    """Return an amount as text in a `form`; None for None."""
+    """Return the text that `form` makes of an amount; None for None."""
     return None if amount is None else form(amount)
 
 

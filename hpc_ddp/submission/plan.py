@@ -73,8 +73,10 @@ class Plan:
         Raises
         ------
         UsageError
-            the folder can't be written, other users could replace it, or the code is too large;
-            of a new run nothing is left behind
+            the folder can't be written, another submit has just made it, other users could
+            replace it, or the code is too large; of a new run nothing of ours is left behind
+        CalledProcessError
+            git can't list the code
         """
         prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
         try:

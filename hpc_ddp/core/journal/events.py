@@ -212,6 +212,7 @@ class MetricsLine(JournalEvent):
 
     @property
     def step(self) -> int:
+        """The step, 0 without one."""
         return int(self.values.get("step", 0))
 
     @property

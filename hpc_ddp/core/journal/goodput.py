@@ -137,7 +137,8 @@ def line(seconds: dict[str, float]) -> str:
 
 
 class _Clock:
-    """Goes through the wall time once, and gives each piece to a part."""
+    """Goes through the wall time once, from `start` to `end` in unix seconds, and gives each piece
+    to a part."""
 
     def __init__(self, start: float, end: float) -> None:
         self.at, self._end = start, max(start, end)

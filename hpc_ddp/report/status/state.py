@@ -153,7 +153,7 @@ def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunStat
 
 
 def _state_of_verdict(verdict: VerdictGiven) -> tuple[RunState, str]:
-    """Return the state after a verdict, and its reason."""
+    """Return the state after a verdict, and its reason; a cause that is no state is lost."""
     if verdict.action == Action.REQUEUE:
         return RunState.STOPPED, f"{verdict.why}; can go on with --run"
     if verdict.action == Action.GIVE_UP:

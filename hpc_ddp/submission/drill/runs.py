@@ -106,7 +106,7 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
 
 
 class _Drill:
-    """The runs of one drill, below `folder`; `play` writes them."""
+    """The runs of one drill, below `folder`, with the parameters of `drill`; `play` writes them."""
 
     _base: PreparedRun  # the undisturbed run
     _result: DrillResult
