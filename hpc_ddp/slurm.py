@@ -175,7 +175,8 @@ def sbatch(
     earlier: Collection[str] = (),
     give_up: float | None = None,
 ) -> str:
-    """Submit a script file and return the job id; `give_up` as `show_job` has it.
+    """Submit a script file with `options` such as ``--array=0-3``, and return the job id; `give_up`
+    as `show_job` has it. `env` is passed on without what `submit_env` leaves out.
 
     A job whose sbatch got no answer may be queued all the same ("Socket timed out", seen on 22.05).
     Then the queue is searched for a job of this very script, and only if there is none it is

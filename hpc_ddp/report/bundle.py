@@ -43,7 +43,8 @@ _ASSIGNMENT = re.compile(r"(?<![\w-])([A-Za-z_]\w*)\+?=")
 
 
 class Redaction:
-    """Replaces the values of a job's environment variables, and of what is named like a secret."""
+    """Replaces the values of a job's environment variables, and of what is named like a secret; the
+    secrets in `environ`, the user's own, wherever they stand."""
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         lines = "\n".join((*spec.setup, *spec.teardown))
@@ -179,7 +180,7 @@ def _files(run: RunFolder) -> Iterator[Path]:
 
 
 def _tail(path: Path, limit_bytes: int) -> tuple[str, bool]:
-    """Return the end of a file, at most `limit_bytes`, and whether it has a beginning.
+    """Return the end of a file, at most `limit_bytes`, and whether its beginning is left out.
 
     A line that is cut is dropped: the name by which its value is a secret may be gone. Raise
     OSError.

@@ -72,7 +72,7 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Only the order of sums differs: small at first, and not much larger later."""
+        """Whether only the order of sums differs: small at first, and not much larger later."""
         return (
             not self.at_start
             and self.kind in _COMPUTED
