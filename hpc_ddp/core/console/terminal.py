@@ -11,7 +11,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Return a text without the control characters by which it could change the terminal."""
+    """Return a text with a replacement character for each control character by which it could
+    change the terminal."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
