@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import Slurm
 
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch, dry_run, supervisor
 from hpc_ddp.node.outcome import head_failover
-from tests.unit.fakes import Slurm
 
 WRITER = (
     "from hpc_ddp.core.console.terminal import write_output as w\n"
