@@ -14,6 +14,7 @@ from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch, dry_run, supervisor
+from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import head_failover
 
 WRITER = (
@@ -40,7 +41,7 @@ def test_a_supervisor_without_a_place_says_so(
     def refuse(environ: dict[str, str]) -> None:
         raise error
 
-    monkeypatch.setattr(supervisor.Place, "from_env", refuse)
+    monkeypatch.setattr(Place, "from_env", refuse)
     assert supervisor.main(["true"]) == 1
     assert f"can't take part: its place in the job is unknown: {error!r}" in capfd.readouterr().err
 
