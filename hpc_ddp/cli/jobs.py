@@ -121,14 +121,23 @@ def submit(as_json: bool, fresh: bool, **options: Any) -> None:
 def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     """Start a run and print its job id, or with `as_json` an object with ``job_id`` and ``run``.
 
-    A run of this machine is waited for, and its exit code ends the command.
+    A run of this machine is waited for. Its exit code ends the command, and stands in the object
+    in place of the ``job_id``.
     """
+    path = str(prepared.run.path)
     started = _begin(prepared, fresh)
-    if started.process:  # the local and the salloc back-end
-        sys.exit(_foreground(started))
-    say(f"run: {prepared.run.path}")
-    answer = {"job_id": started.job_id, "run": str(prepared.run.path)}
-    click.echo(json.dumps(answer) if as_json else started.job_id)
+    say(f"run: {path}")
+    if started.process is None:
+        click.echo(
+            json.dumps({"job_id": started.job_id, "run": path}) if as_json else started.job_id
+        )
+        return
+    code = _foreground(started)
+    if code == CAN_GO_ON and prepared.spec.backend == "local":
+        say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(path)}")
+    if as_json:
+        click.echo(json.dumps({"exit_code": code, "run": path}))
+    sys.exit(code)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
@@ -184,14 +193,7 @@ def dry_run(as_json: bool, fresh: bool, **options: Any) -> None:
 
     Exit code 75 means that it was stopped and can go on with --run.
     """
-    prepared = _prepare(options, fresh, backend="local")
-    say(f"run: {prepared.run.path}")
-    code = _foreground(_begin(prepared, fresh))
-    if code == CAN_GO_ON:
-        say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(str(prepared.run.path))}")
-    if as_json:
-        click.echo(json.dumps({"exit_code": code, "run": str(prepared.run.path)}))
-    sys.exit(code)
+    _start(_prepare(options, fresh, backend="local"), as_json, fresh)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
