@@ -18,7 +18,8 @@ from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Queued, Started
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
-from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings, working_directory
+from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings
+from hpc_ddp.submission.settings.defaults import working_directory
 
 
 def plan_rerun(

@@ -367,33 +367,3 @@ OPTIONS = options_of(JobSpec)
 def trial_args(trial: Mapping[str, str]) -> list[str]:
     """Return a sweep's trial as arguments of the script, ``--name=value``."""
     return [f"--{name}={value}" for name, value in trial.items()]
-
-
-def directives(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the (option, value) pairs for sbatch that the user sets, without dashes; a flag's
-    value is ''."""
-    pairs = [("job-name", spec.job_name)]
-    for name, declared in OPTIONS.items():
-        value = getattr(spec, name.replace("-", "_"))
-        if declared.is_sbatch and value is not None:
-            pairs.append((name, str(value)))
-        elif name == "gpus-per-node":
-            pairs += _gpu_request(spec)
-        elif name == "cpus-per-task" and spec.task_cpus is not None:
-            pairs.append((name, str(spec.task_cpus)))
-    if spec.exclusive:
-        pairs.append(("exclusive", ""))
-    return pairs + [checks.split_raw(raw, "sbatch", "--network=x") for raw in spec.sbatch]
-
-
-def _gpu_request(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the request for a node's GPUs in the form that the site accepts, as (option, value);
-    empty for a job without GPUs, or a site without requests."""
-    if spec.gpus_per_node is None or spec.gpu_request == "none":
-        return []
-    if spec.gpu_request == "gres":
-        return [("gres", f"gpu:{spec.gpus_per_node}")]
-    if spec.gpu_request == "gpus-per-task":
-        of_task = str(max(1, spec.gpu_count // spec.tasks_per_node))
-        return [("gpus-per-task", f"{spec.gpu_type}:{of_task}" if spec.gpu_type else of_task)]
-    return [("gpus-per-node", spec.gpus_per_node)]

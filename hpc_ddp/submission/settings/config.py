@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +22,7 @@ from hpc_ddp.core.job.option_declaration import (
 )
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.submission.settings import operators, sites
+from hpc_ddp.submission.settings.defaults import default_python, name_for, working_directory
 from hpc_ddp.submission.settings.trust import read_toml
 
 T = TypeVar("T")
@@ -353,37 +351,3 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     in_container = bool(job.get("container") or job.get("image"))
     job.setdefault("python", default_python(job.get("setup", ()), in_container))
     return JobSpec(**job)
-
-
-def working_directory(cwd: Path, text: str) -> str:
-    """Return where a job is to run: `cwd`, or the folder that ``chdir`` names, by its `text` (''
-    without).
-
-    Raises
-    ------
-    UsageError
-        it doesn't exist
-    """
-    path = (cwd / os.path.expanduser(text)).absolute()
-    if not path.is_dir():
-        raise UsageError(f"working directory {str(path)!r} does not exist", hint="--chdir DIR")
-    return str(path)
-
-
-def name_for(script: Path) -> str:
-    """Return a job name made of a script's file name, without what a job name can't have."""
-    return re.sub(r"[^\w.+=,@-]+", "-", script.stem).lstrip(".+=,@-")[:100] or "job"
-
-
-def default_python(setup: Sequence[str], in_container: bool) -> str:
-    """Return the interpreter for the workers when none is named.
-
-    The one that runs now, where it has torch and no line of `setup` activates another environment.
-    Else the first one on PATH, once the set-up lines are through. In a container, its own.
-    """
-    if in_container:
-        return "python3"
-    activates = any("activate" in line for line in setup)
-    if not activates and find_spec("torch"):  # looks for it without importing it
-        return sys.executable
-    return "python" if setup or shutil.which("python") else "python3"
