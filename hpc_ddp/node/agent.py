@@ -47,15 +47,18 @@ from hpc_ddp.node.worker import die_with_parent, started_by
 LAST_CALL_S = 15
 
 
-def escape(words: list[str]) -> list[str]:
-    """Double each ``$``: torchrun expands ``${local_rank}`` in arguments, and ``$$`` to ``$``."""
-    return [word.replace("$", "$$") for word in words]
+def escape(script_args: list[str]) -> list[str]:
+    """Double each ``$`` of the script's arguments: torchrun expands ``${local_rank}`` in them, and
+    ``$$`` to ``$``."""
+    return [word.replace("$", "$$") for word in script_args]
 
 
 def ignore_sigterm() -> None:
-    """Keep torchrun from dying of SIGTERM, which it handles from the start of its workers on.
+    """Replace torchrun's handler, which raises SignalException, by one that does nothing on
+    SIGTERM.
 
-    Newer ones have ``--signals-to-handle`` for this; the handler's name is older, and in all.
+    torchrun installs it when it starts its workers. Newer ones have ``--signals-to-handle`` for
+    this; the handler's name is older, and in all.
     """
     from torch.distributed.elastic.multiprocessing import api
 
@@ -73,9 +76,10 @@ class EndingError(RuntimeError):
 
 
 def end_when_told(node: NodeFolder) -> None:
-    """Have no workers started again once this node was told to end.
+    """Patch torchrun: it starts no workers again once the supervisor has written the node's notice.
 
-    The grace time is over before they would be at work, and a peer's agent may be gone.
+    The restart then raises EndingError, which `main` records as the agent's error. The grace time
+    is over before new workers would be at work, and a peer's agent may be gone.
     """
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
 
@@ -90,7 +94,10 @@ def end_when_told(node: NodeFolder) -> None:
 
 
 def count_the_lost() -> None:
-    """Have torchrun's agents start again without a node that they have not heard of for 15 s."""
+    """Patch torchrun: its agents start again without a node that they have not heard of for 15 s.
+
+    torchrun restarts the workers when `num_nodes_waiting` is above 0; lost nodes are added to it.
+    """
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
         DynamicRendezvousHandler as Handler,
     )
@@ -113,10 +120,10 @@ def count_the_lost() -> None:
 
 
 def rank_in_order(hosts: Sequence[str]) -> None:
-    """Have torchrun give ranks to nodes in the order of their `hosts`, as `--local-addr` has them.
+    """Patch torchrun: nodes get their ranks in the order of `hosts`, spelled as in `--local-addr`.
 
-    torchrun sorts the participants by address at one place of this module, whose own `sorted`
-    takes the place of Python's there.
+    A host that is not among them comes last. torchrun sorts the participants by address at one
+    place of its module `dynamic_rendezvous`, whose global `sorted` hides Python's there.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -129,10 +136,10 @@ def rank_in_order(hosts: Sequence[str]) -> None:
 
 
 def sign_state(secret: bytes) -> None:
-    """Have torchrun load a rendezvous state only if an agent that knows the secret has stored it.
+    """Patch torchrun: it loads a rendezvous state only from an agent that knows `secret`.
 
-    In front of each state stands its HMAC-SHA256, over the rendezvous' key and the state. One that
-    somebody else has put there raises torchrun's `RendezvousStateError`, and ends the attempt.
+    In front of each state stands its HMAC-SHA256, over the rendezvous' key and the state. A state
+    with another signature raises torchrun's `RendezvousStateError`, which ends the attempt.
     """
     from torch.distributed.elastic.rendezvous import RendezvousStateError
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
@@ -145,6 +152,8 @@ def sign_state(secret: bytes) -> None:
         return hmac.digest(secret, backend._key.encode() + b"\0" + state, hashlib.sha256)
 
     def decode_signed(backend: Any, stored: bytes) -> Any:
+        """Return torchrun's (state, token) without the signature, None where the store has no
+        state."""
         decoded = decode(backend, stored)
         if decoded is None:
             return None
@@ -157,6 +166,8 @@ def sign_state(secret: bytes) -> None:
         return state, token
 
     def set_signed(backend: Any, state: bytes, token: Any = None) -> Any:
+        """Store a state with its signature; return torchrun's (state, token, was stored), or
+        None."""
         stored = set_state(backend, signature(backend, state) + state, token)
         return stored and (*stored[:2], stored[0] == state)
 
@@ -165,7 +176,11 @@ def sign_state(secret: bytes) -> None:
 
 
 def read_options(options: list[str]) -> Any:
-    """Return torchrun's options as it reads them; raises ValueError with what it says of one."""
+    """Return torchrun's parsed options (an argparse Namespace) for words of the form
+    ``--name=value``.
+
+    Raise ValueError, with torchrun's own message, for an option that it refuses.
+    """
     from torch.distributed import run
 
     parse: Any = run.parse_args  # without types in torch
@@ -178,7 +193,12 @@ def read_options(options: list[str]) -> Any:
 
 
 def launch(argv: list[str], place: Place) -> dict[str, Any] | None:
-    """Run torchrun; return None when all workers exited 0, else what went wrong."""
+    """Run torchrun with its command line `argv` until all workers have ended.
+
+    Return None when all exited 0, else ``{"failures": [{"rank", "code", "time"}, …]}``. Raise
+    ValueError for a wrong option, OSError for a secret that can't be read, EndingError, and any
+    error of torchrun that is no worker's, such as those of its rendezvous.
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -206,10 +226,17 @@ def launch(argv: list[str], place: Place) -> dict[str, Any] | None:
 
 
 def _failure(rank: int, failure: Any) -> dict[str, Any]:
+    """Return torchrun's record of a failed worker: exit code, negative for a signal, and unix
+    time."""
     return {"rank": rank, "code": failure.exitcode, "time": failure.timestamp}
 
 
 def main(argv: list[str]) -> NoReturn:
+    """Run torchrun with its command line `argv`; exit with 0, or 1 when a worker has failed.
+
+    Failed workers, or an exception as ``{"agent": text}``, are written to ``failures.json`` of the
+    node's folder; the exception is raised. A taken port also makes the attempt's ``port-taken``.
+    """
     signal.signal(signal.SIGTERM, lambda *_: None)
     die_with_parent()  # or the workers of a supervisor that is killed would go on by themselves
     os.environ["HPC_DDP_AGENT_PID"] = str(os.getpid())
