@@ -211,7 +211,8 @@ def _is_live(info: dict[str, Any], job_id: str, restarts: int) -> bool:
 
 
 def _first_port(job_id: str) -> int:
-    """Spread jobs over the port range, so that two on one node rarely try the same."""
+    """Return the port to try first: jobs are spread over the range, so that two on one node rarely
+    meet."""
     return FIRST_PORT + int(job_id) * 7 % (LAST_PORT - FIRST_PORT)
 
 
@@ -306,7 +307,8 @@ def attempt_of(environ: dict[str, str]) -> AttemptFolder:
 
 
 def _end_time(environ: dict[str, str]) -> float:
-    """Return the end of the job's time as it was at the attempt's start, inf without a limit."""
+    """Return the end of the job's time in unix seconds as it was at the attempt's start, inf
+    without a limit."""
     end_time = AttemptEnv.from_env(environ).end_time
     return math.inf if end_time is None else end_time
 

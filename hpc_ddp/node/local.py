@@ -59,7 +59,8 @@ class LocalRun:
             signal.signal(number, self._notify)
 
     def _notify(self, number: int, frame: FrameType | None) -> None:
-        """Pass the first signal on as SIGTERM, a notice; kill the supervisors on the second."""
+        """Handle a signal: the first one is passed on as SIGTERM, a notice; the second kills the
+        supervisors."""
         for supervisor in self.supervisors:
             if self.notified:
                 supervisor.kill()

@@ -33,7 +33,7 @@ AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
 def started_by(python: str, script: list[str]) -> list[str]:
-    """Return the command that starts a script, with its arguments, as a worker."""
+    """Return the command by which a Python starts a script, with its arguments, as a worker."""
     return [python, "-ISs", __file__, python, "-u", *script]
 
 

@@ -67,7 +67,8 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
 
 
 def _give_up(run: RunFolder, cause: Cause, why: str, hint: str) -> NoReturn:
-    """Journal for the last attempt that none may follow, and raise the refusal of the next."""
+    """Journal for the last attempt that none may follow; raise HpcDdpError, the refusal of the
+    next."""
     journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
     journal.write(VerdictGiven(cause, Action.GIVE_UP, why, 1, False, None, ()))
     raise HpcDdpError(why, hint=hint)
@@ -143,9 +144,9 @@ def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
 
 
 def since_submit(events: list[JournalEvent]) -> list[JournalEvent]:
-    """Drop the events before the newest submit: fixed code has its budgets anew.
+    """Return the events since the newest submit began: fixed code has its budgets anew.
 
-    By attempt and not by time, since the login node's clock is another one.
+    By attempt and not by time, since the login node's clock is another one. Without a submit, all.
     """
     first = _first_attempt(events)
     return [event for event in events if event.attempt >= first]

@@ -110,7 +110,7 @@ class AttemptFacts:
 
     @property
     def is_ours(self) -> bool:
-        """The script uses hpc_ddp.training, so that its progress is known."""
+        """Whether the script uses hpc_ddp.training, so that its progress is known."""
         return any(isinstance(event, (FirstStep, CheckpointRestored)) for event in self.events)
 
     @property
@@ -127,7 +127,7 @@ class AttemptFacts:
 
     @property
     def progress(self) -> bool:
-        """A newer durable checkpoint exists than at this attempt's start."""
+        """Whether this attempt has saved: a newer durable checkpoint exists than at its start."""
         return self.here(CheckpointSaved) is not None
 
     @property
@@ -148,7 +148,8 @@ class AttemptFacts:
 
     @property
     def notices(self) -> list[str]:
-        """The reasons to end that the nodes, or the ranks at their agreed stop, have recorded."""
+        """The sources of notices that the nodes, or the ranks at their agreed stop, have recorded;
+        [] without any."""
         stopped = self.here(Stopped)
         sources = [record["notice"] for record in self.ends if record.get("notice")]
         early = [self.unfit.notice] if self.unfit and self.unfit.notice else []

@@ -78,7 +78,8 @@ Reports = dict[str, NodeReport]
 
 
 def cover(pairs: Iterable[tuple[str, str]]) -> set[str]:
-    """Return a few nodes that explain failed checks, given as pairs of observer and partner.
+    """Return a few nodes that explain failed checks, given as pairs of observer and partner; empty
+    without any.
 
     The node with the most failed checks comes first. Where several have equally many, all those
     that observed a failure are taken, since nothing tells them apart; or all, where none did.
@@ -121,7 +122,8 @@ def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = 
 
 
 def blame_fabric(reports: Reports) -> None:
-    """Add a fault to nodes without the interconnect that most others have."""
+    """Add a fault to nodes without the interconnect that most others have; nodes without a report
+    of it count for nothing."""
     names = [report.values["fabric"] for report in reports.values() if "fabric" in report.values]
     most = Counter(name for name in names if name).most_common(1)
     for report in reports.values():
@@ -174,7 +176,8 @@ def blame_slow(reports: Reports) -> None:
 
 
 def outcome(reports: Reports) -> dict[str, Any]:
-    """Return the fields of the event ``preflight`` that follow from the reports.
+    """Return the fields of the event ``preflight`` that follow from the reports: ok, bad_nodes,
+    hopeless, why, report.
 
     A fault that all nodes have is no node's: then ``bad_nodes`` is empty. ``hopeless``: other nodes
     would have it as well.

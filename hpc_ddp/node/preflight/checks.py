@@ -195,12 +195,13 @@ def tmpdir(path: Path) -> dict[str, Any]:
 
 
 def run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str, Any]:
-    """Write the file that shows partners a shared disk; return the free space, in bytes.
+    """Write `secret` to a file in `folder`, which shows partners a shared disk; return the run
+    folder's free space, in bytes.
 
     Raises
     ------
     UnfitError
-        the folder can't be written, or has less than `needed` bytes free
+        the folder can't be written, or the run folder has less than `needed` bytes free
     """
     try:
         (folder / place.node).write_text(secret)

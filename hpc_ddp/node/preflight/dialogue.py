@@ -86,7 +86,8 @@ class Dialogue:
             reader.start()
 
     def _read(self, node: str | None, process: subprocess.Popen[bytes]) -> None:
-        """Put all lines of a process into the queue, and None at its end."""
+        """Put all lines of a process into the queue, and None at its end; run by a thread of each
+        process."""
         for line in process.stdout or ():
             self._lines.put((node, line.decode(errors="replace").rstrip()))
         self._lines.put((node, None))
@@ -235,7 +236,7 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Return the numbers of a list such as ``1-3,5``."""
+    """Return the numbers of a list such as ``1-3,5``; raise ValueError for another form."""
     numbers: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")

@@ -121,7 +121,8 @@ def _needed(run: RunFolder) -> int:
 
 
 def conclude(run: RunFolder, attempt: int, fields: Mapping[str, Any]) -> bool:
-    """Journal and print the outcome; return whether the training can start."""
+    """Journal and print the outcome, the `fields` of `examine`; return whether the training can
+    start."""
     run.journal("batch", attempt).write(PreflightEnded(**fields))
     nodes_of: dict[str, list[str]] = {}
     for node, report in fields["report"].items():

@@ -116,7 +116,7 @@ class Claim(NamedTuple):
 
 
 class Checkpoints(Restorer):
-    """The checkpoints of a run, as this attempt sees them.
+    """The checkpoints of a run, as this attempt sees them; those that `keep` names stay.
 
     `control` is for the training's thread, `background` for the one that saves.
     """
@@ -150,6 +150,7 @@ class Checkpoints(Restorer):
 
     @property
     def in_flight(self) -> bool:
+        """Whether a save has begun that has no outcome yet."""
         return not self._done.is_set()
 
     @property
@@ -158,7 +159,7 @@ class Checkpoints(Restorer):
         return not self.in_flight and bool(self._outcome.failure or self._outcome.error)
 
     def begin(self, content: Content) -> None:
-        """Start to write; the one before has been settled."""
+        """Start to write in a thread; the save before has been settled. Every rank must call it."""
         self.tidy()
         self._done.clear()
         self._is_unsettled = True
@@ -167,14 +168,14 @@ class Checkpoints(Restorer):
         self._thread.start()
 
     def tidy(self) -> None:
-        """Wait until old checkpoints are removed, too."""
+        """Wait until old checkpoints are removed, too; without a save, nothing."""
         if self._thread is not None:
             self._thread.join()
 
     def settle(self) -> bool:
         """Wait until what was begun is durable; False when it failed and is worth another try.
 
-        All ranks call it at the same step, and get the same answer.
+        All ranks call it at the same step, and get the same answer; True where nothing was begun.
 
         Raises
         ------
@@ -198,7 +199,7 @@ class Checkpoints(Restorer):
     # -- the thread that saves -------------------------------------------------------------
 
     def _save(self, content: Content) -> None:
-        """Take part in a save, and report it."""
+        """Take part in a save, and report it; it raises nothing."""
         began = time.monotonic()
         try:
             outcome = self._write_together(content)
@@ -222,7 +223,8 @@ class Checkpoints(Restorer):
     def _write_together(self, content: Content) -> Outcome:
         """Write, where all ranks have what belongs together and there is room for all of it.
 
-        Every rank answers each time, be it by a `Failure`, since its peers wait for it.
+        Every rank answers each time, be it by a `Failure`, since its peers wait for it. Raise
+        RuntimeError if a peer is gone.
         """
         draft = disk.draft(self._run.checkpoints, content.step, self._attempt)
         try:
@@ -248,9 +250,10 @@ class Checkpoints(Restorer):
         content: Content,
         answer: object,
     ) -> Outcome | None:
-        """Return on all ranks the decision of rank 0, which has the answers of all of them.
+        """Return on all ranks the decision of rank 0, which has the `answer` of each of them.
 
-        It is `decide`'s, unless that raises an error, or a rank's answer is a `Failure`.
+        It is `decide`'s, or `_drop`'s if that raises an error, or a rank's answer is a `Failure`;
+        None: go on.
         """
         answers = self._background.to_first(answer)
         outcome: Outcome | None = None
@@ -264,7 +267,7 @@ class Checkpoints(Restorer):
         return outcome
 
     def _prepare(self, content: Content) -> Files:
-        """Return what this rank's files are to hold, by name."""
+        """Wait for the copied state; return what this rank's files are to hold, by name."""
         rank = self._background.rank
         files: Files = {f"rank-{rank}.pt": [_dump(content.rank_values)]}
         self.stall_s = content.stall_s + content.buffer.wait()
@@ -275,7 +278,10 @@ class Checkpoints(Restorer):
         return files
 
     def _open_draft(self, draft: Path, content: Content, claims: list[Claim]) -> None:
-        """On rank 0: make the draft's folder; raise OSError where there is no room for all."""
+        """On rank 0: make the draft's folder; raise OSError where there is no room for all.
+
+        With too little, old checkpoints give way first.
+        """
         size, files = sum(claim.size for claim in claims), sum(claim.files for claim in claims)
         draft.mkdir(parents=True, exist_ok=True)
         try:
@@ -287,7 +293,8 @@ class Checkpoints(Restorer):
     def _write(
         self, draft: Path, files: Files, content: Content
     ) -> dict[str, FileFacts] | str | Failure:
-        """Write this rank's files of a draft; return what goes into the manifest."""
+        """Write this rank's files of a draft; return their facts for the manifest, `NON_FINITE`, or
+        a `Failure`."""
         try:
             with ThreadPoolExecutor(1) as pool:  # while the disk is busy
                 is_finite = pool.submit(content.buffer.is_finite, content.trained)
@@ -297,7 +304,8 @@ class Checkpoints(Restorer):
             return _failure(error)
 
     def _publish(self, draft: Path, content: Content, answers: list[Any]) -> Outcome:
-        """On rank 0: complete and publish a draft, or remove it."""
+        """On rank 0: publish a draft, of whose ranks `answers` has the files; or remove it where
+        weights are not finite or the attempt is superseded. Raise OSError."""
         if NON_FINITE in answers:
             disk.remove(draft)
             return Outcome(error=non_finite_error(self._run, content.step))
@@ -320,7 +328,7 @@ class Checkpoints(Restorer):
         return Outcome(sum(file_facts.size for file_facts in files.values()))
 
     def _drop(self, draft: Path, content: Content, answers: Sequence[object]) -> Outcome:
-        """On rank 0: remove a draft of which a rank has failed; see to room if that was why."""
+        """On rank 0: remove a draft of which a rank has failed; make room if that was why."""
         disk.remove(draft)
         rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
         if failure.code in NO_ROOM:
@@ -328,7 +336,8 @@ class Checkpoints(Restorer):
         return self._fail(f"rank {rank}: {failure.text}")
 
     def _fail(self, why: str, lasted_s: float = 0.0) -> Outcome:
-        """Count a failure, which has lasted for `lasted_s` already; it may be one too many."""
+        """Count a failure, which has lasted for `lasted_s` already; return it, with an error if it
+        is one too many."""
         now = time.monotonic()
         self._failed_at.append(now - lasted_s)
         error: HpcDdpError | None = None
@@ -340,7 +349,10 @@ class Checkpoints(Restorer):
         return Outcome(failure=why, error=error)
 
     def _prune(self, content: Content, keep: Retention) -> None:
-        """On rank 0: remove old checkpoints, but for the best and what `keep` names."""
+        """On rank 0: remove old checkpoints, but for the best and those that `keep` names.
+
+        A disk that refuses is passed over.
+        """
         best = content.facts.get("best") or {"step": content.step}
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
             schedule.prune(self._run.checkpoints, keep, [content.step, best["step"]])
@@ -357,6 +369,7 @@ class Checkpoints(Restorer):
         )
 
     def _report(self, content: Content, took: float) -> None:
+        """On rank 0: journal a save, or journal and print its failure; `took` is in seconds."""
         outcome = self._outcome
         if outcome.failure:
             self._journal.write(SaveFailed(content.step, outcome.failure))
@@ -371,6 +384,7 @@ class Checkpoints(Restorer):
 
 
 def _failure(error: Exception) -> Failure:
+    """Return an error in the form in which a rank sends it."""
     return Failure(getattr(error, "errno", None), str(error) or repr(error))
 
 

@@ -37,9 +37,9 @@ def _with_parameters_of(
 def start(options: Options) -> Run:
     """Join the process group, listen for notices, and open the run's folder.
 
-    Call it first, on every rank: until then a SIGTERM just ends the process. Seeds all
-    generators with `seed`, the same on all ranks, so that they build the same model and data;
-    `Run.epochs` then gives each rank its own. `Options` documents the parameters::
+    Call it first, on every rank: until then a SIGTERM just ends the process. Seeds all generators
+    with `seed`, the same on all ranks, so that they build the same model and data; `Run.epochs`
+    then gives each rank its own. `Options` documents the parameters::
 
         run = start(seed=1, precision="bf16", save_every=600)
 
@@ -47,7 +47,7 @@ def start(options: Options) -> Run:
     ------
     UsageError
         a variable of the environment, or a parameter, makes no sense; or multiprocessing runs the
-        script again, in a process that it starts
+        script again, in a process that it starts; or there is a process group already
     HpcDdpError
         more workers than GPUs on this node, the backend can't be used, or another process works
         in the run's folder
