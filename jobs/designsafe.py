@@ -83,8 +83,10 @@ def open_data(data: Path, size: int) -> tuple[ImageFolder, ImageFolder, ImageFol
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return a state dict from a file of torch.save's or a safetensors one, on the CPU; raise
-    UsageError."""
+    """Return a state dict from a file of torch.save's or a safetensors one, on the CPU.
+
+    Raise UsageError for a file that is none.
+    """
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -172,7 +174,8 @@ def report(run: Run, model: nn.Module, images: ImageFolder, confusion: torch.Ten
 
 
 def draw_confusion(confusion: torch.Tensor, names: list[str]) -> Any:
-    """Return matplotlib's figure of a confusion matrix (classes, classes), each row as shares."""
+    """Return matplotlib's figure of a confusion matrix (classes, classes): counts, coloured by
+    row."""
     from matplotlib.figure import Figure  # drawn on no screen
 
     figure = Figure(figsize=(4.5, 4), layout="constrained")

@@ -163,7 +163,7 @@ class Table:
     """The outcomes of all features: a JSON file for each, which all ranks read at their start.
 
     `start` names this start of all workers: rank 0 may have begun a feature before the others read.
-    Methods that write raise OSError.
+    Methods that write raise OSError if the disk refuses.
     """
 
     def __init__(self, folder: Path, rank: int, start: str) -> None:
@@ -222,7 +222,8 @@ class Table:
         self.put(name, starts=[*self._rows[name].get("starts", ()), self._start])
 
     def fail(self, name: str, error: Exception) -> None:
-        """Keep an error, unless it may be that of a rank whose peer was killed as planned."""
+        """Write an error of this rank for the next start, unless it may follow from the planned
+        kill."""
         if name == LAST and not self._crashes(name):
             return
         text = f"rank {self._rank}: {type(error).__name__}: {error}".splitlines()[0]

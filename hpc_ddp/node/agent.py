@@ -86,6 +86,7 @@ def end_when_told(node: NodeFolder) -> None:
     restart = Agent._restart_workers
 
     def unless_told(self: Any, group: Any) -> None:
+        """Start the workers again, or raise EndingError after a notice."""
         if read_word(node.notice):
             raise EndingError("the workers failed after a notice")
         restart(self, group)
@@ -105,11 +106,13 @@ def count_the_lost() -> None:
     waiting, join = Handler.num_nodes_waiting, Handler.next_rendezvous
 
     def waiting_or_lost(self: Any) -> int:
+        """Return how many nodes wait to join, or have been lost since the last rendezvous."""
         waiting_nodes: int = waiting(self)
         lost_nodes: int = self.joined - len(self._state_holder.state.participants)
         return waiting_nodes + lost_nodes
 
     def join_and_count(self: Any) -> Any:
+        """Join the next rendezvous; note its size, and wait less long for others from then on."""
         info = join(self)
         self.joined = info.world_size
         self._settings.timeout._last_call = timedelta(seconds=LAST_CALL_S)  # it was the start's
@@ -149,6 +152,7 @@ def sign_state(secret: bytes) -> None:
     decode, set_state = Backend._decode_state, Backend.set_state
 
     def signature(backend: Any, state: bytes) -> bytes:
+        """Return the HMAC of a state, 32 bytes."""
         return hmac.digest(secret, backend._key.encode() + b"\0" + state, hashlib.sha256)
 
     def decode_signed(backend: Any, stored: bytes) -> Any:

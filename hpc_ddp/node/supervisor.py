@@ -148,7 +148,7 @@ class Supervisor:
     _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
-        """Prepare the folder, without files of an earlier start. Raise OSError."""
+        """Prepare the folder, without files of an earlier start; OSError if that fails."""
         self.end_time = self.place.end_time
         self.folder = self.launch.folder
         patiently(partial(self.folder.path.mkdir, exist_ok=True))
@@ -181,7 +181,7 @@ class Supervisor:
         return self._end(child.returncode)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the child, with its output in the agent log; raise OSError."""
+        """Start the child, its output in the agent log; OSError if one can't be."""
         with open(self.folder.agent_log, "ab") as log:
             return subprocess.Popen(
                 self.launch.command,
@@ -293,7 +293,7 @@ class Supervisor:
             child.kill()
 
     def _tear_down(self) -> None:
-        """End the workers of a node whose peer has failed: they can't continue without it."""
+        """Send SIGTERM to workers whose peer has failed; let them be killed `TEARDOWN_S` later."""
         if not self.torn_down:
             self.torn_down = read_word(self.place.attempt.failed)
             self._signal_workers(signal.SIGTERM)
@@ -304,7 +304,7 @@ class Supervisor:
         return signal_recorded(self.folder.pids(), number)
 
     def _show_rank_0(self) -> None:
-        """Copy rank 0's new output to the job's own. Raise OSError if that refuses it."""
+        """Copy rank 0's new output to the job's own; OSError if that refuses it."""
         if self.launch.rank not in (None, 0):
             return
         try:
@@ -321,7 +321,7 @@ class Supervisor:
     # --- the end ---------------------------------------------------------------------------
 
     def _end(self, code: int) -> int:
-        """Record the child's end for peers and verdict; return the task's exit code. Raise OSError.
+        """Record the child's end for peers and verdict; return the task's exit code.
 
         After a failure, ``failed`` ends the peers; their records are waited for.
         """

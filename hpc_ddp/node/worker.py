@@ -114,9 +114,9 @@ def open_log(name: str) -> int:
 
 
 def forget_other_ranks() -> None:
-    """Remove the pid files of ranks that this node had before others were lost; raise OSError.
+    """Remove the pid files of ranks that this node had before others were lost.
 
-    Only the node's first worker does it.
+    Only the node's first worker does it. Raise OSError if the disk refuses.
     """
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     if local:

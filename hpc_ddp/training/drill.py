@@ -115,13 +115,13 @@ class DrilledRun(Run):
         return limit_s is not None and step >= LEAST_STEPS and since > limit_s
 
     def _ready(self) -> None:
-        """Signal to the drill that this is the moment, by an empty file of rank 0; raise
-        OSError."""
+        """Signal to the drill that this is the moment, by an empty file of rank 0; raise OSError if
+        the disk refuses."""
         if self.rank == 0:
             (self._folder / f"ready-{self._attempt}").touch()
 
     def _hold_until_notice(self) -> None:
-        """Wait on rank 0 for a notice, `HOLD_S` at most."""
+        """Signal the drill, then wait on rank 0 for a notice, `HOLD_S` at most."""
         self._ready()
         if self.rank == 0:  # the other ranks wait for it at the next exchange
             end = time.monotonic() + HOLD_S
@@ -134,7 +134,7 @@ class DrilledRun(Run):
             self._hold("kill in a save")
 
     def _hold(self, disturbance: str) -> None:
-        """Wait to be killed; raise HpcDdpError after `HOLD_S`."""
+        """Signal the drill, and wait to be killed; raise HpcDdpError after `HOLD_S`."""
         self._ready()
         time.sleep(HOLD_S)
         raise HpcDdpError(f"the drill's {disturbance} did not come")

@@ -108,8 +108,10 @@ def _rgb(*parts: int) -> tuple[int, int, int]:
 
 
 def draw_set(folder: Path, counts: dict[str, int], size: int, seed: int) -> None:
-    """Write the images; `counts` says how many of each class are in each of `SPLITS`. Raise
-    OSError."""
+    """Write the images; `counts` says how many of each class are in each of `SPLITS`.
+
+    Raise OSError if the folder can't be written.
+    """
     for split, count in counts.items():
         for damage in CLASSES:
             place = folder / split / damage

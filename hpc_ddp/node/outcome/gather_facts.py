@@ -139,7 +139,10 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: 
 
 
 def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
-    """Return the GPU hours that a run with a budget has used, 0 for one without; raise OSError."""
+    """Return the GPU hours that a run with a budget has used, 0 for one without.
+
+    Raise OSError if the journals can't be read.
+    """
     return 0.0 if spec.budget_gpu_hours is None else run.gpu_hours(spec.gpus_in_use)
 
 

@@ -230,7 +230,8 @@ class Dialogue:
 
 
 def _start(command: Command) -> subprocess.Popen[bytes]:
-    """Start a command with pipes for its input and its joint output; raise OSError."""
+    """Start a command with pipes for its input and its joint output; raise OSError if it can't
+    be."""
     pipe, stdout = subprocess.PIPE, subprocess.STDOUT
     return subprocess.Popen(command.argv, env=command.env, stdin=pipe, stdout=pipe, stderr=stdout)
 

@@ -47,10 +47,10 @@ def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
 
 
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFacts]) -> None:
-    """Write the manifest, which makes the folder a checkpoint, and make both durable; raise
-    OSError.
+    """Write the manifest, which makes the folder a checkpoint, and make both durable.
 
     `facts` are plain values for readers, such as the step; `files` has size and CRC32 by file name.
+    Raise OSError if the disk refuses.
     """
     value = {**facts, "files": {name: asdict(facts_of) for name, facts_of in sorted(files.items())}}
     value["crc32"] = manifest_crc(value)
@@ -79,10 +79,11 @@ def draft(folder: Path, step: int, attempt: int) -> Path:
 
 
 def publish(draft_folder: Path, attempt: int) -> Path:
-    """Give a complete draft its final name, durably, and return its path; raise OSError.
+    """Give a complete draft its final name, durably, and return its path.
 
     A folder that has the name already is moved aside, never written into. It is `.old-` when it
-    verifies: the same step before and after the code at the end of an epoch.
+    verifies: the same step before and after the code at the end of an epoch. Raise OSError if a
+    rename fails.
     """
     final = draft_folder.with_name(f"step-{step_of(draft_folder)}")
     if final.exists():
@@ -93,9 +94,10 @@ def publish(draft_folder: Path, attempt: int) -> Path:
 
 
 def set_aside(folder: Path, kind: str, attempt: int) -> Path:
-    """Rename a checkpoint to ``step-<n>.<kind>-<attempt>`` and return the new path; raise OSError.
+    """Rename a checkpoint to ``step-<n>.<kind>-<attempt>`` and return the new path.
 
     `kind` is ``old``, which replaces one of that name, or ``bad``, which gets a number beside it.
+    Raise OSError if the rename fails.
     """
     stem = f"step-{step_of(folder)}.{kind}-{attempt}"
     path = folder.with_name(stem)
@@ -129,7 +131,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; raise OSError."""
+    """Make the names in a folder durable; raise OSError if the disk refuses."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

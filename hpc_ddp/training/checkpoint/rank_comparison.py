@@ -116,6 +116,7 @@ def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[st
     marks = [devices.mark(device) for device in sums if devices.is_accelerator(device)]
 
     def wait() -> dict[str, int]:
+        """Wait for the devices; return the sums by name, sorted."""
         for mark in marks:
             mark.synchronize()
         pairs = (

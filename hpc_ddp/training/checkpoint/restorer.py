@@ -109,8 +109,10 @@ def open_checkpoint(folder: Path, rank: int = 0, world_size: int = 0) -> Restore
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Return the dict in a file of `torch.save`, on the CPU, never with pickled code; raise
-    OSError."""
+    """Return the dict in a file of `torch.save`, on the CPU, never with pickled code.
+
+    Raise OSError if it can't be read for a minute.
+    """
     # On the CPU, and never pickled code.
     content = io.BytesIO(patiently(path.read_bytes))
     value: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
@@ -176,8 +178,10 @@ class Restorer:
         return self._open(folder)
 
     def _find_names(self) -> list[str]:
-        """On rank 0: return the names of what may be a checkpoint, newest first; raise
-        DiskError."""
+        """On rank 0: return the names of what may be a checkpoint, newest first.
+
+        Raise DiskError if the folder can't be listed for a minute.
+        """
         # A disk that is gone for a moment must not look like a run without checkpoints.
         folder = self._run.checkpoints
         with _reading(folder):
@@ -235,19 +239,20 @@ class Restorer:
             target = f"{folder.name}: {error}"
         say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {target}")
 
-    def _report_restore(self, chosen: Path | None, passed_over: list[str], took: float) -> None:
-        """Journal and print the step of the chosen checkpoint, and those passed over; `took` is in
-        seconds."""
+    def _report_restore(self, chosen: Path | None, passed_over: list[str], took_s: float) -> None:
+        """Journal and print the step of the chosen checkpoint, and those passed over."""
         step = checkpoints.step_of(chosen) if chosen else 0
         if chosen or passed_over:
-            self._journal.write(CheckpointRestored(step, passed_over, round(took, 3)))
+            self._journal.write(CheckpointRestored(step, passed_over, round(took_s, 3)))
         if chosen:
             say(f"going on from step {step} of {self._run.path}")
 
 
 def non_finite_error(run: RunFolder, step: int) -> HpcDdpError:
-    """Return the error that ends a run whose weights have NaN or infinity in them; raise
-    OSError."""
+    """Return the error that ends a run whose weights have NaN or infinity in them at `step`.
+
+    It names the newest checkpoint; raise OSError if the folder can't be listed.
+    """
     newest_first = checkpoints.candidates(run.checkpoints)
     last = newest_first[0].name if newest_first else "none"
     return HpcDdpError(

@@ -205,15 +205,15 @@ class Checkpoints(Restorer):
             outcome = self._write_together(content)
         except Exception as error:  # a peer is gone: the training will find that out, too
             outcome = self._fail(f"the ranks could not agree: {error}", PATIENCE_S)
-        took = time.monotonic() - began
+        took_s = time.monotonic() - began
         self._outcome = outcome
-        self.slowest_save_s = max(self.slowest_save_s, content.stall_s + took)
+        self.slowest_save_s = max(self.slowest_save_s, content.stall_s + took_s)
         is_saved = not (outcome.failure or outcome.error)
         if is_saved:
             self._failed_at.clear()
             self.saves += 1
         if self._is_first:
-            self._report(content, took)
+            self._report(content, took_s)
         self._done.set()
         # Only now, with the new one durable; no rank waits for it, and the next start repairs a
         # kill in between.
@@ -261,7 +261,7 @@ class Checkpoints(Restorer):
             is_failed = any(isinstance(reply, Failure) for reply in answers)
             try:
                 outcome = (self._drop if is_failed else decide)(draft, content, answers)
-            except Exception as error:  # as above
+            except Exception as error:  # the peers wait for an answer
                 outcome = self._drop(draft, content, [_failure(error)])
         outcome = self._background.from_first(outcome)
         return outcome
@@ -300,12 +300,12 @@ class Checkpoints(Restorer):
                 is_finite = pool.submit(content.buffer.is_finite, content.trained)
                 facts = {n: disk.write_file(draft / n, *parts) for n, parts in files.items()}
             return facts if is_finite.result() else NON_FINITE
-        except Exception as error:  # as above
+        except Exception as error:  # the peers wait for an answer
             return _failure(error)
 
     def _publish(self, draft: Path, content: Content, answers: list[Any]) -> Outcome:
         """On rank 0: publish a draft, of whose ranks `answers` has the files; or remove it where
-        weights are not finite or the attempt is superseded. Raise OSError."""
+        weights are not finite or the attempt is superseded. Raise OSError if the disk refuses."""
         if NON_FINITE in answers:
             disk.remove(draft)
             return Outcome(error=non_finite_error(self._run, content.step))
@@ -363,13 +363,14 @@ class Checkpoints(Restorer):
             self._prune(content, Retention(schedule.LEAST, self._keep.every))
 
     def _superseded_error(self) -> SupersededError:
+        """Return the error of an attempt that a later one has superseded."""
         return SupersededError(
             f"attempt {self._attempt} of {self._run.path} has been superseded by a later one"
             " and leaves the run alone"
         )
 
-    def _report(self, content: Content, took: float) -> None:
-        """On rank 0: journal a save, or journal and print its failure; `took` is in seconds."""
+    def _report(self, content: Content, took_s: float) -> None:
+        """On rank 0: journal a save, or journal and print its failure."""
         outcome = self._outcome
         if outcome.failure:
             self._journal.write(SaveFailed(content.step, outcome.failure))
@@ -379,7 +380,7 @@ class Checkpoints(Restorer):
             waited = 0.0 if since is None else time.monotonic() - since
             stall = self.stall_s + waited
             self._journal.write(
-                CheckpointSaved(content.step, round(stall, 4), round(took, 4), outcome.size)
+                CheckpointSaved(content.step, round(stall, 4), round(took_s, 4), outcome.size)
             )
 
 

@@ -154,9 +154,10 @@ class Retention:
 
 
 def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
-    """Remove what `keep` does not name; call it after a newer one is durable. Raise OSError.
+    """Remove what `keep` does not name; call it after a newer one is durable.
 
-    `pinned` are steps that stay whatever their age: the best one.
+    `pinned` are steps that stay whatever their age: the best one. Raise OSError if the folder can't
+    be listed.
     """
     newest_first = published(folder)
     stays = set(newest_first[: keep.last])

@@ -67,7 +67,7 @@ def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
     """Return the rows of a tensor that begin between byte `low` and byte `high` of it, None without
     any.
 
-    It has at least one byte; `low` may be below 0 and `high` beyond its end.
+    The tensor has at least one byte; `low` may be below 0 and `high` beyond its end.
     """
     if low <= 0 and tensor.nbytes <= high:
         return whole(tensor)
@@ -264,8 +264,10 @@ class Reader:
         return name in self._pieces
 
     def describe(self, name: str) -> torch.Tensor:
-        """Return a tensor of the stored shape and type that holds nothing (on ``meta``); raise
-        KeyError."""
+        """Return a tensor of the stored shape and type that holds nothing (on ``meta``).
+
+        Raise KeyError for a name that is not stored for this rank.
+        """
         _, piece = self._pieces[name][0]
         return torch.empty(piece.shape, dtype=dtype_named(piece.dtype), device="meta")
 
@@ -339,6 +341,7 @@ class Reader:
 
 
 def _close(files: dict[Path, FileIO]) -> None:
+    """Close all files, and empty the dict."""
     while files:
         files.popitem()[1].close()
 

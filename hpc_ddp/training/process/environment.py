@@ -96,12 +96,13 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:
-    """Return a variable in seconds, None where it is empty or not set; raise UsageError."""
+    """Return a variable in seconds, None where it is empty or not set; UsageError if it is no
+    number."""
     return _parse(environ, name, float, "a number of seconds")
 
 
 def _window(text: str) -> tuple[int, ...]:
-    """Return the steps of a text like ``10:15``; raise ValueError."""
+    """Return the steps of a text like ``10:15``; raise ValueError for other texts than numbers."""
     return tuple(int(step) for step in text.split(":"))
 
 

@@ -161,6 +161,7 @@ def leave(control: Control, device: torch.device, then_exit: bool) -> None:
     """
 
     def tear_down() -> None:
+        """Wait for all ranks, then destroy the group."""
         devices.use(device)  # NCCL would open the first GPU, whose current one a new thread has
         control.barrier()
         dist.destroy_process_group()

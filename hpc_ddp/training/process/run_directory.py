@@ -68,7 +68,8 @@ def _compare(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
     """Refuse to go on with another script's run. Other arguments are the run's from here on: the
     script has them in any case; with a checkpoint a warning names the earlier ones.
 
-    `begun` is the job in the run's folder. Raise UsageError for another script, OSError.
+    `begun` is the job in the run's folder. Raise UsageError for another script, OSError if the new
+    arguments can't be written.
     """
     if begun.script != job.script:
         raise UsageError(
@@ -87,7 +88,10 @@ def _compare(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
 
 
 def _move_away(path: Path) -> Path:
-    """Rename a folder to the first free ``<name>-<number>``; return that path. Raise OSError."""
+    """Rename a folder to the first free ``<name>-<number>``; return that path.
+
+    Raise OSError if the disk refuses.
+    """
     number = 1
     while (target := path.with_name(f"{path.name}-{number}")).exists():
         number += 1

@@ -23,6 +23,8 @@ def _with_parameters_of(
     """Return a decorator: the function's parameters are the fields of the `Options` it takes."""
 
     def decorate(function: Callable[[Options], Run]) -> Callable[P, Run]:
+        """Return `function` with the parameters of `make_options`, and their signature for help."""
+
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Run:
             return function(make_options(*args, **kwargs))

@@ -77,6 +77,8 @@ class Watchdog:
         device: torch.device,
         report: Callable[[BaseException, str], None],
     ) -> None:
+        """Prepare the watch, which begins with the first step; `node` is the folder for the
+        stacks."""
         self._hang_after_s = hang_after_s or 0.0
         # The ranks' last beats lie up to a step apart, and the first one to exit ends all.
         self._grace_s = min(60.0, 2.0 + self._hang_after_s / 30)

@@ -75,7 +75,8 @@ class TensorBoardSink:
 
     @property
     def writer(self) -> SummaryWriter:
-        """The writer; made, with its folder, at the first use. Raise OSError."""
+        """The writer; made, with its folder, at the first use. Raises OSError if the disk
+        refuses."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # a second or two
 
