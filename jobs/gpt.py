@@ -231,8 +231,8 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Op
 
 
 def cosine(step: int, warm_up: int, total: int) -> float:
-    """Return the share of the learning rate at a step: up a line for `warm_up` steps, then down to
-    a tenth."""
+    """Return the share of the learning rate at a step of `total`: up a line for `warm_up` steps,
+    then down to a tenth."""
     if step < warm_up:
         return (step + 1) / warm_up
     done = min((step - warm_up) / max(total - warm_up, 1), 1.0)
@@ -253,7 +253,8 @@ def validate(run: Run, model: Any, text: TensorDataset, batch_size: int) -> floa
 
 
 def sample(run: Run, model: Any, prompt: torch.Tensor, length: int) -> list[int]:
-    """Return the numbers of characters that the model draws after a prompt of shape (its window,).
+    """Return the numbers of `length` characters that the model draws after a prompt of shape (its
+    window,).
 
     All ranks call it.
     """

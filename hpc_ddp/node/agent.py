@@ -156,8 +156,8 @@ def sign_state(secret: bytes) -> None:
         return hmac.digest(secret, backend._key.encode() + b"\0" + state, hashlib.sha256)
 
     def decode_signed(backend: Any, stored: bytes) -> Any:
-        """Return torchrun's (state, token) without the signature, None where the store has no
-        state."""
+        """Return torchrun's (state, token) of `stored` bytes without the signature, None for an
+        empty store."""
         decoded = decode(backend, stored)
         if decoded is None:
             return None
@@ -170,8 +170,10 @@ def sign_state(secret: bytes) -> None:
         return state, token
 
     def set_signed(backend: Any, state: bytes, token: Any = None) -> Any:
-        """Store a state with its signature; return torchrun's (state, token, was stored), or
-        None."""
+        """Store a state with its signature; return torchrun's (state, token, was stored), or None.
+
+        The store is changed only if it still has `token`, of an earlier answer.
+        """
         stored = set_state(backend, signature(backend, state) + state, token)
         return stored and (*stored[:2], stored[0] == state)
 

@@ -114,7 +114,7 @@ def _kept(pid: int) -> Path | None:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Tell whether a process handles a signal: one that does not would die of it.
+    """Tell whether a process handles the signal `number`: one that does not would die of it.
 
     Raise OSError if the process is gone.
     """

@@ -279,8 +279,10 @@ def _note_end_time(environ: dict[str, str], end_time: float) -> None:
 
 
 def _await_warning(environ: dict[str, str], end_time: float) -> bool:
-    """Sleep for a part of the time before the nodes' warning and return True; False when it is
-    due."""
+    """Sleep for a part of the time before the nodes' warning and return True; False when it is due.
+
+    `end_time` is the end of the job's time in unix seconds, or inf.
+    """
     early_s = end_time - AttemptEnv.from_env(environ).warn_s - time.time()
     if early_s <= 0:
         return False

@@ -386,7 +386,7 @@ class Supervisor:
 
 
 def supervise(launch_of: Callable[[Place, list[str]], Launch], command: list[str]) -> int:
-    """Supervise this node's launch; return the task's exit code, 1 after a printed OSError."""
+    """Supervise the launch of `launch_of`; return the task's exit code, 1 after an OSError."""
     try:
         place = Place.from_env(dict(os.environ))
         return Supervisor(place, launch_of(place, command)).run()

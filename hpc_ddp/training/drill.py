@@ -129,7 +129,11 @@ class DrilledRun(Run):
                 time.sleep(0.01)
 
     def _hold_save(self, step: int) -> None:
-        """In the saving thread of rank 0, with all files of the draft but the manifest written."""
+        """Wait to be killed at the plan's step, before its save is published; else nothing.
+
+        Called in the saving thread of rank 0, with all files of the draft but the manifest written.
+        Raise HpcDdpError if the kill does not come.
+        """
         if self._plan.get("hold") == "save" and step == self._plan["at"]:
             self._hold("kill in a save")
 

@@ -74,7 +74,10 @@ def _take_roof_off(
     middle: int,
     chance: random.Random,
 ) -> None:
-    """Show the sky, and rafters, through most of the roof, and a hole in the wall."""
+    """Show the sky, and rafters, through most of the roof, and a hole in the wall.
+
+    All numbers are in percent of the picture: the walls' sides and top, and the roof's ridge.
+    """
     sky = _rgb(165, 185, 205)
     a, b = sorted(chance.sample(range(left - 5, right + 5), 2))
     if b - a < 35:
@@ -89,14 +92,14 @@ def _take_roof_off(
 def _on_roof(
     left: int, right: int, top: int, ridge: int, middle: int, chance: random.Random
 ) -> tuple[int, int]:
-    """Return a random point (x, y) on the roof, in percent of the picture."""
+    """Return a random point (x, y) on the roof; all numbers are in percent of the picture."""
     x = chance.randint(left + 8, right - 8)
     slope = (x - left) / (middle - left) if x < middle else (right - x) / (right - middle)
     return x, round(top - 2 - chance.random() * 0.7 * slope * (top - ridge))
 
 
 def _patch(x: int, y: int, r: int, chance: random.Random) -> list[tuple[int, int]]:
-    """Return the corners of something torn, at most `r` percent around a point."""
+    """Return the corners of something torn around the point (x, y), at most `r` percent from it."""
     corners = [(-1, -1), (1, -1), (1, 1), (-1, 1)]
     return [(x + i * chance.randint(1, r), y + j * chance.randint(1, r)) for i, j in corners]
 

@@ -34,8 +34,8 @@ TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 
 
 def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Job | None:
-    """Return Slurm's record of a job; None where it refuses or does not answer, and unless quiet
-    print why.
+    """Return Slurm's record of a job; None where it refuses or does not answer, and without
+    `is_quiet` print why.
 
     `give_up`, a time of ``time.monotonic()``, ends the wait for a silent controller; inf: never,
     None: after two minutes.
@@ -74,8 +74,8 @@ def is_link(run: RunFolder, job_id: str) -> bool:
 def check_wanted(run: RunFolder, restarts: int, is_link: bool, job_id: str) -> None:
     """Refuse the job `job_id` if its run was cancelled or given up, unless a person has queued it.
 
-    A first start (`restarts` is 0) of a job that is no link is a wish to go on: it deletes the
-    run's mark ``cancelled``.
+    A first start (`restarts` is 0) of a job that is no link (`is_link`) is a wish to go on: it
+    deletes the run's mark ``cancelled``.
 
     Raises
     ------

@@ -98,13 +98,15 @@ class Meter:
         return speed
 
     def _best_speed(self, peer: int, count: int) -> float:
-        """Exchange `count` elements `REPEATS` times; return the best speed in MB/s."""
+        """Exchange `count` elements with a peer `REPEATS` times; return the best speed in MB/s."""
         outgoing, incoming = self._tensor(count, 1.0), self._tensor(count, 0.0)
         return max(_speed(count, self._swap(outgoing, incoming, peer)) for _ in range(REPEATS))
 
     def _swap(self, outgoing: Any, incoming: Any, peer: int) -> float:
-        """Send one tensor and receive the other; return the seconds that it took, with the device's
-        work."""
+        """Send `outgoing` to a peer while `incoming` is received; return the seconds that it took.
+
+        They are float32 tensors on the device, whose work is waited for.
+        """
         dist, begin = self._dist, time.perf_counter()
         pair = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, incoming, peer)]
         for work in dist.batch_isend_irecv(pair):

@@ -164,7 +164,8 @@ def _nvidia_smi() -> int | None:
 
 
 def count_gpus(place: Place, wanted: int) -> dict[str, Any]:
-    """Return this node's GPUs as `gpus` does; {} for nodes that are processes of one machine.
+    """Return this node's GPUs as `gpus` does, of `wanted` ones; {} for nodes that are processes of
+    one machine.
 
     Only nvidia-smi is used of the vendors' programs: it names a GPU that has failed while its file
     is still there. The programs of other vendors are written in Python, and break in a job's

@@ -26,12 +26,11 @@ def put_back(
     step: int,
     stage: bool = False,
 ) -> None:
-    """Load the state of a checkpoint (made at `step`) into the objects, by their names in
-    ``run.track``.
+    """Load a checkpoint of step `step` into the objects, by their names in ``run.track``.
 
-    Sharded objects take their own part of each tensor, however it was stored; with `stage` the
-    models are parts of those that were stored, and leave the rest. After an error some objects may
-    have been loaded.
+    `tree` has their stored states, `reader` the tensors. Sharded objects take their own part of
+    each tensor, however it was stored; with `stage` the models are parts of those that were stored,
+    and leave the rest. After an error some objects may have been loaded.
 
     Raises
     ------

@@ -323,7 +323,8 @@ class Reader:
             part.copy_(rows[inner])
 
     def _read(self, path: Path, offset: int, memory: memoryview) -> None:
-        """Fill memory from a file; raises OSError, and opens the file anew at the next call."""
+        """Fill memory from byte `offset` of a file on; after an OSError the next call opens it
+        anew."""
         file = self._files.pop(path, None) or FileIO(path)
         try:
             file.seek(offset)

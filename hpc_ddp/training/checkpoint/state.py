@@ -193,10 +193,10 @@ def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
 
 
 def joined(first: Any, second: Any, key: object = None) -> Any:
-    """Return the tree of a whole model from those of two of its stages; `key` is where they lie in
-    the parent.
+    """Return the tree of a whole model from the trees `first` and `second` of two of its stages.
 
-    An entry of both is the same in both; the parameters in an optimizer's groups are put together.
+    `key` is where they lie in their parents. An entry of both is the same in both; the parameters
+    in an optimizer's groups are put together.
     """
     if isinstance(first, dict):
         common = {k: joined(first[k], item, k) for k, item in second.items() if k in first}
@@ -214,7 +214,8 @@ def plain_name(key: str) -> str:
 
 
 def labels_of(objects: Mapping[str, Any]) -> dict[int, str]:
-    """Return the name of each parameter of the tracked modules, by its id."""
+    """Return the name of each parameter of the modules among `objects`, tracked ones by name, by
+    its id."""
     labels: dict[int, str] = {}
     for name, wrapped in objects.items():
         plain = unwrap(wrapped)
@@ -249,8 +250,11 @@ def _by_label(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any
 def by_number(
     state: dict[str, Any], params: Mapping[str, Any], groups: list[list[str]]
 ) -> dict[str, Any]:
-    """Undo `_by_label`; `groups` has the names in the order of the groups they are to go to,
-    since torch pairs them by their places."""
+    """Return an optimizer's state dict with numbers in place of names, as torch loads it.
+
+    `params` has the names in the order of the numbers, `groups` those of the groups they are to go
+    to, since torch pairs them by their places.
+    """
     numbers = {label: number for number, label in enumerate(params)}
     return _with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
 

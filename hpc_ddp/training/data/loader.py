@@ -181,7 +181,7 @@ def batches_of(
     **options: Any,
 ) -> DataLoader[_Batch]:
     """Return torch's loader of the rest of the epoch of `position`, a new one at each iteration;
-    raise UsageError for options that the run or a stream can't have, or that torch refuses."""
+    raise UsageError for a keyword of DataLoader's that the run or a stream can't have."""
     if refused := options.keys() & {"sampler", "batch_sampler", "generator", "in_order"}:
         raise UsageError(
             f"{min(refused)} was given; the run has its own, so that the order can be resumed",

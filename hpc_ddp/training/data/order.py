@@ -81,7 +81,8 @@ class BatchPlan:
 
         DistributedDataParallel divides the sum of the ranks' gradients by the number of ranks. With
         each micro-batch's mean loss weighted by n * ranks / n_total, the sum over them is the mean
-        over the samples of the global batch, however unevenly they are spread.
+        over the samples of the global batch, however unevenly they are spread. `ends_epoch`: it is
+        the last one.
         """
         total = len(block)
         places = block[self.rank :: self.world_size]
@@ -108,12 +109,15 @@ def make_plan(
     world_size: int,
     drop_last: bool = False,
 ) -> BatchPlan:
-    """Return the plan for a batch size per rank and micro-batch, or for one of all ranks' steps.
+    """Return the plan of `rank` for samples per rank and micro-batch, or for samples of all ranks'
+    steps.
+
+    `accumulate` counts micro-batches per step; `drop_last` drops an incomplete global batch.
 
     Raises
     ------
     UsageError
-        not exactly one of the two is given, or a number is below 1
+        not exactly one of the two sizes is given, or a number is below 1
     """
     if (batch_size is None) == (global_batch_size is None):
         which = "neither" if batch_size is None else "both"

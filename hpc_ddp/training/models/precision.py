@@ -28,8 +28,11 @@ class Precision:
     def __init__(
         self, kind: str, device: torch.device, stop_on_nan: bool, dims: ParallelDims | None = None
     ) -> None:
-        """Take a `kind` of `DTYPES`; without `dims`, this rank is alone. Raise UsageError for fp16
-        on a device without float64."""
+        """Take a `kind` of `DTYPES`; without `dims`, this rank is alone. `stop_on_nan` switches
+        `look` on.
+
+        Raise UsageError for fp16 on a device without float64.
+        """
         self._device, self._dims, self.dtype = device, dims or ParallelDims(), DTYPES[kind]
         if kind == "fp16" and not has_float64(device):
             raise UsageError(

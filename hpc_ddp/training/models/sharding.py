@@ -264,7 +264,8 @@ class Pipeline:
 
 
 def check_schedule(name: str, n_microbatches: int, stages: int, device: torch.device) -> None:
-    """Raise UsageError for a schedule that can't be had, with this backend or at all."""
+    """Raise UsageError for a schedule of this `name` that torch, this backend or so many stages
+    can't have."""
     if devices.is_accelerator(device) and dist.get_backend() == "gloo" and stages > 1:
         raise UsageError(
             f"the backend is 'gloo' on {device.type} with pp={stages}; accepted: the device's own,"

@@ -71,7 +71,10 @@ class FailureHook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Report the error, and exit at once with 1, or with an HpcDdpError's own code."""
+        """Report the error, and exit at once with 1, or with an HpcDdpError's own code.
+
+        In a forked process, only print it.
+        """
         if os.getpid() != self._pid:
             # A forked process, as of a loader, is no rank: what ends a thread of it, when the
             # rank has left, is no failure of the run.

@@ -155,9 +155,8 @@ def leave(control: Control, device: torch.device, then_exit: bool) -> None:
     """Tear the process group down once all ranks are here; return after `TEARDOWN_S` at the latest.
 
     A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by now,
-    so after that time a process that is to exit does so, on the spot and with code 0, and one that
-    has more to do goes on without it. Both print that. Errors of torch are the thread's, and
-    printed.
+    so after that time, with a message, a process that is to exit (`then_exit`) does so, on the spot
+    and with code 0; one that has more to do goes on without it. Errors of torch are printed.
     """
 
     def tear_down() -> None:

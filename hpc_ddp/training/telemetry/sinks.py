@@ -45,8 +45,10 @@ class ProgressLines:
 
 
 def _line(fields: dict[str, Any], now: float, first_s: float, first_step: int) -> str:
-    """Return the line of a step; `now` and `first_s`, the time of the first one, are in monotonic
-    seconds."""
+    """Return the line of a step with `fields` of a metrics line, for people.
+
+    `now` and `first_s`, the time of step `first_step`, are in monotonic seconds.
+    """
     step, total = fields["step"], fields.get("total_steps")
     parts = [f"step {step}/{total}" if total else f"step {step}"]
     for name, number in _scalars(fields).items():
