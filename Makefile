@@ -20,7 +20,7 @@ PARALLEL := --numprocesses=5 --maxschedchunk=1
 	device-faults constraints clean size coverage versions version
 
 demo: $(VENV)/demo
-	@PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/demo.sh
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh
 
 test: $(VENV)/ready lint types
 	$(BIN)/python -m pytest $(PARALLEL) --durations=25

@@ -4,8 +4,8 @@
     make flakes N=100 TEST=notices     those that `pytest -k notices` takes
     make flakes N=20 REPORT=1          what there is, without running anything
 
-Several run at once, as in `make test`. Tests that start processes (tests/cli, tests/ddp) run half of
-the times beside busy loops, one more than there are cores. See docs/testing.md.
+Several run at once, as in `make test`. Tests that start processes (tests/cli, tests/ddp) run half
+of the times beside busy loops, one more than there are cores. See docs/testing.md.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def queue_next(environ: dict[str, str]) -> None:
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     if not run.finished() and not restarts:
-        requeue.check_wanted(run, restarts, requeue.is_link(run, job_id), job_id)
+        is_link = requeue.is_link(run, job_id)
+        requeue.check_wanted(run, restarts, is_link, job_id, environ.get("SLURM_ARRAY_JOB_ID"))
         check_budget(run, JobSpec.from_json(patiently(run.job_json.read_text)))
         requeue.queue_early(run, environ)
 
@@ -77,21 +78,21 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     """Take the next attempt's number and return the `AttemptEnv` variables for its supervisors;
     None where the run is finished, and this job was requeued or queued by another job.
 
-    It writes `Started` to the journal, links the job to the run, and queues a chain's next job.
-
-    Raise HpcDdpError if the run is finished, cancelled, given up, over its budget or runs already,
-    its job.json is broken, or Slurm does not expand the node list; OSError if the run's folder
-    can't be used, or no port is free.
+    It journals `Started`, links the job to the run, and queues a chain's next job. Raise
+    HpcDdpError if the run is finished, cancelled, given up, over its budget or runs already, its
+    job.json is broken, or Slurm does not expand the node list; OSError if the run's folder can't be
+    used, or no port is free.
     """
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    is_link = requeue.is_link(run, environ.get("SLURM_ARRAY_JOB_ID") or job_id)
+    array_id = environ.get("SLURM_ARRAY_JOB_ID")
+    is_link = requeue.is_link(run, array_id or job_id)
     if run.finished():
         if restarts or is_link:  # Slurm may restart a job that was just through
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
-    requeue.check_wanted(run, restarts, is_link, job_id)
+    requeue.check_wanted(run, restarts, is_link, job_id, array_id)
     check_budget(run, spec)
     check_silent_ends(run, spec)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])

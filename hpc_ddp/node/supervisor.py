@@ -15,9 +15,9 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from string import Template
 from types import FrameType
 from typing import Any
 
-from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.console.terminal import say, write_output
 from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, write_json
 from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.journal.vocabulary import NoticeSource
@@ -142,7 +142,7 @@ class Supervisor:
     _unwritten_notice: str | None = None
     _kill_at: float = 0.0
     _noticed_at: float = 0.0
-    _polled_at: float = field(default_factory=time.monotonic)
+    _polled_at: float = float("inf")  # no poll yet
     _next_poll: float = 0.0
     _next_fence: float = 0.0
     _oom_kills: int = field(default_factory=oom.kills)
@@ -262,13 +262,12 @@ class Supervisor:
         self.end_time = read_seconds(self.place.attempt.end_time) or self.end_time
 
     def _end_if_superseded(self, now: float) -> None:
-        """Kill the rest of an attempt on a node that Slurm has given up, once a later attempt runs.
-
-        Behind a cut link, or beside a dead slurmd, it would wait for its peers until the watchdog.
-        """
-        if not self.torn_down and not self.place.run.is_newest(self.place.attempt.number):
-            self.torn_down = "a later attempt"
-            self._kill_at = now
+        """Kill the rest of an attempt once a later one runs: behind a cut link, or beside a dead
+        slurmd, it would wait for its peers until the watchdog comes."""
+        with suppress(OSError):  # the disk may be away; the next look is soon
+            if not self.torn_down and not self.place.run.is_newest(self.place.attempt.number):
+                self.torn_down = "a later attempt"
+                self._kill_at = now
 
     def _peer_failed(self) -> bool:
         """Return whether another supervisor has written its name into ``failed``."""
@@ -304,7 +303,7 @@ class Supervisor:
         return signal_recorded(self.folder.pids(), number)
 
     def _show_rank_0(self) -> None:
-        """Copy rank 0's new output to the job's own; OSError if that refuses it."""
+        """Copy rank 0's new output to the job's own; a log that can't be read is tried again."""
         if self.launch.rank not in (None, 0):
             return
         try:
@@ -314,9 +313,7 @@ class Supervisor:
         except OSError:  # not there yet, or not now
             return
         self._log_position += len(new)
-        if new:
-            sys.stdout.buffer.write(new)
-            sys.stdout.buffer.flush()
+        write_output(new)
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -388,7 +385,10 @@ class Supervisor:
 def supervise(launch_of: Callable[[Place, list[str]], Launch], command: list[str]) -> int:
     """Supervise the launch of `launch_of`; return the task's exit code, 1 after an OSError."""
     try:
-        place = Place.from_env(dict(os.environ))
+        try:
+            place = Place.from_env(dict(os.environ))
+        except (KeyError, ValueError) as error:  # variables, or a file of the attempt
+            raise OSError(f"its place in the job is unknown: {error!r}") from error
         return Supervisor(place, launch_of(place, command)).run()
     except OSError as error:
         say(f"this node can't take part: {error}")

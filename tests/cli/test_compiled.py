@@ -11,7 +11,7 @@ import pytest
 
 from tests.devices import ROOT, device_env
 
-SCRIPT = ROOT / "tests" / "ddp" / "compiled.py"
+SCRIPT = ROOT / "tests" / "ddp" / "scripts" / "compiled_model.py"
 
 
 @pytest.mark.more

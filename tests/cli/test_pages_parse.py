@@ -11,7 +11,7 @@ import click
 import pytest
 
 from hpc_ddp.cli.main import COMMANDS, main
-from tests.pages import REPO, blocks, pages
+from tests.page_blocks import REPO, blocks, pages
 
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
 

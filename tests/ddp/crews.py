@@ -30,7 +30,7 @@ class Zygote:
         self.device = device
         self.running: set[int] = set()
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "zygote.py")],
+            [sys.executable, str(HERE / "fork_server.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -127,7 +127,9 @@ class Crew:
         """What the run's script left behind at its end."""
         return (self.run.path / "weights").read_bytes()
 
-    def launch(self, world_size: int, *argv: str, script: str = "script.py", **env: str) -> Launch:
+    def launch(
+        self, world_size: int, *argv: str, script: str = "training.py", **env: str
+    ) -> Launch:
         """Start the next attempt as hpc-ddp's launcher would, less the supervisor.
 
         A world size of 0 is one process to which nobody says anything of ranks.
@@ -149,14 +151,14 @@ class Crew:
             told = {name: str(value) for name, value in {**ranks, **ours}.items()}
             told |= {"MASTER_ADDR": "127.0.0.1", "HPC_DDP_NODE": "here", **env}
             told["PYTEST_CURRENT_TEST"] = os.environ["PYTEST_CURRENT_TEST"]  # not the first test's
-            line = [str(HERE / script), *argv]
+            line = [str(HERE / "scripts" / script), *argv]
             log.touch()
             workers.append({"env": told, "argv": line, "log": str(log), "cwd": str(self.base)})
         pids = self.zygote.ask({"workers": workers})["pids"]
         self.zygote.running |= set(pids)
         return Launch(self.zygote, pids, logs, store)
 
-    def go(self, world_size: int, *argv: str, script: str = "script.py", **env: str) -> str:
+    def go(self, world_size: int, *argv: str, script: str = "training.py", **env: str) -> str:
         """Start an attempt that ends well; return what it printed."""
         launch = self.launch(world_size, *argv, script=script, **env)
         codes = launch.wait()

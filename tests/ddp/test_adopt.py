@@ -41,7 +41,7 @@ class Pair:
     def stopped(self, crew: Any, ranks: int) -> str:
         """Let all ranks of `after` be signalled; return what they printed until then."""
         argv = (str(self.signal_at), self._after, *self.argv.split())
-        output: str = crew.go(ranks, *argv, script="signalled.py")
+        output: str = crew.go(ranks, *argv, script="sigterm_at_step.py")
         return output
 
     @property

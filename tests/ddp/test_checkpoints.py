@@ -226,7 +226,7 @@ def test_an_emptied_manifest_and_a_missing_file_are_passed_over(crew: Any) -> No
 
 
 def ends(output: str) -> list[str]:
-    """Return what each rank of own.py has come to."""
+    """Return what each rank of state_per_rank.py has come to."""
     return sorted(line for line in output.splitlines() if line.startswith("RANK"))
 
 
@@ -245,18 +245,18 @@ def test_what_each_rank_has_its_own_of_comes_back_there(
     make_crew: Callable[[str], Any], words: tuple[str, ...]
 ) -> None:
     whole, crew = make_crew("whole"), make_crew("two")
-    expected = ends(whole.go(2, *words, "--steps", "8", script="own.py"))
+    expected = ends(whole.go(2, *words, "--steps", "8", script="state_per_rank.py"))
     assert expected[0].partition(":")[2] != expected[1].partition(":")[2]
-    crew.go(2, *words, "--steps", "4", script="own.py")
-    assert ends(crew.go(2, *words, "--steps", "8", script="own.py")) == expected
+    crew.go(2, *words, "--steps", "4", script="state_per_rank.py")
+    assert ends(crew.go(2, *words, "--steps", "8", script="state_per_rank.py")) == expected
 
 
 def test_on_other_ranks_a_loader_begins_anew_and_weights_do_not(
     make_crew: Callable[[str], Any],
 ) -> None:
     crew = make_crew("loader")
-    crew.go(2, "loader", *PER_RANK, script="own.py")
-    output = crew.go(1, "loader", *PER_RANK, "--steps", "6", script="own.py")
+    crew.go(2, "loader", *PER_RANK, script="state_per_rank.py")
+    output = crew.go(1, "loader", *PER_RANK, "--steps", "6", script="state_per_rank.py")
     warning = (
         "each of the 2 ranks that wrote the checkpoint of step 4 had its own loader, and 1 run"
     )
@@ -265,21 +265,21 @@ def test_on_other_ranks_a_loader_begins_anew_and_weights_do_not(
 
     crew = make_crew("local")
     words = ("local", "--per-rank", "loader", "model", "optimizer")
-    crew.go(2, *words, script="own.py")
-    launch = crew.launch(1, *words, script="own.py")
+    crew.go(2, *words, script="state_per_rank.py")
+    launch = crew.launch(1, *words, script="state_per_rank.py")
     assert launch.wait() == [1]
     assert "had its own loader, model, optimizer, and 1 run here" in launch.output()
 
     crew = make_crew("ignored")
-    crew.go(2, "ignored", *PER_RANK, script="own.py")
-    launch = crew.launch(1, "ignored", *PER_RANK, script="own.py")
+    crew.go(2, "ignored", *PER_RANK, script="state_per_rank.py")
+    launch = crew.launch(1, "ignored", *PER_RANK, script="state_per_rank.py")
     assert launch.wait() == [1]
     assert "had its own loader, optimizer, and 1 run here" in launch.output()
 
 
 def test_weights_that_differ_between_ranks_are_refused_at_the_first_save(crew: Any) -> None:
     """As of a local SGD between two averagings: of some rows from each rank comes a mixture."""
-    launch = crew.launch(3, "local", *PER_RANK, script="own.py")
+    launch = crew.launch(3, "local", *PER_RANK, script="state_per_rank.py")
     assert launch.wait() == [1] * 3, launch.output()
     assert "model.0.weight differs between rank 0 and ranks 1, 2" in launch.output()
     assert "per_rank=('model', 'optimizer')" in launch.output()
@@ -291,7 +291,7 @@ def test_weights_that_differ_between_ranks_are_refused_at_the_first_save(crew: A
 def test_a_loader_that_begins_the_epoch_again_is_warned_of(
     crew: Any, words: tuple[str, ...], warnings: int
 ) -> None:
-    output = crew.go(2, "loader", *words, script="own.py")
-    output += crew.go(2, "loader", *words, "--steps", "6", script="own.py")
+    output = crew.go(2, "loader", *words, script="state_per_rank.py")
+    output += crew.go(2, "loader", *words, "--steps", "6", script="state_per_rank.py")
     warning = "WARNING: the checkpoint is from epoch 0, after 4 of its steps, and the script has no"
     assert output.count(warning) == warnings

@@ -273,7 +273,7 @@ def test_micro_batches_have_the_gradient_of_one_big_batch(
 
 
 def go(crew: Any, ranks: int, *argv: str) -> str:
-    launch = crew.launch(ranks, *argv, script="gradients.py")
+    launch = crew.launch(ranks, *argv, script="print_gradients.py")
     assert launch.wait() == [0] * ranks, launch.output()
     output: str = launch.logs[0].read_text()
     return output

@@ -16,7 +16,7 @@ SAVING = ("--save-every-steps", "5")
 
 
 def go(crew: Any, ranks: int, *argv: str, codes: int = 0, **env: str) -> str:
-    launch = crew.launch(ranks, *argv, script="day.py", **env)
+    launch = crew.launch(ranks, *argv, script="run_update.py", **env)
     assert launch.wait() == [codes] * ranks, launch.output()
     output: str = launch.output()
     return output

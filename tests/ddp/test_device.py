@@ -67,10 +67,10 @@ def test_in_half_precision_a_kill_leaves_the_same_bits(
 ) -> None:
     words = ("--precision", precision, "--save-every-steps", "4")
     whole = make_sim_crew("whole")
-    whole.go(2, *words, script="day.py")
+    whole.go(2, *words, script="run_update.py")
     killed = make_sim_crew("killed")
-    assert any(killed.launch(2, *words, "--kill-at", "7", script="day.py").wait())
-    killed.go(2, *words, script="day.py")
+    assert any(killed.launch(2, *words, "--kill-at", "7", script="run_update.py").wait())
+    killed.go(2, *words, script="run_update.py")
     assert killed.weights == whole.weights
 
 
@@ -87,7 +87,7 @@ def test_each_way_of_sharing_a_model_trains_and_goes_on(
         (2, ("--parallel", "pp"), "0"),
     )
     for ranks, spread, at in ways:
-        launch = crew.launch(ranks, *text, *spread, script="strategy.py", AT=at)
+        launch = crew.launch(ranks, *text, *spread, script="small_gpt.py", AT=at)
         assert launch.wait() == [0] * ranks, launch.output()
     assert crew.events("finished")
     assert not reports_of(launch.output())
@@ -97,7 +97,7 @@ def test_each_device_of_a_worker_has_its_random_numbers_back(
     make_sim_crew: Callable[[str], Any],
 ) -> None:
     def losses(crew: Any, epochs: int) -> list[str]:
-        output = crew.go(2, "--epochs", str(epochs), script="two_devices.py")
+        output = crew.go(2, "--epochs", str(epochs), script="model_over_two_devices.py")
         return sorted(line for line in output.splitlines() if line.startswith("LOSS"))
 
     crew = make_sim_crew("twice")
@@ -114,13 +114,14 @@ def test_each_device_of_a_worker_draws_by_the_seed_numbers_of_its_own(
     """The same on each worker. Its first device is the one that torch takes if none is named."""
     drawn = set()
     for seed in ("7", "70"):
-        output = make_sim_crew(seed).go(2, seed, script="placed.py")
+        output = make_sim_crew(seed).go(2, seed, script="device_placement.py")
         lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"devices"')]
         assert [(line["devices"], line["current"]) for line in lines] == [([0, 1], 0), ([2, 3], 2)]
         drawn |= {tuple(numbers) for line in lines for numbers in line["drawn"]}
     assert len(drawn) == 4
 
 
+DROPOUT = "dropout_over_ranks.py"
 COUNTED = {"SIM_COUNTED_RANDOM": "1"}  # as a GPU's: DTensors set the offset
 
 
@@ -134,12 +135,12 @@ def test_random_numbers_of_ranks_that_share_a_layer_go_on(
     make_sim_crew: Callable[[str], Any],
 ) -> None:
     """torch would give all ranks rank 0's at a process's first one."""
-    whole = losses_of(make_sim_crew("once"), "--epochs", "2", script="dropped.py", **COUNTED)
+    whole = losses_of(make_sim_crew("once"), "--epochs", "2", script=DROPOUT, **COUNTED)
     crew = make_sim_crew("twice")
     parts = [
         line
         for epochs in ("1", "2")
-        for line in losses_of(crew, "--epochs", epochs, script="dropped.py", **COUNTED)
+        for line in losses_of(crew, "--epochs", epochs, script=DROPOUT, **COUNTED)
     ]
     assert sorted(parts) == whole
     last = [line.split()[3] for line in whole if line.split()[2] == "7"]
@@ -149,7 +150,7 @@ def test_random_numbers_of_ranks_that_share_a_layer_go_on(
 
 def test_a_stage_may_draw_alone(make_sim_crew: Callable[[str], Any]) -> None:
     """torch would wait for all ranks of the run at its first random number."""
-    assert losses_of(make_sim_crew("stages"), "--pp", "2", script="dropped.py", **COUNTED)
+    assert losses_of(make_sim_crew("stages"), "--pp", "2", script=DROPOUT, **COUNTED)
 
 
 def test_an_error_of_a_loader_worker_is_told_once(make_sim_crew: Callable[[str], Any]) -> None:
@@ -181,9 +182,9 @@ def test_a_model_is_shared_out_before_a_device_has_it(
     for name, words in limits.items():
         crew = make_sim_crew(name)
         room = whole * (2 if "--average" in words else 1)
-        crew.go(2, *words, "--epochs", "0", "--limit", str(room), script="large.py")
+        crew.go(2, *words, "--epochs", "0", "--limit", str(room), script="large_model.py")
     alone = make_sim_crew("alone")
-    alone.go(1, "--meta", "--epochs", "0", script="large.py")
+    alone.go(1, "--meta", "--epochs", "0", script="large_model.py")
     assert _result(alone)["sums"] == _result(crew)["sums"]
 
 
@@ -194,28 +195,28 @@ def test_a_model_in_parts_goes_on_where_it_was(
     make_sim_crew: Callable[[str], Any], make_crew: Callable[[str], Any], words: tuple[str, ...]
 ) -> None:
     crew = make_sim_crew("parts")
-    crew.go(2, *words, "--epochs", "1", script="large.py")
+    crew.go(2, *words, "--epochs", "1", script="large_model.py")
     # Less than the optimizer's state, which has to stay on the CPU when it is read, too.
     room = ("--limit", str(5 * BLOCK_BYTES)) if "--offload" in words else ()
-    crew.go(2, *words, *room, "--epochs", "2", script="large.py")
+    crew.go(2, *words, *room, "--epochs", "2", script="large_model.py")
     undisturbed = make_sim_crew("undisturbed")
-    undisturbed.go(2, *words, "--epochs", "2", script="large.py")
+    undisturbed.go(2, *words, "--epochs", "2", script="large_model.py")
     assert _result(crew) == _result(undisturbed)
     if words == ("--meta", "--tp", "2"):  # one start of torch on the CPU is enough
         on_cpu = make_crew("cpu")
-        on_cpu.go(2, *words, "--epochs", "2", script="large.py")
+        on_cpu.go(2, *words, "--epochs", "2", script="large_model.py")
         assert _result(crew) == _result(on_cpu)
     assert _result(crew)["step"] == (16 if "--tp" in words else 8)
 
 
 def test_a_tensor_without_numbers_is_named(make_sim_crew: Callable[[str], Any]) -> None:
-    launch = make_sim_crew("lost").launch(1, "--meta", "--lose", "shift", script="large.py")
+    launch = make_sim_crew("lost").launch(1, "--meta", "--lose", "shift", script="large_model.py")
     assert launch.wait() == [2]
     assert "nothing gives numbers to shift of a Block" in launch.output()
 
 
 def test_an_average_comes_before_the_model_is_sharded(make_sim_crew: Callable[[str], Any]) -> None:
-    launch = make_sim_crew("late").launch(1, "--late-average", script="large.py")
+    launch = make_sim_crew("late").launch(1, "--late-average", script="large_model.py")
     assert launch.wait() == [2]
     assert "run.ema was called after run.fully_shard" in launch.output()
 
@@ -225,7 +226,7 @@ def test_a_loss_may_travel_in_bf16_between_stages(
     make_sim_crew: Callable[[str], Any], ranks: int
 ) -> None:
     """With a batch norm, that the ranks of one stage share, in the last one alone."""
-    output = make_sim_crew("stages").go(ranks, script="stages.py")
+    output = make_sim_crew("stages").go(ranks, script="pipeline_loss.py")
     losses = [line.split()[1:] for line in output.splitlines() if line.startswith("LOSS")]
     assert losses == [losses[0]] * ranks
     assert losses[0][0] == "torch.float32"
@@ -233,10 +234,10 @@ def test_a_loss_may_travel_in_bf16_between_stages(
 
 def test_what_lies_on_the_device_comes_back_there(make_sim_crew: Callable[[str], Any]) -> None:
     crew = make_sim_crew("kept")
-    crew.go(2, "1", script="kept.py")
-    output = crew.go(2, "2", script="kept.py")
+    crew.go(2, "1", script="objects_with_tensors.py")
+    output = crew.go(2, "2", script="objects_with_tensors.py")
     kept = [line for line in output.splitlines() if line.startswith("KEPT")]
-    whole = make_sim_crew("whole").go(2, "2", script="kept.py")
+    whole = make_sim_crew("whole").go(2, "2", script="objects_with_tensors.py")
     assert kept == [line for line in whole.splitlines() if line.startswith("KEPT")]
     assert [line.split()[1:3] for line in kept] == [["sim", "sim"]] * 2
 
@@ -259,7 +260,7 @@ def test_a_step_does_not_wait_for_its_device(
     make_sim_crew: Callable[[str], Any], words: tuple[str, ...], most: int | None
 ) -> None:
     """Also where it journals a loss."""
-    output = make_sim_crew("waits").go(2, *words, script="waits.py")
+    output = make_sim_crew("waits").go(2, *words, script="count_waits.py")
     (line,) = (line.split() for line in output.splitlines() if line.startswith("WAITS"))
     waits, looks, steps = map(int, line[1::2])
     assert steps == 64
@@ -274,6 +275,6 @@ def test_a_step_does_not_wait_for_its_device(
 def test_gradients_that_accumulate_travel_once(
     make_sim_crew: Callable[[str], Any], words: tuple[str, ...], name: str
 ) -> None:
-    output = make_sim_crew("once").go(2, *words, "--accumulate", "8", script="waits.py")
+    output = make_sim_crew("once").go(2, *words, "--accumulate", "8", script="count_waits.py")
     (flight,) = (line for line in output.splitlines() if line.startswith("FLIGHT"))
     assert 0 < flight.count(name) < 64  # micro-batches

@@ -20,16 +20,16 @@ def weights(run: Any, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_plain_script_has_the_best_model(crew: Any) -> None:
-    assert "BEST 8" in crew.go(2, script="leaving.py")
+    assert "BEST 8" in crew.go(2, script="best_epoch.py")
     assert export(crew.run.path, crew.run.path / "model.safetensors", best=True) == 8
-    assert "THE SAME" in crew.go(0, str(crew.run.path), script="outside.py")
+    assert "THE SAME" in crew.go(0, str(crew.run.path), script="exported_weights.py")
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_killed_behind_the_loop_it_exports_the_same(crew: Any, moment: str) -> None:
-    launch = crew.launch(2, "--kill", moment, script="leaving.py")
+    launch = crew.launch(2, "--kill", moment, script="best_epoch.py")
     assert launch.wait() == [-signal.SIGKILL] * 2
-    output = crew.go(2, script="leaving.py")
+    output = crew.go(2, script="best_epoch.py")
     assert "BEST 8" in output
     assert [event["step"] for event in crew.events("finished")] == [12]
     export(crew.run.path, crew.run.path / "model.safetensors", best=True)
@@ -41,13 +41,13 @@ def test_killed_behind_the_loop_it_exports_the_same(crew: Any, moment: str) -> N
         assert "going on from step 12" in output
         # A finished run is given another epoch: it goes on from its last state, not the best.
         more = ("--scores", "1", "3", "2", "4")
-        assert "BEST 16" in crew.go(2, *more, script="leaving.py")
+        assert "BEST 16" in crew.go(2, *more, script="best_epoch.py")
 
 
 def test_a_best_that_is_gone_is_said(crew: Any) -> None:
-    crew.go(2, script="leaving.py")
+    crew.go(2, script="best_epoch.py")
     shutil.rmtree(crew.run.checkpoints / "step-8")
-    launch = crew.launch(2, script="leaving.py")
+    launch = crew.launch(2, script="best_epoch.py")
     assert launch.wait() == [1, 1]
     assert "step-8: it is not there" in launch.output()
     assert "Traceback" not in launch.output()

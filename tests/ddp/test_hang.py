@@ -20,7 +20,7 @@ def test_every_rank_writes_its_stacks(crew: Any, how: tuple[str, ...], stuck: st
     node = crew.run.attempt(0).node("here")
     assert stuck in node.stacks(1).read_text()
     assert "in act\n" in node.stacks(1).read_text()
-    assert "script.py" in node.stacks(0).read_text()
+    assert "training.py" in node.stacks(0).read_text()
     assert b"in act" not in node.stacks(0).read_bytes()
 
     failed = {event["rank"]: event for event in crew.events("failed")}
@@ -30,7 +30,7 @@ def test_every_rank_writes_its_stacks(crew: Any, how: tuple[str, ...], stuck: st
         at = f"HangError: no step for 2 s at step {3 - rank}; stacks in "
         assert event["error"].startswith(at)
         assert event["error"].endswith(f"stack-rank-{rank}.txt")
-        assert "script.py" in event["traceback"]
+        assert "training.py" in event["traceback"]
         assert event["error"] in launch.logs[rank].read_text()
         assert "entries" in pickle.loads(node.flight(rank).read_bytes())
     assert "in act\n" in failed[1]["traceback"]

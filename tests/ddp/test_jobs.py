@@ -98,8 +98,11 @@ def houses(tmp_path: Path) -> Path:
 
 def go(crew: Any, ranks: int, job: Job, *more: str, at: int | None = None) -> str:
     """Run a job to its end, or to a stop in step `at`, and return what it printed."""
-    script, signalled = (job.script, ()) if at is None else ("signalled.py", (str(at), job.script))
-    launch = crew.launch(ranks, *signalled, *job.argv.split(), *more, script=script)
+    argv = [*job.argv.split(), *more]
+    if at is None:
+        launch = crew.launch(ranks, *argv, script=job.script)
+    else:
+        launch = crew.launch(ranks, str(at), job.script, *argv, script="sigterm_at_step.py")
     assert not any(launch.wait()), launch.output()
     output: str = launch.output()
     return output

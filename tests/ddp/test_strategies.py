@@ -54,7 +54,7 @@ class Trial:
     def go(self, crew: Any, way: str, at: int = 0, extra: tuple[str, ...] = ()) -> None:
         ranks, spread = WAYS[way]
         argv = (*self.argv, *spread, *extra)
-        launch = crew.launch(ranks, *argv, script="strategy.py", AT=str(at))
+        launch = crew.launch(ranks, *argv, script="small_gpt.py", AT=str(at))
         assert launch.wait() == [0] * ranks, launch.output()
 
 
@@ -124,7 +124,7 @@ def test_bf16_is_near(trial: Trial, way: str) -> None:
 
 @pytest.mark.more
 def test_copies_that_nobody_averages_are_refused(trial: Trial) -> None:
-    launch = trial.crew("crew").launch(4, *trial.argv, "--parallel", "tp", script="strategy.py")
+    launch = trial.crew("crew").launch(4, *trial.argv, "--parallel", "tp", script="small_gpt.py")
     assert launch.wait() == [2] * 4, launch.output()
     assert "tp=2 and pp=1 leave 2 copies of the model" in launch.output()
 
@@ -134,7 +134,7 @@ def test_copies_that_nobody_averages_are_refused(trial: Trial) -> None:
 def test_infinite_weights_end_it(trial: Trial, way: str) -> None:
     ranks, spread = WAYS[way]
     crew = trial.crew("poisoned")
-    launch = crew.launch(ranks, *trial.argv, *spread, "--lr", "1e37", script="strategy.py")
+    launch = crew.launch(ranks, *trial.argv, *spread, "--lr", "1e37", script="small_gpt.py")
     assert launch.wait() == [1] * ranks, launch.output()
     assert "the weights have NaN or infinity in them" in launch.output()
     assert not checkpoints.published(crew.run.checkpoints)
@@ -155,7 +155,7 @@ def test_it_takes_up_a_checkpoint_of_ddp(trial: Trial, way: str) -> None:
 @pytest.mark.parametrize("way", ["grid", "both"])
 def test_a_mesh_of_the_scripts_own_is_saved_in_whole(crew: Any, way: str) -> None:
     """Also one with copies, of which the run knows nothing."""
-    first = crew.launch(4, way, "3", script="meshes.py")
+    first = crew.launch(4, way, "3", script="meshes_of_the_script.py")
     assert first.wait() == [0] * 4, first.output()
     newest = checkpoints.published(crew.run.checkpoints)[0]
     weight = open_checkpoint(newest).reader.read("model.weight")
@@ -164,7 +164,7 @@ def test_a_mesh_of_the_scripts_own_is_saved_in_whole(crew: Any, way: str) -> Non
 
 
 def test_a_tensor_that_some_ranks_shard_is_refused_before_the_training(crew: Any) -> None:
-    launch = crew.launch(4, "half", "3", script="meshes.py")
+    launch = crew.launch(4, "half", "3", script="meshes_of_the_script.py")
     assert launch.wait() == [1] * 4, launch.output()
     assert "rank 2 has other tensors to save than rank 0: model.weight" in launch.output()
     assert "Traceback" not in launch.output()

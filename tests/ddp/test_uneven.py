@@ -13,7 +13,7 @@ from hpc_ddp.core.journal.stragglers import Slow, slow_rank
 
 def measure(crew: Any, ranks: int, *words: str) -> tuple[list[Any], list[Slow]]:
     """Return the `ranks` events, and who was named at any time: a busy machine is slow as well."""
-    crew.go(ranks, *words, script="uneven.py")
+    crew.go(ranks, *words, script="straggler.py")
     events: list[Any] = crew.events("ranks")
     timings = [event for event in crew.run.events() if isinstance(event, StepTiming)]
     found = [slow_rank(timings[:end]) for end in range(len(timings) + 1)]

@@ -13,7 +13,7 @@ import pytest
 from cluster import Cluster
 from harness import use
 
-from tests.pages import NOISE, REPO, Block, blocks, pages, same
+from tests.page_blocks import NOISE, REPO, Block, blocks, pages, same
 
 # What a block's `first` may call: waits that a reader does by eye, and another user's job.
 PRELUDE = r"""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.node import batch
 from hpc_ddp.node.outcome import requeue
@@ -73,11 +75,16 @@ def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]
 def _end_job(environ: dict[str, str]) -> None:
     """Requeue the job; or cancel it, since without a batch shell it does not end by itself.
 
-    Raise HpcDdpError if Slurm does not cancel it, and what `batch.verdict` raises.
+    Errors are printed; a job that Slurm does not cancel ends at its time limit. Raise OSError if
+    the run's folder can't be used.
     """
-    batch.verdict(environ)
+    try:
+        batch.verdict(environ)
+    except HpcDdpError as error:
+        say(error.message)
     if _nodes_left(environ):
-        slurm.cancel([requeue.own_id(environ)])
+        with suppress(HpcDdpError):  # then the job ends at its time limit
+            slurm.cancel([requeue.own_id(environ)])
 
 
 def _nodes_left(environ: dict[str, str]) -> list[str]:

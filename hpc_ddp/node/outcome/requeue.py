@@ -71,21 +71,27 @@ def is_link(run: RunFolder, job_id: str) -> bool:
     return job_id in {*links, *read_json(run.early_links).values()}
 
 
-def check_wanted(run: RunFolder, restarts: int, is_link: bool, job_id: str) -> None:
-    """Refuse the job `job_id` if its run was cancelled or given up, unless a person has queued it.
+def check_wanted(
+    run: RunFolder, restarts: int, is_link: bool, job_id: str, array_id: str | None = None
+) -> None:
+    """Refuse the job `job_id`, a task of the array `array_id` (None: of none), if its run was
+    cancelled or given up, unless a person has queued it later.
 
     A first start (`restarts` is 0) of a job that is no link (`is_link`) is a wish to go on: it
-    deletes the run's mark ``cancelled``.
+    deletes the run's mark ``cancelled``, unless that names the job.
 
     Raises
     ------
     HpcDdpError
-        the run was cancelled or given up, and Slurm or a link has started this job
+        the run was cancelled or given up, and Slurm or a link has started this job; or the job was
+        cancelled as it started
     OSError
         the run's folder can't be read or changed
     """
     if not restarts and not is_link:
         for folder in (run, RunFolder(run.whole)):
+            if {job_id, array_id} & {*read_json(folder.cancelled).get("jobs", ())}:
+                raise HpcDdpError(f"job {job_id} was cancelled as it started")
             folder.cancelled.unlink(missing_ok=True)
     elif run.cancelled.exists() or (is_link and _chain_has_ended(run, job_id)):
         raise HpcDdpError(f"run {run.path} was cancelled, or given up")

@@ -22,7 +22,7 @@ from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.journal.events import CheckpointRestored
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import files as disk
+from hpc_ddp.training.checkpoint import disk
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.checkpoint.state import joined
 from hpc_ddp.training.process.process_group import Control, on_first

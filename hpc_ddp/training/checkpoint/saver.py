@@ -27,8 +27,7 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.journal.events import CheckpointSaved, SaveFailed
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import files as disk
-from hpc_ddp.training.checkpoint import schedule
+from hpc_ddp.training.checkpoint import disk, schedule
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory, find_misfit
 from hpc_ddp.training.checkpoint.restorer import STATE, Restorer, non_finite_error
 from hpc_ddp.training.checkpoint.schedule import Retention

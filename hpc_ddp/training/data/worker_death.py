@@ -30,11 +30,24 @@ _REPORT = re.compile(
 
 
 def watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
-    """Yield each micro-batch with its batch; raise HpcDdpError, which explains it, if a loader
-    worker dies.
+    """Yield each micro-batch with its batch; errors of the data set come through.
 
-    Other errors, those of the data set, come through.
+    Raises
+    ------
+    HpcDdpError
+        a loader worker has died; it names the signal or the exit code
     """
+    try:
+        yield from _watched(batches)
+    except RuntimeError as error:  # torch's handler of SIGCHLD, while the first error was explained
+        death = _explain(error, ())  # it raises once for each loader
+        if death is None:
+            raise
+        raise death from error
+
+
+def _watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
+    """Do what `watched` does; raise RuntimeError if torch's handler interrupts the explanation."""
     # Workers that persist may fail before there is an iterator.
     iterator: Any = getattr(batches, "_iterator", None)
     try:
@@ -68,10 +81,7 @@ def _explain(error: BaseException, workers: Sequence[BaseProcess]) -> HpcDdpErro
     else:
         how = ""
     if how in ("", "exited unexpectedly"):
-        try:
-            how = _exit_of(workers) or how
-        except RuntimeError as later:  # torch's handler, which raises once for each loader
-            return _explain(later, ())
+        how = _exit_of(workers) or how
     hint = HINTS.get(how, "num_workers=0 shows where: the data set then runs in this process")
     return HpcDdpError(f"DataLoader worker {how}", hint=hint) if how else None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hpc_ddp.training import start
-from hpc_ddp.training.checkpoint import files
+from hpc_ddp.training.checkpoint import disk
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--step-seconds", type=float, default=0.05)
@@ -25,13 +25,13 @@ parser.add_argument("--die-from", type=int, help="all raise there and later, nev
 args = parser.parse_args()
 
 if args.write_seconds:
-    write_file = files.write_file
+    write_file = disk.write_file
 
     def slowly(*words):  # type: ignore[no-untyped-def]
         time.sleep(args.write_seconds)
         return write_file(*words)
 
-    files.write_file = slowly
+    disk.write_file = slowly
 
 
 def hold(step: int) -> None:

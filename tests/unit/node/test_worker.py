@@ -21,9 +21,9 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import NodeFolder, RunFolder
-from hpc_ddp.node import local, log_offsets, worker
+from hpc_ddp.node import dry_run, log_offsets, worker
 from hpc_ddp.node.batch import task_of
-from hpc_ddp.node.local import LocalRun
+from hpc_ddp.node.dry_run import DryRun
 from hpc_ddp.node.log_offsets import Growth
 from hpc_ddp.node.net import network
 from hpc_ddp.node.outcome.verdict import Verdict
@@ -278,8 +278,8 @@ class Child:
         self.looks = 0
 
 
-def _local(**values: Any) -> LocalRun:
-    local_run = LocalRun.__new__(LocalRun)
+def _local(**values: Any) -> DryRun:
+    local_run = DryRun.__new__(DryRun)
     local_run.notified, local_run.parent, local_run.supervisors = False, os.getppid(), []
     for name, value in values.items():
         setattr(local_run, name, value)
@@ -316,7 +316,7 @@ def test_each_node_has_a_supervisor(
         started.append((argv, env))
         return Child(3)
 
-    stop_clock(monkeypatch, local)
+    stop_clock(monkeypatch, dry_run)
     monkeypatch.setattr(subprocess, "Popen", start)
     nodes = ["local-0", "local-1"]
     job = JobSpec("t.py", nodes=2, **spec)
@@ -363,7 +363,7 @@ def test_late_supervisors_are_ended(
             super().kill()
             called_at.append(clock.now)
 
-    monkeypatch.setattr(local, "time", clock)
+    monkeypatch.setattr(dry_run, "time", clock)
     monkeypatch.setattr(subprocess, "Popen", lambda argv, env: Deaf())
     local_run = _local(
         run=RunFolder(tmp_path), spec=JobSpec("t.py", launcher="srun"), nodes=["local-0"]
@@ -440,7 +440,7 @@ def test_an_attempt_is_judged_after_it_was_looked_at_and_played(
     expected: list[str],
 ) -> None:
     run = _run(tmp_path, nodes="1-2", preflight=wanted)
-    local_run = LocalRun(run, ["python", "t.py"])
+    local_run = DryRun(run, ["python", "t.py"])
     assert handlers.keys() == {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     calls: list[str] = []
 
@@ -461,7 +461,7 @@ def test_an_attempt_is_judged_after_it_was_looked_at_and_played(
 
     monkeypatch.setattr(driver, "examine", examine)
     monkeypatch.setattr(driver, "conclude", lambda run, attempt, result: result["ok"])
-    monkeypatch.setattr(local, "judge", judge)
+    monkeypatch.setattr(dry_run, "judge", judge)
     monkeypatch.setattr(local_run, "_supervise", lambda environ: calls.append("supervise"))
     assert local_run.attempt() == Verdict(Cause.FINISHED, Action.NONE, "", 0)
     assert calls == [*expected, "0"]
@@ -476,9 +476,9 @@ def test_an_attempt_is_judged_after_it_was_looked_at_and_played(
 def test_supervisors_go_on_while_somebody_watches(
     tmp_path: Path, handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "time", Clock())
+    monkeypatch.setattr(dry_run, "time", Clock())
     monkeypatch.setattr(subprocess, "Popen", lambda argv, env: Child(3))
-    local_run = LocalRun(_run(tmp_path, launcher="srun"), ["python", "t.py"])
+    local_run = DryRun(_run(tmp_path, launcher="srun"), ["python", "t.py"])
     local_run._supervise({"HPC_DDP_END_TIME": ""})
     children: Any = local_run.supervisors
     assert [child.calls for child in children] == [[]]
@@ -490,7 +490,7 @@ def test_an_attempt_beyond_the_budget_does_not_begin(
     monkeypatch.setattr(RunFolder, "gpu_hours", lambda run, gpus, now=None: 5.0)
     run = _run(tmp_path, budget_gpu_hours=4.0)
     with pytest.raises(HpcDdpError, match="GPU"):
-        LocalRun(run, ["python", "t.py"]).attempt()
+        DryRun(run, ["python", "t.py"]).attempt()
     assert not run.attempts()
 
 
@@ -502,7 +502,7 @@ def test_a_run_that_another_process_plays_is_refused(
         info = {**process.identity(), "pid": other.pid, "began": process._began(other.pid)}
         run.claim_attempt(info, lambda info: False)
         with pytest.raises(HpcDdpError, match="is already being run"):
-            LocalRun(run, ["python", "t.py"]).attempt()
+            DryRun(run, ["python", "t.py"]).attempt()
         other.kill()
 
 
@@ -525,7 +525,7 @@ class Played:
 
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    monkeypatch.setattr(local, "LocalRun", Played)
+    monkeypatch.setattr(dry_run, "DryRun", Played)
     monkeypatch.setattr(Played, "codes", {})
     monkeypatch.setattr(Played, "calls", [])
     monkeypatch.setattr(Played, "noticed", None)
@@ -544,7 +544,7 @@ def test_the_tasks_of_a_sweep_are_played_one_after_the_other(
     sweep.cancelled.touch()
     task_of(sweep, 2).cancelled.touch()  # both of an earlier start
     Played.codes = {2: 3, 3: 4}
-    assert local.main(["python", "t.py"]) == 3
+    assert dry_run.main(["python", "t.py"]) == 3
     words = [(index, ["python", "t.py", f"--lr={index + 1}"]) for index in (1, 2, 3)]
     assert Played.calls == words
     assert "task 2: --lr=3" in "".join(capfd.readouterr())
@@ -555,14 +555,14 @@ def test_a_task_that_is_finished_is_not_played_again(sweep: RunFolder) -> None:
     journal = task_of(sweep, 2).journal("batch")
     journal.write(raw("verdict", cause="finished", action="none", why="", exit_code=0))
     assert task_of(sweep, 2).finished()
-    assert local.main(["python", "t.py"]) == 0
+    assert dry_run.main(["python", "t.py"]) == 0
     assert _indexes() == [1, 3]
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 75), (3, 3)])
 def test_a_sweep_ends_after_a_notice(sweep: RunFolder, code: int, expected: int) -> None:
     Played.noticed, Played.codes = 2, {2: code}
-    assert local.main(["python", "t.py"]) == expected
+    assert dry_run.main(["python", "t.py"]) == expected
     assert _indexes() == [1, 2]
 
 
@@ -576,7 +576,7 @@ def test_a_sweep_ends_once_it_is_cancelled(
         return play(played)
 
     monkeypatch.setattr(Played, "play", play_and_cancel)
-    assert local.main(["python", "t.py"]) == 75
+    assert dry_run.main(["python", "t.py"]) == 75
     assert _indexes() == [1]
 
 
@@ -586,7 +586,7 @@ def test_a_run_that_is_finished_is_not_played(
     sweep.journal("batch").write(
         raw("verdict", cause="finished", action="none", why="", exit_code=0)
     )
-    assert local.main(["python", "t.py"]) == 0
+    assert dry_run.main(["python", "t.py"]) == 0
     assert _indexes() == []
     assert f"run {sweep.path} is finished" in "".join(capfd.readouterr())
 
@@ -597,8 +597,8 @@ def test_trouble_is_said_with_its_exit_code(
     def refuse(run: RunFolder, index: int) -> None:
         raise HpcDdpError("no GPU hours are left")
 
-    monkeypatch.setattr(local, "task_of", refuse)
-    assert local.main(["python", "t.py"]) == 1
+    monkeypatch.setattr(dry_run, "task_of", refuse)
+    assert dry_run.main(["python", "t.py"]) == 1
     assert "no GPU hours are left" in "".join(capfd.readouterr())
 
 
@@ -608,6 +608,6 @@ def test_a_job_that_is_no_sweep_is_played(
     run = _run(tmp_path)
     run.cancelled.touch()
     monkeypatch.setenv("HPC_DDP_RUN", str(run.path))
-    monkeypatch.setattr(LocalRun, "play", lambda local_run: len(local_run.nodes) + 6)
-    assert local.main(["python", "t.py"]) == 7
+    monkeypatch.setattr(DryRun, "play", lambda local_run: len(local_run.nodes) + 6)
+    assert dry_run.main(["python", "t.py"]) == 7
     assert not run.cancelled.exists()

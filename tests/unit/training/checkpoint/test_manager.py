@@ -21,7 +21,7 @@ from hpc_ddp.cli import jobs
 from hpc_ddp.core import checkpoints, file_io
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint import files, schedule
+from hpc_ddp.training.checkpoint import disk, schedule
 from hpc_ddp.training.checkpoint import manager as manager_module
 from hpc_ddp.training.checkpoint import saver as saver_module
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
@@ -277,7 +277,7 @@ def test_ranks_whose_tensors_do_not_fit_together_write_nothing(
     def refuse(path: Path, *content: object) -> None:
         raise AssertionError("it was written")
 
-    monkeypatch.setattr(files, "write_file", refuse)
+    monkeypatch.setattr(disk, "write_file", refuse)
     other = Inventory(0, {"model.w": (4,)}, {"model.w": 4})
     background = Alone()
     background.inventories = [other]
@@ -320,7 +320,7 @@ def space(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         if size + 2000 * len(checkpoints.published(made.parent)) > 9600:
             raise OSError(errno.ENOSPC, f"No space left for {size} bytes")
 
-    monkeypatch.setattr(files, "check_space", check)
+    monkeypatch.setattr(disk, "check_space", check)
     return asked
 
 
@@ -489,7 +489,7 @@ def test_a_folder_that_can_only_be_read_is_passed_over(
     def refuse(folder: Path, kind: str, attempt: int) -> Path:
         raise OSError("Read-only file system")
 
-    monkeypatch.setattr(files, "set_aside", refuse)
+    monkeypatch.setattr(disk, "set_aside", refuse)
     assert make().restore() is not None
     assert "damaged; kept as step-2: Read-only file system" in capsys.readouterr().err
 
@@ -522,16 +522,16 @@ def test_space_and_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     space = Space()
     monkeypatch.setattr(os, "statvfs", lambda path: space)
-    files.check_space(tmp_path, 1_000_000, 3)
+    disk.check_space(tmp_path, 1_000_000, 3)
     with pytest.raises(OSError, match=r"No space left for 1\.1 MB: 1.0 MB are free") as caught:
-        files.check_space(tmp_path, 1_100_000, 3)
+        disk.check_space(tmp_path, 1_100_000, 3)
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(OSError, match="No space left for 4 files: 3 inodes"):
-        files.check_space(tmp_path, 1, 4)
+        disk.check_space(tmp_path, 1, 4)
     space.f_files = 0  # a file system that has no such count
-    files.check_space(tmp_path, 1, 4)
+    disk.check_space(tmp_path, 1, 4)
     space.f_blocks = space.f_bavail = 0  # or no sizes, as ramfs
-    files.check_space(tmp_path, 1, 4)
+    disk.check_space(tmp_path, 1, 4)
 
 
 # --- what a run tracks ---------------------------------------------------------------------
@@ -1002,7 +1002,7 @@ def test_a_folder_of_checkpoints_that_is_away_is_no_run_without_any(
 
 def test_the_folder_of_a_save_may_be_there_or_its_parent_not(run: RunFolder, make: Make) -> None:
     saver = make()
-    files.draft(run.checkpoints, 1, 0).mkdir()  # by a rank that was quicker
+    disk.draft(run.checkpoints, 1, 0).mkdir()  # by a rank that was quicker
     assert _save(saver, 1) == [True]
     shutil.rmtree(run.checkpoints)
     assert _save(saver, 2) == [True]

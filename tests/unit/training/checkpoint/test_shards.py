@@ -655,6 +655,18 @@ def test_a_handler_that_interrupts_the_search_for_the_dead_is_heard() -> None:
         list(worker_death.watched(cast(Any, batches)))
 
 
+class Unreadable(ConnectionResetError):
+    """A broken connection to a worker; torch's handler raises while it is looked at."""
+
+    def __str__(self) -> str:
+        raise RuntimeError(KILLED)
+
+
+def test_a_handler_that_interrupts_the_explanation_is_heard() -> None:
+    with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
+        list(worker_death.watched(cast(Any, Batches(Unreadable()))))
+
+
 def test_batches_made_in_a_worker_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     here = list(_loader())
     monkeypatch.setattr(module, "get_worker_info", object)

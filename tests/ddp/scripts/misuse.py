@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hpc_ddp.training import start
-from hpc_ddp.training.checkpoint import files
+from hpc_ddp.training.checkpoint import disk
 
 NOT_NUMBERS: dict[str, Any] = {"best None": None, "best word": "1", "best two": torch.ones(2)}
 case = sys.argv[1]
@@ -66,8 +66,8 @@ for _ in run.epochs(2):
 if case in NOT_NUMBERS:
     run.best(NOT_NUMBERS[case])
 if case == "full disk":  # for one save, that of the best
-    module: Any = files
-    write = files.write_manifest
+    module: Any = disk
+    write = disk.write_manifest
 
     def fail(*args: Any) -> None:
         module.write_manifest = write

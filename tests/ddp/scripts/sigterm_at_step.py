@@ -1,4 +1,4 @@
-"""Run a script that gets a SIGTERM in a given step: ``signalled.py STEP SCRIPT [ARGS…]``.
+"""Run a script that gets a SIGTERM in a given step: ``sigterm_at_step.py STEP SCRIPT [ARGS…]``.
 
 Its steps are slowed down, so that the stop follows within a few of them.
 """

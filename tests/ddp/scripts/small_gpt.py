@@ -25,4 +25,4 @@ vars_of_run: Any = Run
 vars_of_run.step = stopped
 sys.argv += ["--layers", "2", "--heads", "2", "--width", "16", "--length", "8"]
 sys.argv += ["--warm-up", "3", "--sample", "5", "--curve", "curve"]
-runpy.run_path(str(Path(__file__).parents[2] / "jobs" / "gpt.py"), run_name="__main__")
+runpy.run_path(str(Path(__file__).parents[3] / "jobs" / "gpt.py"), run_name="__main__")

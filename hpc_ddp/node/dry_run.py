@@ -1,6 +1,6 @@
 """The batch shell's part on one machine: the same attempt, supervisors and verdict, no Slurm.
 
-``python <run>/lib/node.py local <torchrun command line, or python and the script>``
+``python <run>/lib/node.py dry_run <torchrun command line, or python and the script>``
 
 Nodes are processes of this machine. SIGTERM or SIGINT here is the notice that a preempting
 Slurm would send. A run that Slurm would requeue goes on at once, except after such a notice:
@@ -39,7 +39,7 @@ from hpc_ddp.node.supervisor import expand
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
 
 
-class LocalRun:
+class DryRun:
     """Plays attempts of one run, one after the other."""
 
     def __init__(self, run: RunFolder, command: list[str]) -> None:
@@ -170,18 +170,18 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
     """Run the tasks of a sweep one after the other; return the first code that is not 0, or 0.
 
     Finished tasks are passed over. After a notice, or a cancel, no other task starts, and the code
-    is at least `CAN_GO_ON`. Raises what `LocalRun.play` raises.
+    is at least `CAN_GO_ON`. Raises what `DryRun.play` raises.
     """
     run.journal("batch").write(Started(**process.identity()))
     codes = [0]
     points = spec.trials
-    before: LocalRun | None = None
+    before: DryRun | None = None
     for index in array_indexes(spec.array or ""):
         task = task_of(run, index)
         if task.finished():
             continue
         words = trial_args(points[index])
-        local = LocalRun(task, [*command, *words])  # signals are for this one from now on
+        local = DryRun(task, [*command, *words])  # signals are for this one from now on
         if run.cancelled.exists() or (before and before.notified):
             return max(codes) or CAN_GO_ON
         task.cancelled.unlink(missing_ok=True)  # of an earlier start
@@ -194,8 +194,8 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
 def main(command: list[str]) -> int:
     """Play the run of HPC_DDP_RUN with the command line of torchrun, or of python and the script.
 
-    Return the exit code; an HpcDdpError is printed and gives its own. A ``cancelled`` of before is
-    removed. Raise OSError if the run's folder can't be used.
+    Return the exit code. Errors are printed: an HpcDdpError gives its own code, a run folder that
+    can't be used `CAN_GO_ON`. A ``cancelled`` of before is removed.
     """
     run = AttemptEnv.from_env(os.environ).run_folder
     try:
@@ -204,7 +204,10 @@ def main(command: list[str]) -> int:
             return 0
         run.cancelled.unlink(missing_ok=True)
         spec = JobSpec.from_json(run.job_json.read_text())
-        return _sweep(run, spec, command) if spec.sweep else LocalRun(run, command).play()
+        return _sweep(run, spec, command) if spec.sweep else DryRun(run, command).play()
     except HpcDdpError as error:
         say(error.message)
         return error.exit_code
+    except OSError as error:
+        say(f"the run's folder can't be used: {error}")
+        return CAN_GO_ON

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
-from hpc_ddp.training.checkpoint import files
+from hpc_ddp.training.checkpoint import disk
 from hpc_ddp.training.checkpoint.schedule import Retention, prune
 
 
 def make(folder: Path, step: int, attempt: int = 0, content: bytes = b"x" * 1000) -> Path:
-    made = files.draft(folder, step, attempt)
+    made = disk.draft(folder, step, attempt)
     made.mkdir(parents=True)
-    facts = files.write_file(made / "state.pt", content)
-    files.write_manifest(made, {"step": step}, {"state.pt": facts})
+    facts = disk.write_file(made / "state.pt", content)
+    disk.write_manifest(made, {"step": step}, {"state.pt": facts})
     return made
 
 
@@ -29,7 +29,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_verifies(tmp_path: Path) -> None:
-    final = files.publish(make(tmp_path, 7), attempt=0)
+    final = disk.publish(make(tmp_path, 7), attempt=0)
     assert final.name == "step-7"
     assert checkpoints.verify(final) is None
     assert checkpoints.read_manifest(final)["step"] == 7
@@ -71,12 +71,12 @@ def test_candidates_are_newest_first_and_published_ones_only(tmp_path: Path) -> 
 
 
 def test_an_existing_step_is_moved_aside(tmp_path: Path) -> None:
-    files.publish(make(tmp_path, 3), 0)
-    files.publish(make(tmp_path, 3, content=b"later"), 0)
+    disk.publish(make(tmp_path, 3), 0)
+    disk.publish(make(tmp_path, 3, content=b"later"), 0)
     assert names(tmp_path) == ["step-3", "step-3.old-0"]
     (tmp_path / "step-3" / "state.pt").unlink()
     for _ in range(2):
-        files.publish(make(tmp_path, 3, 1), 1)
+        disk.publish(make(tmp_path, 3, 1), 1)
         (tmp_path / "step-3" / "state.pt").unlink()
     assert names(tmp_path) == ["step-3", "step-3.bad-1", "step-3.bad-1-1", "step-3.old-0"]
 
@@ -86,7 +86,7 @@ def test_pruning_keeps_the_newest_and_what_is_bad(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     prune(tmp_path, Retention(2))
     assert names(tmp_path) == ["step-10", "step-3", "step-4.bad-0"]
-    files.remove(tmp_path / "step-1")  # somebody else was faster
+    disk.remove(tmp_path / "step-1")  # somebody else was faster
 
 
 def test_the_best_and_one_of_every_n_steps_stay(tmp_path: Path) -> None:
@@ -100,29 +100,29 @@ def test_the_best_and_one_of_every_n_steps_stay(tmp_path: Path) -> None:
 def test_drafts_are_cleared(tmp_path: Path) -> None:
     for name in ["step-1.tmp-0", "step-2.tmp-1", "step-2.tmp-11", "step-1"]:
         (tmp_path / name).mkdir()
-    files.clear_drafts(tmp_path)
+    disk.clear_drafts(tmp_path)
     assert names(tmp_path) == ["step-1"]
 
 
 def test_a_write_error_keeps_its_cause() -> None:
     with pytest.raises(OSError, match="No space left"):
-        files.write_file(Path("/dev/full"), bytes(9))
+        disk.write_file(Path("/dev/full"), bytes(9))
     with pytest.raises(OSError, match="No space left for 10000000000000"):
-        files.check_space(Path("/tmp"), 10**19, 1)
-    files.check_space(Path("/tmp"), 1, 1)
+        disk.check_space(Path("/tmp"), 10**19, 1)
+    disk.check_space(Path("/tmp"), 1, 1)
 
 
 @pytest.mark.parametrize("size", [0, 1, checkpoints.CHUNK, 2 * checkpoints.CHUNK + 7])
 def test_sizes_and_sums_are_those_of_the_file(tmp_path: Path, size: int) -> None:
     content = random.Random(size).randbytes(size)
-    facts = files.write_file(tmp_path / "f", memoryview(content))
+    facts = disk.write_file(tmp_path / "f", memoryview(content))
     assert facts == checkpoints.facts_of(tmp_path / "f") == FileFacts(size, zlib.crc32(content))
     assert (tmp_path / "f").read_bytes() == content
 
 
 def test_health_is_listed_oldest_first(tmp_path: Path) -> None:
     for step in (9, 10, 8):
-        files.publish(make(tmp_path, step), 0)
+        disk.publish(make(tmp_path, step), 0)
     (tmp_path / "step-9" / "state.pt").unlink()
     make(tmp_path, 11)
     rows = checkpoints.health(tmp_path)
@@ -142,9 +142,9 @@ def test_what_does_not_reach_the_disk_is_an_error(
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        files.write_file(tmp_path / "f", b"x")
+        disk.write_file(tmp_path / "f", b"x")
     with pytest.raises(OSError, match="Input/output error"):
-        files.sync_folder(tmp_path)
+        disk.sync_folder(tmp_path)
 
 
 def test_names_are_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_names_are_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
 
     monkeypatch.setattr(os, "fsync", sync)
-    files.publish(make(tmp_path, 3), 0)
+    disk.publish(make(tmp_path, 3), 0)
     assert synced == ["state.pt", "manifest.json", "step-3.tmp-0", tmp_path.name]
 
 
