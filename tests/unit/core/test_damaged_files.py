@@ -11,7 +11,6 @@ from hpc_ddp.core.console.units import duration
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import read_json, read_seconds, read_word
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.report.bundle import REDACTED, Redaction
 
 NESTED = "[" * 100_000
@@ -43,16 +42,6 @@ def test_a_damaged_notice_still_reads(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert read_word(path)
     assert read_seconds(path) in (7.0, None)
-
-
-def test_a_folder_that_is_away_names_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def raise_error(path: Path, pattern: str) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(Path, "glob", raise_error)
-    assert AttemptFolder(tmp_path).node("n1").pids() == []
 
 
 def test_a_time_that_is_no_number_is_printed() -> None:

@@ -42,7 +42,7 @@ def test_a_supervisor_without_a_place_says_so(
         raise error
 
     monkeypatch.setattr(Place, "from_env", refuse)
-    assert supervisor.main(["true"]) == 1
+    assert supervisor.main(["torchrun", "true"]) == 1
     assert f"can't take part: its place in the job is unknown: {error!r}" in capfd.readouterr().err
 
 

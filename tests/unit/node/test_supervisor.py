@@ -18,10 +18,11 @@ from hpc_ddp.core import process
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node import supervisor
+from hpc_ddp.node.launch import expand, split, torchrun_launch
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import head_failover
 from hpc_ddp.node.outcome import oom as oom_module
-from hpc_ddp.node.supervisor import Signals, Supervisor, expand, split, torchrun_launch
+from hpc_ddp.node.supervisor import Signals, Supervisor
 from tests.raw_events import raw_events
 
 COMMAND = ["python", "node.py", "agent", "--nnodes=2", "--rdzv-conf=a=1", "train.py", "--lr=1"]
@@ -458,6 +459,20 @@ def test_the_first_supervisor_alone_looks_for_its_peers(attempt: AttemptFolder) 
     assert [len(watcher.launch.peers) for watcher in watchers] == [3, 0, 0]
     attempt.failed.write_text("n2")
     assert [watcher.run() for watcher in watchers] == [1, 0, 0]
+
+
+def test_a_disk_that_is_away_kills_no_worker(
+    attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_error(path: Path, pattern: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    watcher, agent = _supervisor(attempt, end_time=1010.0, warn_s=60.0), _torchrun()
+    _workers(watcher, 41)
+    monkeypatch.setattr(Path, "glob", raise_error)
+    watcher._poll(agent)
+    assert (watcher.notice, watcher.torn_down, agent.killed) == ("time limit", None, False)
+    assert not watcher._is_superseded()
 
 
 def test_a_clock_that_is_set_moves_no_wait(
