@@ -170,6 +170,9 @@ def _result(crew: Any) -> dict[str, Any]:
     return result
 
 
+# Of large_model.py. Half of the blocks, which a rank keeps, and the buffers of a forward have room
+# below the limits: torch 2.9 holds the buffers of three gathered blocks, and 2.15 those of two.
+BLOCKS = 8
 BLOCK_BYTES = 4 * (2 * 64 * 256 + 256 + 64 + 2 * 64)
 
 
@@ -177,7 +180,7 @@ def test_a_model_is_shared_out_before_a_device_has_it(
     make_sim_crew: Callable[[str], Any],
 ) -> None:
     """A limit below the model's size; on meta the numbers do not depend on the ranks."""
-    whole = 6 * BLOCK_BYTES
+    whole = BLOCKS * BLOCK_BYTES
     limits = {"moved": (), "meta": ("--meta",), "average": ("--meta", "--average")}
     for name, words in limits.items():
         crew = make_sim_crew(name)

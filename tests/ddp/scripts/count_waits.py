@@ -45,7 +45,7 @@ batches = now.loader(
     TensorDataset(torch.randn(512, 8), torch.randint(2, (512,))), 4, accumulate=args.accumulate
 )
 now.track(model=model, optimizer=optimizer, scheduler=scheduler)
-counts = []
+counts: list[int] = []
 for _ in now.epochs(1):
     for x, y in batches:
         with now.autocast():
@@ -56,6 +56,10 @@ for _ in now.epochs(1):
         if average:
             average.update_parameters(model)
         now.step(loss=loss, norm=size, whole=whole)
+        if not counts:
+            # torch 2.9 puts AdamW's count of steps on the default device, and waits for it.
+            for state in optimizer.state.values():
+                state["step"] = state["step"].cpu()
         counts.append(C.waits())
         if len(counts) == 2:
             looks = -now._consensus.exchanges
