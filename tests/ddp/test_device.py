@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from crews import Zygote, crews_of
 
-from tests.devices import ROOT, device_env, reports_of
+from tests.devices import HAS_SIM_RECORD, ROOT, device_env, reports_of
 from tests.skips import skip_or_fail
 
-RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 CHECKS = ROOT / "tests" / "device" / "checks.py"
 
 
@@ -267,11 +265,11 @@ def test_a_step_does_not_wait_for_its_device(
     (line,) = (line.split() for line in output.splitlines() if line.startswith("WAITS"))
     waits, looks, steps = map(int, line[1::2])
     assert steps == 64
-    assert "simccl:all_reduce" in output or RELEASE < (2, 15)  # what a hang would leave
+    assert "simccl:all_reduce" in output or not HAS_SIM_RECORD  # what a hang would leave
     assert waits <= (looks if most is None else most)
 
 
-@pytest.mark.skipif(RELEASE < (2, 15), reason="earlier releases record NCCL's collectives alone")
+@pytest.mark.skipif(not HAS_SIM_RECORD, reason="this torch records no collectives of simccl")
 @pytest.mark.parametrize(
     ("words", "name"), [((), "all_reduce"), (("--sharded",), "reduce_scatter")]
 )
