@@ -254,6 +254,8 @@ def test_what_lies_on_the_device_comes_back_there(make_sim_crew: Callable[[str],
         (("--average",), 0),
         (("--average", "--default-device"), 0),
         (("--sharded", "--look"), None),  # once for each look, an exchange later
+        # A step: FSDP2 for each gradient, 7 times in all; clipping twice, also for more gradients.
+        (("--sharded", "--offload"), 9 * 61),
         (("--save-every-steps", "16"), 7),  # the thread that saves: 3 copies, and twice 2 sums
     ],
 )
