@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DEVICE = os.environ.get("DEVICE", "cpu")
 SIM_DEVICES = 4
+# Of torch, by its package: importing it takes seconds.
+RELEASE = tuple(int(number) for number in version("torch").split(".")[:2])
+HAS_SIM_RECORD = RELEASE >= (2, 15)  # of collectives: torch 2.9 has one for NCCL and Gloo alone
 REPORT = "sim: "  # begins a line of the stand-in that tells of an access that nothing orders
 
 

@@ -164,7 +164,7 @@ def flight_recorder(device: torch.device) -> bytes:
 
     Raises
     ------
-    AttributeError, TypeError
+    NotImplementedError
         this build of torch has no record of that backend
     """
     backend = dist.group.WORLD._get_backend(device)
@@ -174,7 +174,12 @@ def flight_recorder(device: torch.device) -> bytes:
         record: bytes = c10d._dump_nccl_trace()
     else:
         name = backend.name()
-        record = c10d._dump_fr_trace(**({} if name == "gloo" else {"backend": name}))
+        try:
+            record = c10d._dump_fr_trace(**({} if name == "gloo" else {"backend": name}))
+        except (AttributeError, TypeError):  # torch's text would be the function's signature
+            raise NotImplementedError(
+                f"torch {torch.__version__} records no collectives of {name}"
+            ) from None
     return record
 
 

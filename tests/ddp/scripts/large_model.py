@@ -46,7 +46,7 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
         self.last.weight = self.first.weight  # tied
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
