@@ -4,10 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-from fakes import Slurm
-from written_runs import Written
 
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from unit.fakes import Slurm
 
 
 @pytest.fixture
@@ -17,11 +16,6 @@ def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return Slurm(folder)
-
-
-@pytest.fixture
-def written(tmp_path: Path) -> Written:
-    return Written(tmp_path).event("submitted", backend="slurm", first_attempt=0)
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm, slurm_text
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.slurm import NoAnswerError
 from hpc_ddp.slurm_text import QueuedJob, Record
+from unit.fakes import Clock, Slurm, stop_clock
 
 TIMED_OUT = "slurm_load_jobs error: Socket timed out on send/recv operation"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fakes import stop_clock
 
 from hpc_ddp.core import file_io
 from hpc_ddp.core.file_io import read_json, read_tail, read_word, write_json
+from unit.fakes import stop_clock
 
 
 def test_files_are_read_whatever_is_in_them(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fakes import Clock
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.process import SHOW_STACKS, STACKS, _began
 from hpc_ddp.node import attach
 from tests.waiting import wait_until
+from unit.fakes import Clock
 
 
 @pytest.fixture

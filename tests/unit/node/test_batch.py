@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm
 from hpc_ddp.core import process
@@ -30,6 +29,7 @@ from hpc_ddp.node.outcome import excluded_nodes, gather_facts, requeue
 from hpc_ddp.node.outcome.gather_facts import judge
 from hpc_ddp.slurm_text import parse_job
 from tests.raw_events import raw, raw_events
+from unit.fakes import Clock, Slurm, stop_clock
 
 SHOWN = """\
 JobId=7 JobName=x

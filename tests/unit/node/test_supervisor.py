@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fakes import Clock, stop_clock
-from node_fakes import NoSignals, place_of
 
 from hpc_ddp.core import process
 from hpc_ddp.core.file_io import read_json
@@ -23,6 +21,8 @@ from hpc_ddp.node.outcome import head_failover
 from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.supervisor import Signals, Supervisor, expand, split, torchrun_launch
 from tests.raw_events import raw_events
+from unit.fakes import Clock, stop_clock
+from unit.node.fakes import NoSignals, place_of
 
 COMMAND = ["python", "node.py", "agent", "--nnodes=2", "--rdzv-conf=a=1", "train.py", "--lr=1"]
 

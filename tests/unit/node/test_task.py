@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fakes import Clock, stop_clock
-from node_fakes import NoSignals, place_of
 
 from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node import supervisor
@@ -18,6 +16,8 @@ from hpc_ddp.node import task as task_module
 from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.supervisor import Launch, Signals, Supervisor, torchrun_launch
 from hpc_ddp.node.task import worker_launch
+from unit.fakes import Clock, stop_clock
+from unit.node.fakes import NoSignals, place_of
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from fakes import Clock, stop_clock
 
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError
@@ -30,6 +29,7 @@ from hpc_ddp.node.outcome.verdict import Verdict
 from hpc_ddp.node.preflight import driver
 from tests.raw_events import raw, raw_events
 from tests.waiting import pid_in, wait_until
+from unit.fakes import Clock, stop_clock
 
 # --- its start -----------------------------------------------------------------------------
 

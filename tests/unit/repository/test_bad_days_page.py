@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import bad_days
 import pytest
 
 from tools import suites
 from tools.store import Line, Store
+from unit.repository import bad_days
 
 GO = "tests/slurm/test_a.py::test_go"
 
@@ -47,7 +47,7 @@ def test_the_line_that_lists_the_variants_is_that_of_the_soak() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert bad_days.PAGE.read_text() == bad_days.page(), "python tests/unit/bad_days.py"
+    assert bad_days.PAGE.read_text() == bad_days.page(), "python tests/unit/repository/bad_days.py"
 
 
 def test_each_row_has_one_promise() -> None:

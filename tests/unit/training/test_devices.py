@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from training_fakes import give_gpus
 
 from hpc_ddp.training import devices
 from hpc_ddp.training.data.order import derive
 from hpc_ddp.training.models import rng
+from unit.training.fakes import give_gpus
 
 TRAINING = Path(devices.__file__).parent
 

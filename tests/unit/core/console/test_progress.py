@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import Clock
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console import progress
+from unit.fakes import Clock
 
 
 class Terminal(io.StringIO):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import stop_clock
 
 from hpc_ddp.core import file_io
 from hpc_ddp.core.journal.events import (
@@ -28,6 +27,7 @@ from hpc_ddp.core.journal.journal import (
 )
 from tests.raw_events import raw, typed
 from tests.waiting import LIMIT_S
+from unit.fakes import stop_clock
 
 
 def test_merges_writers_by_attempt_then_time(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from node_fakes import place_of
 
 from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node.net import fabric
@@ -13,6 +12,7 @@ from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.fabric import Found
 from hpc_ddp.node.net.place import Place
 from tests.raw_events import raw_events
+from unit.node.fakes import place_of
 
 INFINIBAND = Found("infiniband", ("mlx5_0",))
 

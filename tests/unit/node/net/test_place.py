@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import place_of
 
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node.net import place as place_module
 from hpc_ddp.node.net.place import Place, node_index
+from unit.node.fakes import place_of
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import head_failover
+from unit.fakes import Clock, Slurm, stop_clock
 
 SHOWN = "   JobState={} Reason=None\n   Requeue=1 Restarts={} BatchFlag=1\n   NodeList=n[2-3]\n"
 ENVIRON = {"SLURM_JOB_ID": "7", "HPC_DDP_RESTARTS": "1"}

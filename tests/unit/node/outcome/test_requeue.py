@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Clock, Slurm, stop_clock
 
 from hpc_ddp import slurm
 from hpc_ddp.core.errors import HpcDdpError
@@ -28,6 +27,7 @@ from hpc_ddp.node.outcome.requeue import (
 )
 from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
 from tests.raw_events import raw, typed
+from unit.fakes import Clock, Slurm, stop_clock
 
 
 def test_a_blamed_node_is_kept_off_for_a_day() -> None:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fakes import Clock
 
 from hpc_ddp.node.preflight import bandwidth
 from hpc_ddp.node.preflight.bandwidth import Meter, measure, partner
 from hpc_ddp.node.preflight.messages import MARK
+from unit.fakes import Clock
 
 Lines = Callable[[], list[dict[str, Any]]]
 

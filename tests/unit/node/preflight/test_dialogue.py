@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Clock
 
 from hpc_ddp.node.preflight import dialogue as dialogue_module
 from hpc_ddp.node.preflight.blame import NodeReport
@@ -23,6 +22,7 @@ from hpc_ddp.node.preflight.dialogue import (
     NoticeError,
 )
 from hpc_ddp.node.preflight.messages import MARK
+from unit.fakes import Clock
 
 
 def _line(node: str, **fields: Any) -> str:

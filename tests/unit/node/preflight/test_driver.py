@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Clock, Slurm
 
 from hpc_ddp.core.checkpoints import manifest_crc
 from hpc_ddp.core.job.spec import JobSpec
@@ -20,6 +19,7 @@ from hpc_ddp.node.preflight.blame import NodeReport, outcome
 from hpc_ddp.node.preflight.dialogue import Command, Dialogue, LaunchError, NoticeError
 from hpc_ddp.node.preflight.driver import conclude, examine
 from tests.raw_events import raw_events
+from unit.fakes import Clock, Slurm
 
 
 @pytest.fixture

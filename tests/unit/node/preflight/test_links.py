@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import stop_clock
-from node_fakes import place_of
 
 from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import links
 from hpc_ddp.node.preflight.links import Listener, partners
 from hpc_ddp.node.preflight.messages import MARK
+from unit.fakes import stop_clock
+from unit.node.fakes import place_of
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 9, 10, 100, 1024])

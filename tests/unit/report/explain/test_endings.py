@@ -5,10 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from written_runs import (
-    Written,
-    record,
-)
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.spec import JobSpec
@@ -18,6 +14,10 @@ from hpc_ddp.report.logs.files import LogQuery
 from hpc_ddp.report.logs.view import follow, show
 from hpc_ddp.report.status.run_status import status_of
 from tests.raw_events import typed
+from unit.report.written_runs import (
+    Written,
+    record,
+)
 
 
 @pytest.mark.parametrize(

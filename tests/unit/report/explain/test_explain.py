@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written_runs import Written, record
 
 from hpc_ddp.core.journal.events import Queued
 from hpc_ddp.core.process import identity
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import find_run
+from unit.report.written_runs import Written, record
 
 
 def test_finished(written: Written) -> None:

@@ -12,15 +12,15 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from written_runs import (
-    GLOO_CLOSED,
-    SYNTAX,
-    Written,
-)
 
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.explain import explain_run
 from hpc_ddp.report.explain.explanation import paragraph
+from unit.report.written_runs import (
+    GLOO_CLOSED,
+    SYNTAX,
+    Written,
+)
 
 EXAMPLES = int(os.environ.get("HPC_DDP_SOAK", "30"))
 

@@ -10,7 +10,9 @@ import re
 from typing import Any
 
 import pytest
-from written_runs import (
+
+from hpc_ddp.report.explain.patterns import FAILURES, explain_pending, recognise
+from unit.report.written_runs import (
     CUDA_OOM,
     GLOO_CLOSED,
     GLOO_TIMEOUT,
@@ -19,8 +21,6 @@ from written_runs import (
     Written,
     record,
 )
-
-from hpc_ddp.report.explain.patterns import FAILURES, explain_pending, recognise
 
 
 @pytest.mark.parametrize(

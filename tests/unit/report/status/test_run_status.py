@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Slurm
-from written_runs import RUNNING_JOB, make_run, write_event
 
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import MetricsLine
@@ -20,6 +18,8 @@ from hpc_ddp.report.status import run_table as overview
 from hpc_ddp.report.status.run_status import cancel, status_of
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
+from unit.fakes import Slurm
+from unit.report.written_runs import RUNNING_JOB, make_run, write_event
 
 
 def test_a_run_that_runs(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from written_runs import RUNNING_JOB, make_run, write_event
 
 from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status
 from hpc_ddp.slurm_text import QueuedJob
+from unit.report.written_runs import RUNNING_JOB, make_run, write_event
 
 
 def test_only_what_has_ended_is_remembered_and_only_as_long_as_nothing_changes(

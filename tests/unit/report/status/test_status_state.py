@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fakes import Slurm
 
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.state import describe_work, read_queue
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
+from unit.fakes import Slurm
 
 
 @pytest.fixture

@@ -7,14 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from written_runs import RUNNING_JOB, make_run
-
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status import run_table as overview
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
+from unit.report.written_runs import RUNNING_JOB, make_run
 
 
 def test_the_newest_and_the_live_ones_are_shown(tmp_path: Path, monkeypatch: Any) -> None:

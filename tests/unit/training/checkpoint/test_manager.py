@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from fakes import Clock, stop_clock
 
 from hpc_ddp.cli import jobs
 from hpc_ddp.core import checkpoints, file_io
@@ -43,6 +42,7 @@ from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims
 from tests.raw_events import raw_events
 from tests.waiting import LIMIT_S
+from unit.fakes import Clock, stop_clock
 
 CPU = torch.device("cpu")
 

@@ -15,12 +15,10 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 import torch.distributed as dist
-from fakes import stop_clock
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
-from training_fakes import Holds
 
 from hpc_ddp.core import file_io
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
@@ -41,6 +39,8 @@ from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError, _Bat
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
 from hpc_ddp.training.models import dtensor, rng
 from hpc_ddp.training.models.mesh import ParallelDims
+from unit.fakes import stop_clock
+from unit.training.fakes import Holds
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from training_fakes import Holds, give_gpus
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint import loading, state
@@ -25,6 +24,7 @@ from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.run import Run
+from unit.training.fakes import Holds, give_gpus
 
 CPU = torch.device("cpu")
 

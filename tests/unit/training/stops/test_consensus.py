@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_fakes import Alone, Saves
 
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.journal import Journal, read_events
@@ -30,6 +29,7 @@ from hpc_ddp.training.telemetry import metrics as metrics_module
 from hpc_ddp.training.telemetry.metrics import Metrics
 from tests.raw_events import typed
 from tests.waiting import LIMIT_S
+from unit.training.fakes import Alone, Saves
 
 
 def make_schedule(saves: Saves | None = None, **options: Any) -> SaveSchedule:

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fakes import Clock, stop_clock
-from training_fakes import Alone, Saves, give_gpus
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.journal.journal import Journal
@@ -44,6 +42,8 @@ from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, No
 from hpc_ddp.training.telemetry.step_timing import StepTimer
 from tests.raw_events import typed
 from tests.waiting import wait_until
+from unit.fakes import Clock, stop_clock
+from unit.training.fakes import Alone, Saves, give_gpus
 
 
 class LeftError(Exception):

@@ -1,6 +1,6 @@
 """The table in docs/bad-days.md, from the tests' markers and the results that are kept.
 
-    python tests/unit/bad_days.py        writes it anew
+    python tests/unit/repository/bad_days.py        writes it anew
 
 A test says ``@pytest.mark.row("name of the bad day", promise="what is promised")``; of several
 tests with the same name, one has the promise.
@@ -16,11 +16,11 @@ from pathlib import Path
 from tests.results import OWN
 from tools.store import Store
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 PAGE = REPO / "docs" / "bad-days.md"
 RESULTS = REPO / "docs" / "results" / "tests.jsonl"
 SELECTION = "selection rows"  # the line of `make soak` that lists all variants of these tests
-BEGIN, END = "<!-- table: python tests/unit/bad_days.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- table: python tests/unit/repository/bad_days.py -->\n", "<!-- end -->\n"
 
 
 @dataclass
