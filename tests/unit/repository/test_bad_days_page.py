@@ -60,7 +60,7 @@ def test_each_test_that_a_page_names_is_there() -> None:
     """In pages that say how a thing is known: ``slurm/test_x.py::test_y``."""
     tests = Path(__file__).parents[2]
     for page in (tests.parent / "docs").glob("*.md"):
-        named = re.findall(r"`((?:unit|slurm|cli|ddp)/test_\w+\.py)(?:::(\w+))?", page.read_text())
+        named = re.findall(r"`((?:unit|slurm|cli|ddp)/[\w/]+\.py)(?:::(\w+))?", page.read_text())
         for path, name in named:
             assert (tests / path).exists(), f"{page.name}: {path}"
             text = (tests / path).read_text()
