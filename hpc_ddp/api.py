@@ -55,25 +55,33 @@ class Handle:
 
     @property
     def id(self) -> str:
+        """``<run id>``, as `hpc-ddp status` has it; of a task of an array with ``/task-<n>``."""
         return self._run.id
 
     @property
     def name(self) -> str:
+        """The job's name."""
         return self._run.name
 
     @property
     def job_id(self) -> str | None:
-        """The newest Slurm job of the run; None where there was none."""
+        """The newest Slurm job of the run; None where there was none. Raises OSError where its
+        journal can't be read."""
         return next(reversed(self._run.job_ids(self._run.events())), None)
 
     @property
     def state(self) -> str:
         """The run's state in one word, as `hpc-ddp status` has it: ``waiting``, ``running``,
-        ``finished``, ``failed``, ``cancelled``, ``stopped`` … Slurm is asked each time."""
+        ``finished``, ``failed``, ``cancelled``, ``stopped`` … Slurm is asked each time; raises as
+        `status`."""
         return str(self.status().state)
 
     def status(self) -> Status:
-        """Return all that a line of `hpc-ddp status` has: step, loss, goodput, results …"""
+        """Return all that a line of `hpc-ddp status` has: step, loss, goodput, results …
+
+        Without an answer from Slurm its jobs count as gone. Raises OSError where the journal can't
+        be read.
+        """
         return status_of(self._run, jobs_in_queue() if self.job_id else {})
 
     def wait(self, timeout: float | None = None) -> str:
@@ -110,6 +118,8 @@ class Handle:
         return self.state
 
     def _at_work(self) -> bool:
+        """Return whether a process or a job works on the run, or will; True also while Slurm gives
+        no answer. Raise HpcDdpError without a Slurm for a run that has a job."""
         if self._process:
             return self._process.poll() is None
         try:
@@ -124,7 +134,9 @@ class Handle:
         Raises
         ------
         UsageError
-            it is finished
+            it is finished, or another user could have written the ids of its jobs
+        HpcDdpError
+            Slurm does not cancel its job
         """
         cancel(self._run)
 
@@ -137,6 +149,8 @@ class Handle:
         ------
         UsageError
             there is no such rank, or nothing was printed yet
+        OSError
+            a log can't be read
 
         Examples
         --------
@@ -207,19 +221,20 @@ def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
     Raises
     ------
     UsageError
-        there is no such run
+        there is no such run, or a setting for that folder is refused
     """
     return Handle(run_of(os.fspath(run), runs_dir).path)
 
 
 def _set_fields(spec: JobSpec) -> dict[str, Any]:
-    """Return the fields of a job that differ from their default."""
+    """Return the fields of a job that differ from their default, by name."""
     values = {item.name: (getattr(spec, item.name), default_of(item)) for item in fields(spec)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as a project file has them, checked."""
+    """Return settings under the keys of a project file, checked; None counts as not set. Raise
+    UsageError for an unknown key or a value of the wrong kind."""
     values: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, tuple):
@@ -230,6 +245,8 @@ def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings of a sweep over these values by parameter; {} for None. Raise UsageError
+    for anything but a mapping to several values, and for too many points."""
     if not sweep:
         return {}
     if not isinstance(sweep, Mapping) or any(

@@ -69,10 +69,11 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for an sbatch that is to keep to some options of a script.
+    """Return the environment for an sbatch that is to keep to some `options` of a script, by name.
 
     sbatch takes SBATCH_PARTITION, say, over the script's ``#SBATCH --partition``. Here a site's or
-    a user's profile has its say where the job has none; a value that is passed over is reported.
+    a user's profile has its say where the job has none; a value that is passed over is reported on
+    stderr.
     """
     env = clean_env(environ)
     for name in [name for name in env if name.startswith("SBATCH_")]:
@@ -93,7 +94,8 @@ def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[s
 
 
 def _options_of(script: Path, more: Sequence[str]) -> dict[str, str]:
-    """Return the options of a batch script and of sbatch's command line, with their values."""
+    """Return the options of a batch script and of sbatch's command line (`more`), with their
+    values. A script that can't be read has none."""
     try:
         text = script.read_text(errors="replace")
     except OSError:  # sbatch's own error is better
@@ -107,14 +109,10 @@ def _run(
     timeout_s: float = TIMEOUT_S,
     umask: int = -1,
 ) -> str:
-    """Run one of Slurm's commands once and return what it printed.
+    """Run one of Slurm's commands once and return what it printed; `umask` -1 keeps this process's.
 
-    Raises
-    ------
-    NoAnswerError
-        the controller gave no answer: what was asked for may have been done all the same
-    HpcDdpError
-        it is not there, or refused
+    Raise NoAnswerError where the controller gave no answer: what was asked for may have been done
+    all the same; and HpcDdpError where the command is not there, can't be started, or refused.
     """
     try:
         done = subprocess.run(
@@ -150,7 +148,8 @@ def _run(
 def _patiently(argv: Sequence[str], give_up: float | None = None) -> str:
     """Run a command that may be run twice, and repeat it while the controller does not answer.
 
-    `give_up` is the end of that by ``time.monotonic()``; None: PATIENCE_S from now.
+    `give_up` is the end of that by ``time.monotonic()``; None: PATIENCE_S from now. Raises as
+    `_run`.
     """
     give_up, pause_s = _patience(give_up), 1.0
     while True:
@@ -165,6 +164,7 @@ def _patiently(argv: Sequence[str], give_up: float | None = None) -> str:
 
 
 def _patience(give_up: float | None) -> float:
+    """Return the `give_up` of `_patiently` as a time; None is PATIENCE_S from now."""
     return time.monotonic() + PATIENCE_S if give_up is None else give_up
 
 
@@ -175,11 +175,12 @@ def sbatch(
     earlier: Collection[str] = (),
     give_up: float | None = None,
 ) -> str:
-    """Submit a script file and return the job id; `give_up` as `show_job` has it.
+    """Submit a script file with `options` such as ``--array=0-3``, and return the job id; `give_up`
+    as `show_job` has it. `env` is passed on without what `submit_env` leaves out.
 
-    A job whose sbatch got no answer may be queued all the same ("Socket timed out", seen on
-    22.05). Then the queue is searched for a job of this very script, and only if there is none it
-    is submitted again. `earlier` are ids of jobs of the script from before.
+    A job whose sbatch got no answer may be queued all the same ("Socket timed out", seen on 22.05).
+    Then the queue is searched for a job of this very script, and only if there is none it is
+    submitted again. `earlier` are ids of jobs of the script from before. Raises as `_run`.
 
     Slurm gives the job sbatch's umask: on a node the user's, which `node.entry` has replaced.
     """
@@ -211,9 +212,10 @@ def sbatch(
 def _find_submitted(
     script: Path, earlier: Collection[str], options: Sequence[str], give_up: float
 ) -> str | None:
-    """Return the id of a job of a script that is not among the `earlier` ones, if there is one.
+    """Return the id of a job of a script that is not among the `earlier` ones; None without one.
 
-    Tasks of an array share the script, and each may queue a job of its own just now.
+    Tasks of an array share the script, and each may queue a job of its own just now. Raises as
+    `_run`.
     """
     task = next((o.removeprefix("--array=") for o in options if o.startswith("--array=")), None)
     for _ in range(LOOKS):
@@ -232,7 +234,7 @@ def _find_submitted(
 
 
 def cancel(job_ids: Sequence[str]) -> None:
-    """Cancel jobs in one call; ids that Slurm no longer knows are passed over."""
+    """Cancel jobs in one call, but for ids that Slurm no longer knows; raises as `_run`."""
     try:
         _patiently(["scancel", *job_ids])
     except HpcDdpError as error:
@@ -243,29 +245,25 @@ def cancel(job_ids: Sequence[str]) -> None:
 def requeue(job_id: str) -> None:
     """Put a batch job back into the queue. From inside of it, this also ends the caller.
 
-    Raises
-    ------
-    NoAnswerError
-        it may have worked all the same: ask before the next try
-    HpcDdpError
-        the site or the job does not permit it
+    Raise NoAnswerError where it may have worked all the same (ask before the next try), and
+    HpcDdpError where the site or the job does not permit it.
     """
     _run(["scontrol", "requeue", job_id])
 
 
 def forbid_requeue(job_id: str) -> None:
-    """Have Slurm end a job when its batch script does, whatever the exit code."""
+    """Have Slurm end a job when its batch script does, with any exit code; raises as `_run`."""
     _patiently(["scontrol", "update", f"JobId={job_id}", "Requeue=0"])
 
 
 def exclude(job_id: str, nodes: Sequence[str]) -> None:
-    """Keep a waiting job off some nodes; replaces what it was kept off before."""
+    """Keep a waiting job off some nodes; replaces what it was kept off before. Raises as `_run`."""
     _patiently(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
 
 
 def why_refused(script: Path, *options: str) -> str:
-    """Return why a script would never start with these options, or why Slurm gave no answer; ''
-    if it would."""
+    """Return why a script would never start with these options, or why Slurm gave no answer; '' if
+    it would."""
     try:
         env = submit_env(os.environ, _options_of(script, options))
         _run(["sbatch", "--test-only", *options, str(script)], env=env)
@@ -275,7 +273,8 @@ def why_refused(script: Path, *options: str) -> str:
 
 
 def unusable(nodes: Sequence[str]) -> list[str]:
-    """Return those of the nodes that are down, drained, or do not answer the controller."""
+    """Return those of the nodes that are down, drained, or do not answer the controller; none where
+    Slurm gives no answer."""
     bad = re.compile(r"down|drain|fail|.*\*")  # a star: it does not answer
     if not nodes:
         return []
@@ -290,10 +289,8 @@ def unusable(nodes: Sequence[str]) -> list[str]:
 def expand_hosts(node_list: str) -> list[str]:
     """Return the names in a host list such as ``node[1-2]``, in order.
 
-    Raises
-    ------
-    HpcDdpError
-        the list is empty or can't be expanded: going on would make N worlds of one node
+    Raise HpcDdpError where it is empty or can't be expanded: going on would make N worlds of one
+    node.
     """
     names = _run(["scontrol", "show", "hostnames", node_list]).split() if node_list else []
     if not names:
@@ -302,25 +299,21 @@ def expand_hosts(node_list: str) -> list[str]:
 
 
 def show_job(job_id: str, give_up: float | None = None) -> Job:
-    """Ask the controller for a job.
+    """Ask the controller for a job. Raise HpcDdpError where there is no such job, or no answer.
 
     An answer is waited for until `give_up`, a time of ``time.monotonic()``; None: PATIENCE_S.
-
-    Raises
-    ------
-    HpcDdpError
-        no such job, or no answer
     """
     return slurm_text.parse_job(_patiently(["scontrol", "show", "job", job_id], give_up))
 
 
 def job_text(job_id: str) -> str:
-    """Return what ``scontrol show job`` prints; errors as `show_job` has them."""
+    """Return what ``scontrol show job`` prints, without waiting for an answer; errors as
+    `show_job`."""
     return _run(["scontrol", "show", "job", job_id])
 
 
 def is_pending_or_running(job_id: str) -> bool:
-    """Return whether a job waits or runs; False also where the controller does not answer."""
+    """Return whether a job waits, runs or is suspended; False where Slurm gives no answer."""
     try:
         return slurm_text.parse_job(job_text(job_id)).state in ("PENDING", "RUNNING", "SUSPENDED")
     except HpcDdpError:
@@ -330,7 +323,7 @@ def is_pending_or_running(job_id: str) -> bool:
 def queue() -> dict[str, QueuedJob]:
     """Return the user's jobs that Slurm still knows, by job id, with one call of squeue.
 
-    The id of an array maps to a task of it that is live, while there is one.
+    The id of an array maps to a task of it that is live, while there is one. Raises as `_run`.
     """
     columns = "--format=%F|%A|%T|%r|%N|%L|%Z|%o"
     return slurm_text.parse_queue(_run(["squeue", "--me", "--noheader", columns, "--states=all"]))
@@ -339,10 +332,7 @@ def queue() -> dict[str, QueuedJob]:
 def record(job_id: str) -> Record:
     """Ask the controller for a job, and the accounting where the controller has forgotten it.
 
-    Raises
-    ------
-    HpcDdpError
-        neither knows it, or none answers
+    Raise HpcDdpError where neither knows it, or none answers.
     """
     try:
         return slurm_text.parse_record(job_text(job_id))
@@ -365,34 +355,32 @@ ACCOUNTING_S = 15.0  # the accounting's answer is not essential
 
 
 def show_config() -> dict[str, str]:
-    """Return slurm.conf's values by name, as ``scontrol show config`` prints them.
-
-    Raises
-    ------
-    HpcDdpError
-        there is no Slurm here, or no answer
-    """
+    """Return slurm.conf's values by name (``scontrol show config``); raises as `_run`."""
     return slurm_text.parse_config(_run(["scontrol", "show", "config"]))
 
 
 def show_all(kind: str) -> list[dict[str, str]]:
-    """Return all partitions (`kind` is ``partition``) or nodes (``node``), each with its values."""
+    """Return all partitions (`kind` is ``partition``) or nodes (``node``), each with its values by
+    name. Raises as `_run`."""
     return slurm_text.parse_records(_run(["scontrol", "--oneliner", "show", kind]))
 
 
 def show_qos() -> list[dict[str, str]]:
-    """Return the qualities of service; [] where there is no accounting, or it does not answer."""
+    """Return the qualities of service, each with its values by name; [] where there is no
+    accounting, or it does not answer."""
     return _accounting(("show", "qos"), ("Name", "GraceTime", "Preempt", "PreemptMode"))
 
 
 def show_accounts(user: str) -> list[dict[str, str]]:
-    """Return a user's accounts, on all clusters of the accounting; [] as `show_qos`."""
+    """Return a user's accounts, on all clusters of the accounting, each with its values by name; []
+    as `show_qos`."""
     columns = ("Cluster", "DefaultAccount", "Account", "Partition")
     return _accounting(("show", "user", user, "withassoc"), columns)
 
 
 def takes_option(command: str, option: str) -> bool:
-    """Tell whether the help of a command of Slurm's has an option: plugins of a site add some."""
+    """Return whether the help of a command of Slurm's has an option: plugins of a site add some.
+    False where the command is not there."""
     try:
         return f"--{option}" in _run([command, "--help"])
     except HpcDdpError:
@@ -400,6 +388,8 @@ def takes_option(command: str, option: str) -> bool:
 
 
 def _accounting(words: Sequence[str], wanted: Sequence[str]) -> list[dict[str, str]]:
+    """Return the rows of a query of sacctmgr, with the values of the `wanted` columns by name; []
+    without an answer."""
     argv = ["sacctmgr", "--noheader", "--parsable2", *words, f"format={','.join(wanted)}"]
     try:
         printed = _run(argv, timeout_s=ACCOUNTING_S)

@@ -128,15 +128,17 @@ class Record:
 
 
 def parse_job_id(printed: str) -> str | None:
-    """Return the job id of what ``sbatch --parsable`` printed: some sites' print a banner, too."""
+    """Return the job id of what ``sbatch --parsable`` printed, None without one: some sites' print
+    a banner, too."""
     lines = [line.strip() for line in printed.splitlines()]
     ids = [line.partition(";")[0] for line in lines if _JOB_ID.fullmatch(line)]
     return ids[-1] if ids else None
 
 
 def parse_job(text: str) -> Job:
-    """Read the multi-line format. Fields are anchored at line starts: a job's name, which
-    stands on the first line, may hold anything."""
+    """Read what ``scontrol show job`` prints in several lines; a missing field is '', None or 0.
+    Fields are anchored at line starts: a job's name, which stands on the first line, may hold
+    anything."""
 
     value = partial(_field, text)
     end = value(r"^\s+StartTime=\S+ EndTime=(\S+)")
@@ -153,7 +155,8 @@ def parse_job(text: str) -> Job:
 
 
 def parse_record(text: str) -> Record:
-    """Read what ``scontrol show job`` prints; of an array, the first job."""
+    """Read what ``scontrol show job`` prints; of an array, the first job. A missing field is '' or
+    None."""
 
     value = partial(_field, text)
     return Record(
@@ -201,7 +204,7 @@ def parse_queue(text: str) -> dict[str, QueuedJob]:
 
 
 def parse_table(text: str, columns: int) -> list[list[str]]:
-    """Read lines of fields with ``|`` between them; lines with fewer fields are left out.
+    """Read lines of `columns` fields with ``|`` between them; lines with fewer fields are left out.
 
     The last field may hold a ``|`` itself, as a path may.
     """
@@ -210,14 +213,16 @@ def parse_table(text: str, columns: int) -> list[list[str]]:
 
 
 def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the options of a batch script's header, and of a command line, with their values."""
+    """Return the options of a batch script's text and of a command line (`more`), by name, with ''
+    for a flag; the later one counts."""
     header = re.findall(r"^#SBATCH +(--\S+)", script, flags=re.M)
     words = (word.removeprefix("--").partition("=") for word in (*header, *more))
     return {name: value for name, _, value in words}
 
 
 def parse_reason(command: str, printed: str) -> str:
-    """Return the reason that a command of Slurm printed, on one line, without its own name."""
+    """Return the reason that a command of Slurm printed, on one line, without the command's
+    name."""
     return re.sub(rf"^{command}: (error: )?", "", printed, flags=re.M).replace("\n", "; ")
 
 
@@ -227,7 +232,8 @@ def hint_for(reason: str) -> str:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Read lines of the form ``Name   = value``; a name that comes again is another section's."""
+    """Read lines of the form ``Name = value``, by name; a name that comes again is another
+    section's, and left out."""
     values: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, value = line.partition("=")
@@ -237,7 +243,8 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def parse_records(text: str) -> list[dict[str, str]]:
-    """Read ``scontrol --oneliner``: by name, never by place, since versions differ in both.
+    """Read ``scontrol --oneliner``, a record for each line: by name, never by place, since versions
+    differ in both.
 
     A value with blanks, such as a reason's, is cut after its first word; a word within it that
     looks like a name does not replace one that stands before.
@@ -252,17 +259,18 @@ def parse_records(text: str) -> list[dict[str, str]]:
 
 
 def _state(shown: str) -> str:
+    """Return the state that a flag shown by Slurm belongs to; a state as it is."""
     return _STATE_OF.get(shown, shown)
 
 
 def _field(text: str, pattern: str) -> str:
-    """Return the first group of what a pattern finds in ``scontrol show``'s lines, or ''."""
+    """Return the first group of a pattern in ``scontrol show``'s lines; '' without a match."""
     match = re.search(pattern, text, re.M)
     return match[1] if match else ""
 
 
 def _seconds(text: str) -> int | None:
-    """Return the seconds of ``1-12:00:00``; None for UNLIMITED, NONE."""
+    """Return the seconds of ``1-12:00:00`` or ``12:00:00``; None for UNLIMITED, NONE."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
     if not match:
         return None
@@ -271,6 +279,8 @@ def _seconds(text: str) -> int | None:
 
 
 def _left_s(run_time: str, limit: str) -> float | None:
+    """Return the seconds between a job's run time and its limit; inf without a limit, None where
+    one is unknown."""
     elapsed_s, limit_s = _seconds(run_time), _seconds(limit)
     if limit == "UNLIMITED":
         return math.inf
@@ -278,6 +288,7 @@ def _left_s(run_time: str, limit: str) -> float | None:
 
 
 def _unix(text: str) -> float | None:
+    """Return the unix seconds of a local time as Slurm prints it; None for Unknown, None and ''."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:  # Unknown, None

@@ -34,18 +34,21 @@ DIGITS = Path(__file__).parent / "data" / "digits.csv.gz"
 
 
 def load_mnist(folder: Path, train: bool) -> TensorDataset:
-    """Return images (n, 1, 28, 28) from 0 to 1, and labels (n,)."""
+    """Return images (n, 1, 28, 28) from 0 to 1, and labels (n,), of the training or the test set.
+
+    Raise UsageError if `folder` has no MNIST.
+    """
     from torchvision.datasets import MNIST  # seconds, which the shipped digits need not wait for
 
     try:
-        found = MNIST(str(folder), train=train)
+        mnist = MNIST(str(folder), train=train)
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
         raise UsageError(f"{folder} has no MNIST that torchvision can read: {error}") from error
-    return TensorDataset(found.data[:, None] / 255, found.targets)
+    return TensorDataset(mnist.data[:, None] / 255, mnist.targets)
 
 
 def load_digits(train: bool) -> TensorDataset:
-    """Return images (n, 1, 8, 8) from 0 to 1, and labels (n,)."""
+    """Return images (n, 1, 8, 8) from 0 to 1, and labels (n,), of the training or the test set."""
     with gzip.open(DIGITS, "rt") as lines:
         table = torch.tensor([[float(number) for number in line.split(",")] for line in lines])
     table = table[(torch.arange(len(table)) % 5 == 4) != train]  # each fifth one is for the test
@@ -53,7 +56,7 @@ def load_digits(train: bool) -> TensorDataset:
 
 
 def block(channels_in: int, channels_out: int) -> list[nn.Module]:
-    """Return layers that halve the sides of an image."""
+    """Return the layers of a convolution that halves the sides of an image."""
     return [
         nn.Conv2d(channels_in, channels_out, 5, padding=2),
         nn.BatchNorm2d(channels_out),
@@ -69,17 +72,17 @@ def make_model(side: int) -> nn.Module:
 
 
 def evaluate(run: Run, model: nn.Module, test_set: TensorDataset) -> tuple[float, float]:
-    """Return mean loss and accuracy: each image counts once, over all ranks."""
-    total = right = seen = 0.0
+    """Return mean loss and accuracy: each image counts once, over all ranks. All ranks call it."""
+    loss_sum = right = seen = 0.0
     with run.evaluating(model) as plain:
         for images, labels in run.shard(test_set, batch_size=256):
             with run.autocast():
                 logits = plain(images).float()  # sums of losses need more than 16 bits
-            total += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+            loss_sum += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
             right += int((logits.argmax(1) == labels).sum())
             seen += len(labels)
-    total, right, seen = run.sum(total, right, seen)
-    return total / seen, right / seen
+    loss_sum, right, seen = run.sum(loss_sum, right, seen)
+    return loss_sum / seen, right / seen
 
 
 def parse_args() -> argparse.Namespace:
@@ -118,8 +121,8 @@ def main() -> None:
             run.backward(loss)
             norm = run.update(optimizer, clip_norm=args.clip_norm, scheduler=scheduler)
             run.step(loss=loss, norm=norm, lr=scheduler.get_last_lr()[0])
-        loss_there, score = evaluate(run, model, test_set)
-        run.print(f"epoch {epoch}  test loss {loss_there:.4f}  accuracy {score:.4f}")
+        test_loss, score = evaluate(run, model, test_set)
+        run.print(f"epoch {epoch}  test loss {test_loss:.4f}  accuracy {score:.4f}")
 
     _, score = evaluate(run, model, test_set)
     run.print(f"test accuracy {score:.4f} in {args.precision}")

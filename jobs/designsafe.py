@@ -40,7 +40,7 @@ SMOOTHING = 0.1
 
 
 def open_image(path: str) -> Any:
-    """Return a PIL image, or name the file that is none."""
+    """Return a PIL image; raise UsageError, which names the file, for one that is none."""
     try:
         return torchvision.datasets.folder.pil_loader(path)
     except (OSError, SyntaxError) as error:  # PIL has both for what is broken
@@ -48,7 +48,11 @@ def open_image(path: str) -> Any:
 
 
 def open_folder(folder: Path, size: int, augment: bool = False) -> ImageFolder:
-    """Return images (3, size, size) and class numbers; what augmenting draws can be resumed."""
+    """Return images (3, size, size) and class numbers; with `augment` changed at random, which can
+    be resumed.
+
+    Raise UsageError for a folder without images in folders of classes.
+    """
     steps = [v2.Resize((size, size)), *([v2.AutoAugment()] if augment else []), v2.ToImage()]
     steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     try:
@@ -61,28 +65,35 @@ def open_folder(folder: Path, size: int, augment: bool = False) -> ImageFolder:
 
 
 def open_data(data: Path, size: int) -> tuple[ImageFolder, ImageFolder, ImageFolder]:
-    """Return what to train on, to validate on, and to test on."""
+    """Return what to train on, to validate on, and to test on: the last two are one without
+    ``Test``.
+
+    Raise UsageError as `open_folder`, or if they have other classes.
+    """
     training = open_folder(data / "Train", size, augment=True)
     validation = open_folder(data / "Validation", size)
     test = open_folder(data / "Test", size) if (data / "Test").exists() else validation
-    for other in (validation, test):
-        if other.classes != training.classes:
+    for images in (validation, test):
+        if images.classes != training.classes:
             raise UsageError(
-                f"{other.root} has the classes {', '.join(other.classes)};"
+                f"{images.root} has the classes {', '.join(images.classes)};"
                 f" accepted: those of Train, {', '.join(training.classes)}"
             )
     return training, validation, test
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return a state dict from a file of torchvision's or a safetensors one."""
+    """Return a state dict from a file of torch.save's or a safetensors one, on the CPU.
+
+    Raise UsageError for a file that is none.
+    """
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
-        found: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-        return {name.removeprefix("module."): tensor for name, tensor in found.items()}
+        state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        return {name.removeprefix("module."): tensor for name, tensor in state.items()}
     except Exception as error:  # of many kinds, with pages of advice behind the first line
         why = str(error).partition("\n")[0] or repr(error)
         raise UsageError(
@@ -91,14 +102,18 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def make_model(arch: str, weights: Path | None, classes: int, freeze: bool) -> nn.Module:
-    """Return a network of torchvision's with a new head, and maybe nothing else to train."""
+    """Return a network of torchvision's with a new head; with `freeze` only that is trained.
+
+    `weights` is a file of `read_weights`, whose head is left out, or None. Raise UsageError for
+    weights of another network.
+    """
     model: Any = torchvision.models.get_model(arch, weights=None)
     width = model.fc.in_features
     model.fc = nn.Identity()
     if weights is not None:
-        found = {k: v for k, v in read_weights(weights).items() if not k.startswith("fc.")}
+        state = {k: v for k, v in read_weights(weights).items() if not k.startswith("fc.")}
         try:
-            model.load_state_dict(found)
+            model.load_state_dict(state)
         except RuntimeError as error:
             why = str(error).splitlines()[1].strip()[:200]
             raise UsageError(f"{weights} has no weights of a {arch}: {why}") from error
@@ -110,29 +125,33 @@ def make_model(arch: str, weights: Path | None, classes: int, freeze: bool) -> n
 
 
 def evaluate(
-    run: Run, model: nn.Module, images: ImageFolder, batch_size: int, **how: Any
+    run: Run, model: nn.Module, images: ImageFolder, batch_size: int, **loading: Any
 ) -> tuple[float, float, torch.Tensor]:
     """Return mean loss, accuracy, and how often class i (row) was read as class j (column).
 
-    Over all ranks: each image counts once, and all ranks get the same numbers.
+    Over all ranks: each image counts once, and all ranks get the same numbers; all call it.
+    `loading` are options of the loader.
     """
     classes = len(images.classes)
-    confusion, total = torch.zeros(classes**2, dtype=torch.float64), 0.0
+    confusion, loss_sum = torch.zeros(classes**2, dtype=torch.float64), 0.0
     with run.evaluating(model) as plain:
-        for x, y in run.shard(images, batch_size, **how):
+        for x, y in run.shard(images, batch_size, **loading):
             with run.autocast():
                 logits = plain(x).float()
-            total += cross_entropy(logits, y, reduction="sum", label_smoothing=SMOOTHING).item()
+            loss_sum += cross_entropy(logits, y, reduction="sum", label_smoothing=SMOOTHING).item()
             cells = y * classes + logits.argmax(1)
             confusion += torch.bincount(cells.cpu(), minlength=classes**2)
-    total, *counts = run.sum(total, *confusion)
+    loss_sum, *counts = run.sum(loss_sum, *confusion)
     confusion = torch.tensor(counts).reshape(classes, classes)
     seen = sum(counts)
-    return total / seen, confusion.trace().item() / seen, confusion
+    return loss_sum / seen, confusion.trace().item() / seen, confusion
 
 
 def report(run: Run, model: nn.Module, images: ImageFolder, confusion: torch.Tensor) -> None:
-    """Show the confusion matrix and sample predictions: as text, as PNG, and in TensorBoard."""
+    """Show the confusion matrix and sample predictions: as text, as PNG, and in TensorBoard.
+
+    All ranks call it, with the `confusion` of `evaluate`. Raise OSError if a PNG can't be written.
+    """
     names = [NAMES.get(name, name) for name in images.classes]
     for name, row in zip(names, confusion.int().tolist(), strict=True):
         run.print(
@@ -155,6 +174,8 @@ def report(run: Run, model: nn.Module, images: ImageFolder, confusion: torch.Ten
 
 
 def draw_confusion(confusion: torch.Tensor, names: list[str]) -> Any:
+    """Return matplotlib's figure of a confusion matrix (classes, classes): counts, coloured by
+    row."""
     from matplotlib.figure import Figure  # drawn on no screen
 
     figure = Figure(figsize=(4.5, 4), layout="constrained")
@@ -175,6 +196,11 @@ def draw_confusion(confusion: torch.Tensor, names: list[str]) -> Any:
 def draw_predictions(
     images: ImageFolder, chosen: list[int], read: torch.Tensor, names: list[str]
 ) -> Any:
+    """Return matplotlib's figure of 12 images, with the class that the model reads, and the true
+    one.
+
+    `chosen` are their places in `images`, `read` the probabilities (12, classes) of the classes.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6.5), layout="constrained")
@@ -191,6 +217,7 @@ def draw_predictions(
 
 
 def parse_args() -> argparse.Namespace:
+    """Return the options of the command line; exit with 2 and a message for wrong ones."""
     parser = argparse.ArgumentParser(description="Fine-tune a ResNet on images of damaged houses.")
     parser.add_argument(
         "--data", type=Path, required=True, help="has Train, Validation, maybe Test"
@@ -217,6 +244,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Train, load the best checkpoint, test it, and draw its errors."""
     args = parse_args()
     run = start(seed=args.seed, precision=args.precision, tensorboard=True)
     training, validation, test = open_data(args.data, args.size)
@@ -224,8 +252,8 @@ def main() -> None:
     model = run.wrap(model)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=args.lr)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=1)
-    how: dict[str, Any] = {"batch_size": args.batch_size, "num_workers": args.workers}
-    batches = run.loader(training, drop_last=True, **how)  # batch norm refuses a batch of one
+    loading: dict[str, Any] = {"batch_size": args.batch_size, "num_workers": args.workers}
+    batches = run.loader(training, drop_last=True, **loading)  # batch norm refuses a batch of one
     run.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
     for epoch in run.epochs(args.epochs):
@@ -235,16 +263,16 @@ def main() -> None:
             run.backward(loss)
             run.update(optimizer)
             run.step(loss=loss, lr=optimizer.param_groups[0]["lr"])
-        there, accuracy, _ = evaluate(run, model, validation, **how)
-        scheduler.step(there)  # the same number on all ranks, so the same rate
+        mean_loss, accuracy, _ = evaluate(run, model, validation, **loading)
+        scheduler.step(mean_loss)  # the same number on all ranks, so the same rate
         best = "  best so far" if run.best(accuracy) else ""  # its checkpoint stays
-        run.print(f"epoch {epoch}  validation loss {there:.4f}  accuracy {accuracy:.4f}{best}")
+        run.print(f"epoch {epoch}  validation loss {mean_loss:.4f}  accuracy {accuracy:.4f}{best}")
         if run.tensorboard is not None:
-            run.tensorboard.add_scalar("validation/loss", there, run.position.step)
+            run.tensorboard.add_scalar("validation/loss", mean_loss, run.position.step)
             run.tensorboard.add_scalar("validation/accuracy", accuracy, run.position.step)
 
     step = run.load_best(model)
-    _, accuracy, confusion = evaluate(run, model, test, **how)
+    _, accuracy, confusion = evaluate(run, model, test, **loading)
     run.print(f"test accuracy {accuracy:.4f} of the model of step {step}")
     report(run, model, test, confusion)
     run.finish(accuracy=accuracy)

@@ -50,6 +50,7 @@ class UnexpectedError(Exception):
 
 
 def make_model() -> nn.Sequential:
+    """Return a small network from 16 numbers to one, with parts for FSDP2."""
     return nn.Sequential(
         nn.Linear(16, 64),
         nn.ReLU(),
@@ -76,10 +77,13 @@ def digest(model: nn.Module) -> str:
 def train(run: Run, *, sharded: bool = False, kill: bool = False) -> Details:
     """Train for `EPOCHS`; return the loss of the first and last steps, and the weights' digest.
 
+    With `kill` the last rank kills itself at step `KILLED`, unless the run has resumed; a `sharded`
+    model has no digest.
+
     Raises
     ------
     UnexpectedError
-        the loss did not fall
+        the loss did not fall, or the checkpoint before the kill did not come
     """
     model: nn.Module = make_model()
     if sharded:
@@ -113,17 +117,18 @@ def train(run: Run, *, sharded: bool = False, kill: bool = False) -> Details:
     return details if sharded else {**details, "weights": digest(model)}
 
 
-def wait_for(path: Path, what: str, patience_s: float) -> None:
-    """Wait until a file or folder is there; raises UnexpectedError, which says what was missing."""
+def wait_for(path: Path, noun: str, patience_s: float) -> None:
+    """Wait until a file or folder is there; raise UnexpectedError, in which `noun` names it, after
+    `patience_s`."""
     end = time.monotonic() + patience_s
     while not path.exists():
         if time.monotonic() > end:
-            raise UnexpectedError(f"{what} was not there within {patience_s:.0f} s")
+            raise UnexpectedError(f"{noun} was not there within {patience_s:.0f} s")
         time.sleep(0.05)
 
 
 def all_reduce(run: Run) -> Details:
-    """Add up a tensor of the device over all ranks.
+    """Add up a tensor of the device over all ranks; return the backend and the speed.
 
     Raises
     ------
@@ -158,6 +163,7 @@ class Table:
     """The outcomes of all features: a JSON file for each, which all ranks read at their start.
 
     `start` names this start of all workers: rank 0 may have begun a feature before the others read.
+    Methods that write raise OSError if the disk refuses.
     """
 
     def __init__(self, folder: Path, rank: int, start: str) -> None:
@@ -166,13 +172,16 @@ class Table:
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
+        """Return the JSON file of a feature."""
         return self._folder / f"{name.replace(', ', '-').replace(' ', '-').lower()}.json"
 
     def _read(self, name: str) -> Details:
+        """Return the row of a feature: {} for one not begun, with the error of an earlier start, if
+        it has one."""
         path = self.path(name)
-        mine = f"{path.stem}.{self._start}."  # of a rank that has failed before this one read
+        of_this_start = f"{path.stem}.{self._start}."  # a rank has failed before this one read
         errors = sorted(path.parent.glob(f"{path.stem}.*.rank-*"))
-        errors = [error for error in errors if not error.name.startswith(mine)]
+        errors = [error for error in errors if not error.name.startswith(of_this_start)]
         errors.sort(key=lambda error: error.stat().st_mtime_ns)  # others follow from the first
         row: Details = read_json(path)
         return {**row, "error": errors[0].read_text()} if errors else row
@@ -183,7 +192,7 @@ class Table:
         Raises
         ------
         UnexpectedError
-            rank 0 named none
+            rank 0 named none within `PATIENCE_S`
         """
         path = self.path(name).with_suffix(f".{self._start}.port")
         if self._rank == 0:
@@ -198,6 +207,7 @@ class Table:
         return not row.get("ok") and "error" not in row and self._crashes(name) < 1 + (name == LAST)
 
     def _crashes(self, name: str) -> int:
+        """Return how many earlier starts have begun a feature."""
         return len({*self._rows[name].get("starts", ())} - {self._start})
 
     def put(self, name: str, **details: Any) -> None:
@@ -208,10 +218,12 @@ class Table:
             self.write()
 
     def begin(self, name: str) -> None:
+        """Note that this start has begun a feature."""
         self.put(name, starts=[*self._rows[name].get("starts", ()), self._start])
 
     def fail(self, name: str, error: Exception) -> None:
-        """Keep an error, unless it may be that of a rank whose peer was killed as planned."""
+        """Write an error of this rank for the next start, unless it may follow from the planned
+        kill."""
         if name == LAST and not self._crashes(name):
             return
         text = f"rank {self._rank}: {type(error).__name__}: {error}".splitlines()[0]
@@ -233,9 +245,11 @@ class Table:
             raise UnexpectedError("its weights are not those of the undisturbed training")
 
     def write(self) -> None:
+        """Write the table as Markdown."""
         self._folder.with_suffix(".md").write_text(self.markdown())
 
     def markdown(self) -> str:
+        """Return the facts and the outcomes so far as two tables."""
         lines = ["| what | which |", "|---|---|"]
         lines += [f"| {name} | {value} |" for name, value in facts().items()]
         lines += ["", "| feature | works | seconds | details |", "|---|---|---|---|"]
@@ -253,6 +267,7 @@ class Table:
 
 
 def give_up(table: Table, name: str, patience_s: float) -> None:
+    """Keep the error of a feature that has not ended, and exit with 1; run by a timer."""
     table.fail(name, UnexpectedError(f"no end within {patience_s:.0f} s"))
     os._exit(1)
 
@@ -276,6 +291,8 @@ def facts() -> dict[str, Any]:
 
 
 def slurm_version() -> str:
+    """Return Slurm's version, ``none`` outside of a job, ``unknown`` where sinfo does not tell
+    it."""
     if "SLURM_JOB_ID" not in os.environ:
         return "none"
     with suppress(OSError, subprocess.SubprocessError):
@@ -285,6 +302,10 @@ def slurm_version() -> str:
 
 
 def main() -> None:
+    """Try the features that are left, one after the other; the first that fails ends the process.
+
+    Raise UsageError without hpc-ddp, and the error of a feature, which is kept for the table.
+    """
     if "HPC_DDP_RUN" not in os.environ:
         raise UsageError(
             "this script needs a run folder, and was started without hpc-ddp",

@@ -40,7 +40,8 @@ TEXT = Path(__file__).parent / "data" / "devils-dictionary.txt.gz"
 
 
 def read(path: Path) -> str:
-    """Return a text, from a file that may be compressed."""
+    """Return a text in UTF-8, from a file that may end in .gz; raise UsageError if it can't be
+    read."""
     opened: Any = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8") as file:
@@ -52,7 +53,7 @@ def read(path: Path) -> str:
 def windows(numbers: torch.Tensor, length: int) -> TensorDataset:
     """Cut a text of shape (characters,) into windows and what follows each character in them.
 
-    Both are of shape (windows, length).
+    Both are of shape (windows, length). Raise UsageError for a text of less than a window.
     """
     count = (len(numbers) - 1) // length
     if count < 1:
@@ -71,6 +72,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map a tensor (batch, length, width) to one of the same shape."""
         shape = (*x.shape[:2], -1, self.head_width)
         q, k, v = (f(x).view(shape).transpose(1, 2) for f in (self.query, self.key, self.value))
         p = self.dropout if self.training else 0.0
@@ -123,6 +125,8 @@ class GPT(nn.Module):
     """
 
     def __init__(self, characters: int, args: argparse.Namespace) -> None:
+        """Draw the weights of a model for so many characters; `args` are those of the command
+        line."""
         super().__init__()
         self.embedding: nn.Module | None = Embedding(characters, args.length, args.width)
         self.blocks = nn.ModuleDict(
@@ -140,6 +144,8 @@ class GPT(nn.Module):
                 nn.init.zeros_(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits; of a stage in the middle, the vectors (batch, length, width) that it gets,
+        mapped."""
         if self.embedding is not None:
             x = self.embedding(x)
         for name, block in self.blocks.items():
@@ -152,13 +158,15 @@ class GPT(nn.Module):
 
 
 def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of logits (batch, length, characters) for targets (batch, length), a
+    scalar."""
     return F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten())
 
 
 def share_layers(run: Run, model: GPT) -> None:
     """Tensor parallel: of each pair of linear layers, the first by its rows, the second by columns.
 
-    So a block talks twice: where the second one's parts are added up.
+    So a block talks twice: where the second one's parts are added up. All ranks call it.
     """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -170,7 +178,7 @@ def share_layers(run: Run, model: GPT) -> None:
 
 
 def cut_stage(model: GPT, stage: int, stages: int) -> None:
-    """Pipeline parallel: leave one stage of the model."""
+    """Pipeline parallel: leave one stage of the model, the others' layers are deleted from it."""
     count = len(model.blocks)
     for i in range(count):
         if i * stages // count != stage:
@@ -180,7 +188,7 @@ def cut_stage(model: GPT, stage: int, stages: int) -> None:
 
 
 def use_devices(model: GPT, devices: list[torch.device]) -> None:
-    """Plain model parallel: the blocks over this worker's devices, one after the other."""
+    """Plain model parallel: move the blocks to this worker's devices, one after the other."""
     for i, (name, block) in enumerate(model.blocks.items()):
         model.devices[name] = devices[i * len(devices) // len(model.blocks)]
         block.to(model.devices[name])
@@ -190,7 +198,8 @@ def use_devices(model: GPT, devices: list[torch.device]) -> None:
 
 
 def spread(run: Run, model: GPT, args: argparse.Namespace) -> Any:
-    """Return what is tracked, a model, and what the training calls: the same, or a pipeline."""
+    """Return what is tracked, a model, and what the training calls: the same, or a pipeline. All
+    ranks call it."""
     if args.compile:  # block by block, in place: names stay, and it goes with every strategy
         for block in model.blocks.values():
             block.compile(dynamic=False)
@@ -215,14 +224,15 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Op
     """Return AdamW: matrices decay, biases and the norms' scales do not."""
     weights = list(model.parameters())
     groups = [
-        {"params": [each for each in weights if each.dim() > 1], "weight_decay": args.decay},
-        {"params": [each for each in weights if each.dim() < 2], "weight_decay": 0.0},
+        {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.decay},
+        {"params": [weight for weight in weights if weight.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
 
 
 def cosine(step: int, warm_up: int, total: int) -> float:
-    """Return the share of the learning rate at a step: up a line, then down to a tenth."""
+    """Return the share of the learning rate at a step of `total`: up a line for `warm_up` steps,
+    then down to a tenth."""
     if step < warm_up:
         return (step + 1) / warm_up
     done = min((step - warm_up) / max(total - warm_up, 1), 1.0)
@@ -230,20 +240,24 @@ def cosine(step: int, warm_up: int, total: int) -> float:
 
 
 def validate(run: Run, model: Any, text: TensorDataset, batch_size: int) -> float:
-    """Return the mean loss of a character: exact, over all ranks."""
-    total = count = 0.0
+    """Return the mean loss of a character: exact, over all ranks. All ranks call it."""
+    loss_sum = count = 0.0
     batches = run.shard(text, batch_size, even=True)
     with run.evaluating(model) as plain, run.autocast():
         for inputs, targets in batches:
             loss = loss_fn(plain(inputs), targets)
             if batches.counts:
-                total, count = total + loss.item() * len(inputs), count + len(inputs)
-    total, count = run.sum(total, count)
-    return total / count
+                loss_sum, count = loss_sum + loss.item() * len(inputs), count + len(inputs)
+    loss_sum, count = run.sum(loss_sum, count)
+    return loss_sum / count
 
 
 def sample(run: Run, model: Any, prompt: torch.Tensor, length: int) -> list[int]:
-    """Return characters that the model draws after a prompt of shape (its window,)."""
+    """Return the numbers of `length` characters that the model draws after a prompt of shape (its
+    window,).
+
+    All ranks call it.
+    """
     generator = torch.Generator().manual_seed(run.seed)  # all ranks draw the same
     seen, drawn = prompt.to(run.device)[None], []
     with run.evaluating(model) as plain, run.autocast():
@@ -255,6 +269,7 @@ def sample(run: Run, model: Any, prompt: torch.Tensor, length: int) -> list[int]
 
 
 def parse_args() -> argparse.Namespace:
+    """Return the options of the command line; exit with 2 and a message for wrong ones."""
     parser = argparse.ArgumentParser(description="Train a small GPT on the characters of a text.")
     add = parser.add_argument
     add("--text", type=Path, default=TEXT, help="a file, which may end in .gz")
@@ -300,14 +315,15 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Train by the options of the command line, then print a text that the model draws."""
     args = parse_args()
     stages = args.pp if args.parallel == "pp" else 1
     gpus = args.devices if args.parallel == "mp" else 1
     run = start(args.seed, precision=args.precision, tp=args.tp, pp=stages, devices_per_worker=gpus)
     text = read(args.text)
     characters = sorted(set(text))
-    number = {character: i for i, character in enumerate(characters)}
-    numbers = torch.tensor([number[character] for character in text])
+    number_of = {character: i for i, character in enumerate(characters)}
+    numbers = torch.tensor([number_of[character] for character in text])
     held_out = max(len(numbers) // 20, args.length + 1)
     train_set = windows(numbers[:-held_out], args.length)
     test_set = windows(numbers[-held_out:], args.length)
@@ -332,17 +348,17 @@ def main() -> None:
             lr = scheduler.get_last_lr()[0]
             norm = run.update(optimizer, clip_norm=args.clip, scheduler=scheduler)
             if args.curve and run.ends_step:
-                of_all, count = run.sum(loss.item() * len(inputs), len(inputs))
+                loss_sum, count = run.sum(loss.item() * len(inputs), len(inputs))
                 if run.rank == 0:
                     with open(args.curve, "a") as file:
-                        print(run.position.step + 1, of_all / count, float(norm or 0), file=file)
+                        print(run.position.step + 1, loss_sum / count, float(norm or 0), file=file)
             run.step(loss=loss, norm=norm, lr=lr)
         score = validate(run, model, test_set, args.batch_size)
         run.print(f"epoch {epoch}  step {run.position.step}  test {score:.4f}")
 
     if args.sample:
         drawn = sample(run, model, test_set.tensors[0][0], args.sample)
-        run.print("".join(characters[each] for each in drawn))
+        run.print("".join(characters[number] for number in drawn))
     run.finish()
 
 

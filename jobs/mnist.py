@@ -32,21 +32,24 @@ DIGITS = Path(__file__).parent / "data" / "digits.csv.gz"
 
 
 def load_mnist(folder: Path, train: bool) -> TensorDataset:
-    """Return images (n, 1, 28, 28) from 0 to 1, and labels (n,)."""
+    """Return images (n, 1, 28, 28) from 0 to 1, and labels (n,), of the training or the test set.
+
+    Raise UsageError if `folder` has no MNIST.
+    """
     from torchvision.datasets import MNIST  # seconds, which the shipped digits need not wait for
 
     try:
-        found = MNIST(str(folder), train=train)
+        mnist = MNIST(str(folder), train=train)
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
         raise UsageError(
             f"{folder} has no MNIST that torchvision can read: {error}",
             hint=f"on the login node: python {sys.argv[0]} --data {folder} --download",
         ) from error
-    return TensorDataset(found.data[:, None] / 255, found.targets)
+    return TensorDataset(mnist.data[:, None] / 255, mnist.targets)
 
 
 def load_digits(train: bool) -> TensorDataset:
-    """Return images (n, 1, 8, 8) from 0 to 1, and labels (n,)."""
+    """Return images (n, 1, 8, 8) from 0 to 1, and labels (n,), of the training or the test set."""
     with gzip.open(DIGITS, "rt") as lines:
         table = torch.tensor([[float(number) for number in line.split(",")] for line in lines])
     table = table[(torch.arange(len(table)) % 5 == 4) != train]  # each fifth one is for the test
@@ -54,7 +57,7 @@ def load_digits(train: bool) -> TensorDataset:
 
 
 def split(whole: TensorDataset) -> tuple[TensorDataset, TensorDataset]:
-    """Return what is trained on, and each tenth sample, which is not, for validation."""
+    """Return the samples to train on, and each tenth sample, which is not, for validation."""
     held_out = torch.arange(len(whole)) % 10 == 9
     images, labels = whole.tensors
     training = TensorDataset(images[~held_out], labels[~held_out])
@@ -79,7 +82,8 @@ def make_model(side: int) -> nn.Module:
 
 
 def accuracy(run: Run, model: nn.Module, images_and_labels: TensorDataset) -> float:
-    """Return the share of images that are read right: each counts once, over all ranks."""
+    """Return the share of images that are read right: each counts once, over all ranks. All ranks
+    call it."""
     right = seen = 0
     with run.evaluating(model) as plain:
         for images, labels in run.shard(images_and_labels, batch_size=256):
@@ -90,6 +94,7 @@ def accuracy(run: Run, model: nn.Module, images_and_labels: TensorDataset) -> fl
 
 
 def parse_args() -> argparse.Namespace:
+    """Return the options of the command line; exit with 2 and a message for wrong ones."""
     parser = argparse.ArgumentParser(description="Train a small ConvNet on MNIST.")
     parser.add_argument("--data", type=Path, help="folder with MNIST/raw (default: the 8x8 digits)")
     parser.add_argument("--download", action="store_true", help="fetch MNIST into --data, and end")
@@ -106,6 +111,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Download MNIST and exit, or train, load the best checkpoint, and test it."""
     args = parse_args()
     if args.download:
         from torchvision.datasets import MNIST

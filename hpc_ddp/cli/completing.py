@@ -21,17 +21,17 @@ VARIABLE = "_HPC_DDP_COMPLETE"  # click's name for it: set while a shell asks
 
 
 def script(shell: str) -> str:
-    """Return the shell's own lines."""
+    """Return the lines by which a shell (bash, zsh or fish) learns the completion."""
     kinds = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
-    kind = kinds[shell]
-    completion = kind(click.Command("hpc-ddp"), {}, "hpc-ddp", VARIABLE)
+    completion_class = kinds[shell]
+    completion = completion_class(click.Command("hpc-ddp"), {}, "hpc-ddp", VARIABLE)
     return (
-        kind.source_template % completion.source_vars()
+        completion_class.source_template % completion.source_vars()
     )  # source() would look for a new bash first
 
 
 def teach(command: click.Command) -> click.Command:
-    """Let the parameters of a command complete what their names stand for."""
+    """Let the parameters of a command complete what their names stand for; return the command."""
     for param in command.params:
         if param.name in _OFFERED:
             vars(param)["shell_complete"] = _OFFERED[param.name]
@@ -42,7 +42,8 @@ def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
     """Offer names, then ids, newest first; by listing folders alone, since that is quick.
 
     The shell inserts the text as it is, so only names that hpc-ddp gives are offered: another
-    user's folder may be called like a command.
+    user's folder may be called like a command. A folder that can't be listed, or settings that
+    can't be used, end the list without a message.
     """
     if incomplete.startswith((".", "/", "~")):
         return [CompletionItem(incomplete, type="dir")]
@@ -61,6 +62,9 @@ def runs(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
 
 
 def _stems(*folders: Path) -> Callable[[click.Context, str], list[CompletionItem]]:
+    """Return a completion that offers the names of the TOML files in some folders; none of a
+    missing folder."""
+
     def offer(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         names = sorted({path.stem for folder in folders for path in folder.glob("*.toml")})
         return [CompletionItem(name) for name in names if name.startswith(incomplete)]

@@ -1,4 +1,8 @@
-"""Tools beside a run: attach, bundle, clean, completion."""
+"""Tools beside a run: attach, bundle, clean, completion.
+
+Its commands let HpcDdpError and OSError through (UsageError where RUN means no run): `main.Group`
+prints them and sets the exit code.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +92,7 @@ def clean(
             say(f"freed {byte_count(sum(row['bytes'] for row in rows if row['deleted']))}")
     if as_json:
         click.echo(json.dumps(rows))
+    # Exit code 1 where a deletion that was confirmed was not made.
     sys.exit(is_confirmed and not all(row["deleted"] for row in rows))
 
 
@@ -118,6 +123,7 @@ def attach(
     words = ["stacks"] if py_spy else ["run", *(command or ("bash",))]
     terminal = not py_spy and sys.stdin.isatty() and sys.stdout.isatty()
     argv = attach_command.command(run_of(run, runs_dir), node, rank, words, terminal)
+    # This process becomes the shell or srun: its exit code is the command's.
     os.execvpe(argv[0], argv, slurm.clean_env(os.environ))
 
 

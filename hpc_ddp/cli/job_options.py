@@ -47,6 +47,7 @@ class Grouped(click.Command):
     """A command of many options, which its help shows under the headings of their groups."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options into the help, under the headings of their groups."""
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in (*GROUPS, OTHERS)}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -59,13 +60,14 @@ class Grouped(click.Command):
 
 
 def group_of(param: click.Parameter) -> str:
+    """Return the heading of a parameter in the help; `OTHERS` for one that no setting declares."""
     key = (param.name or "").replace("_", "-").removeprefix("no-")
     declared = config.OPTIONS.get(key)
     return declared.group if declared else _GROUP_OF.get(key, OTHERS)
 
 
 def _click_option(key: str, declared: Option) -> Command:
-    """Return the option of the command line for one key."""
+    """Return the decorator that adds the option of one key to a command."""
     flags = [f"-{declared.letter}"] if declared.letter else []
     metavar = declared.metavar or "|".join(declared.accepted) or None
     if key == "snapshot":
@@ -83,6 +85,7 @@ def _click_option(key: str, declared: Option) -> Command:
 
 
 def _add(command: Command, keys: list[str], *more: Command) -> Command:
+    """Add the options of some keys to a command, behind those of `more`, and return it."""
     for decorator in reversed(more):
         command = decorator(command)
     for key in reversed(keys):
@@ -94,33 +97,41 @@ _KEYS = [key for key, declared in config.OPTIONS.items() if not declared.is_file
 
 
 def job_options(command: Command) -> Command:
-    """Add the options of a job, ``--run``, ``--json``, SCRIPT and ARGS to a command."""
+    """Add the options of a job, ``--run``, ``--json``, SCRIPT and ARGS to a command, and return
+    it."""
     return _add(_script(command), _KEYS, _RUN, json_option)
 
 
 def local_options(command: Command) -> Command:
-    """Add the options that mean something for processes on this machine, SCRIPT and ARGS."""
+    """Add the options that mean something for processes on this machine, SCRIPT and ARGS to a
+    command, and return it."""
     keys = [key for key in _KEYS if config.OPTIONS[key].is_local]
     return _add(_script(command), keys, json_option)
 
 
 def again_options(command: Command) -> Command:
-    """Add the options of a job that has its script, its arguments and its site already."""
+    """Add the options of a job that has its script, its arguments and its site already to a
+    command, and return it."""
     return _add(command, [key for key in _KEYS if key != "site"], json_option)
 
 
 def node_options(command: Command) -> Command:
-    """Add the options that describe the nodes of a job."""
+    """Add the options that describe the nodes of a job to a command, and return it."""
     return _add(command, [key for key in _KEYS if key in _OF_NODES], json_option)
 
 
 def _script(command: Command) -> Command:
+    """Add the arguments SCRIPT, which may be left out, and ARGS to a command."""
     command = click.argument("args", nargs=-1, type=click.UNPROCESSED)(command)
     return click.argument("script", required=False)(command)
 
 
 def settings_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings on the command line, under the keys of a project file."""
+    """Return the settings on the command line, under the keys of a project file.
+
+    `options` are click's parameters by name. An option that was not given is left out; ARGS count
+    only behind a SCRIPT; ``--env NAME=VALUE`` becomes ``env``, and ``--env NAME`` ``env-names``.
+    """
     settings: dict[str, Any] = {}
     for name, value in options.items():
         if value is None or value is False or value == ():

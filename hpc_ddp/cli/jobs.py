@@ -1,4 +1,7 @@
-"""Before a job, and its start: submit, sweep, render, dry-run, drill, preflight."""
+"""Before a job, and its start: submit, sweep, render, dry-run, drill, preflight, rerun.
+
+Its commands let HpcDdpError and OSError through: `main.Group` prints them and sets the exit code.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,8 @@ _fresh = click.option(
 
 
 def _prepare(options: dict[str, Any], fresh: bool = False, **forced: Any) -> PreparedRun:
+    """Write the folder of the run that the command line's `options` describe; `forced` settings, by
+    key, come before them. Raise UsageError for ``--fresh`` without ``--run``, and as `_plan`."""
     if fresh and options["run_text"] is None:
         raise UsageError(
             "--fresh needs --run RUN: a new run begins at step 0 in any case",
@@ -54,11 +59,14 @@ def _prepare(options: dict[str, Any], fresh: bool = False, **forced: Any) -> Pre
 
 
 def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
-    """Start a run, from step 0 where it is to be `fresh`; a failure leaves it as it was."""
+    """Start a run, from step 0 where it is to be `fresh`, and return the job or process.
+
+    Raise HpcDdpError where it can't be started; an existing run is then as it was.
+    """
     folders = set_aside(prepared) if fresh else []  # before, since a job may start at once
     try:
         started = backends.start(prepared)
-    except HpcDdpError:
+    except (HpcDdpError, OSError):
         bring_back(folders)
         raise
     for folder in folders:
@@ -67,7 +75,7 @@ def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
 
 
 def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
-    """Warn of an option of ours behind SCRIPT: it goes to the script."""
+    """Warn on stderr of an option of ours behind SCRIPT: it goes to the script."""
     names = {n for p in click.get_current_context().command.params for n in p.opts if n[:2] == "--"}
     for word in args:
         name = word.partition("=")[0]
@@ -76,6 +84,12 @@ def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
 
 
 def _plan(options: dict[str, Any], **forced: Any) -> tuple[Plan, config.Settings]:
+    """Return the plan of a job, of a new run or of ``--run``, and its merged settings; nothing is
+    written.
+
+    Takes ``run_text`` out of `options`; prints files, site and warnings to stderr. Raise UsageError
+    for a refused setting, and where ``--run`` means no run, or one that can't go on.
+    """
     _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")
     layer = settings_of(options) | forced
@@ -105,12 +119,25 @@ def submit(as_json: bool, fresh: bool, **options: Any) -> None:
 
 
 def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
+    """Start a run and print its job id, or with `as_json` an object with ``job_id`` and ``run``.
+
+    A run of this machine is waited for. Its exit code ends the command, and stands in the object
+    in place of the ``job_id``.
+    """
+    path = str(prepared.run.path)
     started = _begin(prepared, fresh)
-    if started.process:
-        sys.exit(_foreground(started))
-    say(f"run: {prepared.run.path}")
-    answer = {"job_id": started.job_id, "run": str(prepared.run.path)}
-    click.echo(json.dumps(answer) if as_json else started.job_id)
+    say(f"run: {path}")
+    if started.process is None:
+        click.echo(
+            json.dumps({"job_id": started.job_id, "run": path}) if as_json else started.job_id
+        )
+        return
+    code = _foreground(started)
+    if code == CAN_GO_ON and prepared.spec.backend == "local":
+        say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(path)}")
+    if as_json:
+        click.echo(json.dumps({"exit_code": code, "run": path}))
+    sys.exit(code)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
@@ -166,14 +193,7 @@ def dry_run(as_json: bool, fresh: bool, **options: Any) -> None:
 
     Exit code 75 means that it was stopped and can go on with --run.
     """
-    prepared = _prepare(options, fresh, backend="local")
-    say(f"run: {prepared.run.path}")
-    code = _foreground(_begin(prepared, fresh))
-    if code == CAN_GO_ON:
-        say(f"stopped; go on with: hpc-ddp dry-run --run {shlex.quote(str(prepared.run.path))}")
-    if as_json:
-        click.echo(json.dumps({"exit_code": code, "run": str(prepared.run.path)}))
-    sys.exit(code)
+    _start(_prepare(options, fresh, backend="local"), as_json, fresh)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
@@ -227,6 +247,8 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
 
 
 def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
+    """Train with each feature once, print the table, and end the command: exit code 1 where a
+    feature does not work."""
     os.environ[backends.SHOW_DEVICES] = "1"  # unlike a dry run, this one is about them
     prepared = launch_preflight.first_contact(settings, Path.cwd(), runs_root(settings))
     say(f"run: {prepared.run.path}; this takes a minute or two")
@@ -267,7 +289,8 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
 
 
 def _foreground(started: backends.StartedRun) -> int:
-    """Wait for a run in the foreground; Ctrl-C and SIGTERM are passed on to it as a notice."""
+    """Wait for a run's process in the foreground, and return its exit code; Ctrl-C and SIGTERM are
+    passed on to it as a notice."""
     process = started.process
     assert process is not None
     for number in (signal.SIGINT, signal.SIGTERM):

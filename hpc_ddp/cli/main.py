@@ -34,6 +34,8 @@ class Group(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import and return a command. An unknown name ends as a usage error, with the nearest
+        name."""
         if name not in COMMANDS:
             ctx.fail(f"no command {name!r}{closest(name, COMMANDS)}; `hpc-ddp --help` lists them")
         module = importlib.import_module(f"hpc_ddp.cli.{COMMANDS[name]}")
@@ -45,6 +47,8 @@ class Group(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; an error of ours or of the disk is printed to stderr, and ends the process
+        with its exit code. A broken pipe is left to click."""
         try:
             return super().invoke(ctx)
         except HpcDdpError as error:

@@ -1,4 +1,8 @@
-"""Commands for runs: status, explain, logs, verify, cancel, report."""
+"""Commands for runs: status, explain, logs, verify, cancel, report.
+
+Its commands let HpcDdpError and OSError through (UsageError where RUN means no run): `main.Group`
+prints them and sets the exit code.
+"""
 
 from __future__ import annotations
 
@@ -101,6 +105,7 @@ def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
         say("no checkpoints yet")
     else:
         click.echo(tables.checkpoint_table(rows))
+    # Exit code 1 where a checkpoint has a problem.
     sys.exit(any(row.problem for row in rows))
 
 

@@ -1,4 +1,7 @@
-"""Settings files: detect, list, show those of sites; trust those of others."""
+"""Settings files: detect, list, show those of sites; trust those of others.
+
+Its commands let HpcDdpError and OSError through: `main.Group` prints them and sets the exit code.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,8 @@ def show(name: str | None) -> None:
 
 
 def _chosen(home: Path) -> str | None:
-    """Return the site of jobs from this folder: the project's, or one that is recognised."""
+    """Return the site of jobs from this folder: the project's, or one that is recognised; None
+    without one. Raise UsageError for settings that can't be used."""
     recognised = sites.recognised(home, os.environ)
     named: str | None = config.load({}, Path.cwd(), home).get("site")
     return named or (recognised[0] if recognised else None)

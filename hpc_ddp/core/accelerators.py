@@ -62,7 +62,11 @@ VENDORS = {
 
 
 def visible(vendor: Vendor, environ: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of devices in each of a vendor's variables that lists devices."""
+    """Return the number of devices in each of a vendor's variables that lists devices.
+
+    A variable of `environ` that is not set, or hides nothing, is left out; one that hides all has
+    0.
+    """
     counts = {}
     for name in vendor.variables:
         text = environ.get(name)
@@ -80,7 +84,11 @@ def visible(vendor: Vendor, environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def device_files(root: Path = Path("/")) -> dict[str, int]:
-    """Return the number of device files of each vendor that has some on this node."""
+    """Return the number of device files of each vendor, by its name; vendors without any are left
+    out.
+
+    `root` is the top of the file system, another one in tests.
+    """
     counts = {}
     for name, vendor in VENDORS.items():
         paths = list((root / "dev").glob(vendor.files))
@@ -93,19 +101,22 @@ def device_files(root: Path = Path("/")) -> dict[str, int]:
 
 
 def _pci_vendor(device: Path) -> str:
+    """Return the PCI vendor number of a device below /sys/class/drm, as ``0x1002``; '' where it
+    can't be read."""
     try:
         return (device / "device/vendor").read_text().strip()
     except OSError:
         return ""
 
 
-def carries(torch: Any, backend: str, kind: str) -> bool:
-    """Whether a backend sends tensors of a type of device, as far as torch knows of it."""
-    return kind in torch.distributed.Backend.backend_capability.get(backend, [kind])
+def carries(torch: Any, backend: str, device_type: str) -> bool:
+    """Return whether a backend, as ``nccl``, sends tensors of a type of device, as ``cuda``. One
+    that torch knows nothing of counts as able to."""
+    return device_type in torch.distributed.Backend.backend_capability.get(backend, [device_type])
 
 
 def usable(torch: Any) -> Any:
-    """Return torch's kind of accelerator here, None where only the CPU is left.
+    """Return torch's accelerator here, a `torch.device`; None where only the CPU is left.
 
     That is also so for one whose tensors no backend of torch can send, such as Apple's. The module
     torch is passed: what has no torch imports this one, too.

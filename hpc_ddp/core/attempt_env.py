@@ -73,33 +73,38 @@ class AttemptEnv:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes, in the order of the ranks, from the attempt's file."""
+        """Names of the nodes, in the order of the ranks, from the attempt's file; raises as
+        `AttemptFolder.node_names` does."""
         return self.attempt_folder.node_names
 
     def to_env(self) -> dict[str, str]:
-        """Return the variables. Those that the batch script itself sets are left as they are."""
+        """Return the variables by name. Those that the batch script itself sets are left out."""
         names = (item.name for item in fields(self) if item.name not in _OF_THE_SCRIPT)
         return {variable(name): _text(getattr(self, name)) for name in names}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> AttemptEnv:
-        """Read the variables; one that is missing or empty leaves the field's default."""
+        """Return the values of the variables; one that is missing or empty leaves the field's
+        default. Raise ValueError for a number that is none."""
         texts = {item.name: environ.get(variable(item.name)) for item in fields(cls)}
         return cls(**{name: _value(name, text) for name, text in texts.items() if text})
 
 
 def variable(name: str) -> str:
-    """Return the variable of a field."""
+    """Return the name of a field's variable, as ``HPC_DDP_ATTEMPT``."""
     return NAMES.get(name, f"HPC_DDP_{name.upper()}")
 
 
 def _text(value: Any) -> str:
+    """Return a field's value as text: a float in whole units, None as ''."""
     if isinstance(value, float):
         return f"{value:.0f}"
     return "" if value is None else str(value)
 
 
 def _value(name: str, text: str) -> Any:
+    """Return the value of the field `name` from a variable's text; raise ValueError for no
+    number."""
     if name in ("end_time", "warn_s"):
         return float(text)
     return int(text) if name in _INTEGERS else text

@@ -55,11 +55,13 @@ class FileFacts:
 
 
 def manifest_crc(value: dict[str, Any]) -> int:
+    """Return the CRC32 of a manifest that has no key ``crc32`` itself."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest; raises OSError or ValueError where it can't be believed."""
+    """Return a checkpoint's manifest, without its CRC32. Raise OSError where it can't be read, and
+    ValueError where it is damaged."""
     value = json.loads((folder / MANIFEST).read_bytes())
     if not isinstance(value, dict) or value.pop("crc32", None) != manifest_crc(value):
         raise ValueError("its own CRC32 differs")
@@ -74,7 +76,7 @@ def verify(
 ) -> str | None:
     """Return why a checkpoint can't be trusted, or None when every byte is as it was written.
 
-    An I/O error counts as a reason; `find_damage` raises it.
+    Parameters and result are those of `find_damage`, but an I/O error counts as a reason.
     """
     try:
         return find_damage(folder, rank, world_size, read)
@@ -87,8 +89,8 @@ def find_damage(
 ) -> str | None:
     """Return what is missing or damaged in a checkpoint, None when every byte is as written.
 
-    Ranks can share the work: each looks at the manifest, and at its part of the files. `read` is
-    called with the number of bytes after each chunk.
+    Ranks can share the work: each looks at the manifest, and at every `world_size`-th of its files
+    from number `rank` on. `read` is called with the number of bytes after each chunk.
 
     Raises
     ------
@@ -114,8 +116,9 @@ def find_damage(
 
 
 def _missing(path: Path, error: OSError) -> str:
-    """Return what is wrong where its folder lacks a file, or has something else in its place, such
-    as a link to nowhere; or raise."""
+    """Return what is wrong where a folder lacks the file `path`, or has something else in its
+    place, such as a link to nowhere. Raise OSError where the `error` of its reading proves
+    neither."""
     is_link = path.is_symlink() or path.parent.is_symlink()
     if error.errno in _NO_FILE or (error.errno == errno.ENOENT and is_link):
         return f"{path.name} is no file: {error.strerror}"
@@ -126,7 +129,8 @@ def _missing(path: Path, error: OSError) -> str:
 
 
 def facts_of(path: Path, read: Callable[[int], None] = _unheard) -> FileFacts:
-    """Read a file through; raises OSError."""
+    """Read a file through, and return its size and CRC32. `read` is called with the number of bytes
+    of each chunk. Raise OSError."""
     size = crc32 = 0
     chunk = memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
@@ -140,7 +144,7 @@ def facts_of(path: Path, read: Callable[[int], None] = _unheard) -> FileFacts:
 def candidates(folder: Path) -> list[Path]:
     """Return what may be a checkpoint, newest first; at the same step `.old-` comes second.
 
-    Raises OSError, but for a folder that does not exist.
+    [] for a folder that does not exist; raise OSError where it can't be listed.
     """
     names: list[str] = []
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -151,12 +155,14 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def published(folder: Path) -> list[Path]:
-    """Return the checkpoints that have their final name, newest first."""
+    """Return the checkpoints that have their final name, newest first; raise OSError as
+    `candidates` does."""
     return [path for path in candidates(folder) if "." not in path.name]
 
 
 def all_of(folder: Path) -> list[Path]:
-    """Return all checkpoints, also those that are half-written, damaged or on their way out."""
+    """Return all checkpoints, by name, also those that are half-written, damaged or on their way
+    out; [] for a folder that does not exist."""
     paths = folder.glob("step-*") if folder.is_dir() else ()
     return sorted(path for path in paths if _ANY.fullmatch(path.name) and path.is_dir())
 
@@ -164,8 +170,9 @@ def all_of(folder: Path) -> list[Path]:
 def set_aside(run: RunFolder) -> Path | None:
     """Move all checkpoints of an idle run aside, so that its next attempt begins at step 0.
 
-    Returns the folder where they are, None if there were none. The journal notes it, since
-    without a note an attempt refuses to begin a run that has had checkpoints (see `lost`).
+    Returns the folder where they are, None if there were none. The journal notes it, since without
+    a note an attempt refuses to begin a run that has had checkpoints (see `lost`). Raise OSError
+    where the disk refuses; some may have been moved by then.
     """
     folders, number = all_of(run.checkpoints), 0
     while (aside := run.checkpoints / f"aside-{number}").exists():
@@ -179,7 +186,8 @@ def set_aside(run: RunFolder) -> Path | None:
 
 
 def bring_back(run: RunFolder, aside: Path) -> None:
-    """Undo `set_aside` of a run whose next attempt could not be started."""
+    """Undo `set_aside`, which has returned the folder `aside`, of a run whose next attempt could
+    not be started. Raise OSError where the disk refuses."""
     for folder in all_of(aside):
         folder.rename(run.checkpoints / folder.name)
     aside.rmdir()
@@ -187,9 +195,10 @@ def bring_back(run: RunFolder, aside: Path) -> None:
 
 
 def lost(run: RunFolder) -> list[str]:
-    """Return what is known of the checkpoints of a run that has no candidate: name and problem.
+    """Return what is known of the checkpoints of a run that has no candidate: ``name: problem``.
 
-    Empty for a run that has never had one, or none since `set_aside`.
+    Empty for a run that has never had one, or none since `set_aside`. Raise OSError where its
+    journal can't be read.
     """
     bad = [path.name for path in all_of(run.checkpoints) if ".bad-" in path.name]
     if bad:
@@ -202,7 +211,7 @@ def lost(run: RunFolder) -> list[str]:
 
 
 def fresh_command(run: RunFolder) -> str:
-    """Return the command that lets a run begin at step 0 again and keeps its checkpoints."""
+    """Return the shell command that lets a run begin at step 0 again and keeps its checkpoints."""
     path = shlex.quote(str(run.path))
     array = RunFolder(run.whole)
     if not array.lib.exists():  # not started by hpc-ddp
@@ -212,7 +221,8 @@ def fresh_command(run: RunFolder) -> str:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step that a folder named ``step-<n>…`` is of."""
+    """Return the step that a folder named ``step-<n>…`` is of; raise ValueError for another
+    name."""
     return int(folder.name.removeprefix("step-").partition(".")[0])
 
 
@@ -230,7 +240,10 @@ class Health:
 
 
 def health(folder: Path) -> list[Health]:
-    """Verify all checkpoints in a run's folder of checkpoints, oldest first."""
+    """Verify all checkpoints in a run's folder of checkpoints, oldest first.
+
+    [] for a folder that does not exist. A bar on stderr shows the progress.
+    """
     paths = [path for path in folder.glob("step-*") if _SHOWN.fullmatch(path.name)]
     paths.sort(key=lambda path: (step_of(path), path.name))
     with ProgressBar("reading the checkpoints", sum(map(_size, paths))) as progress:
@@ -240,12 +253,15 @@ def health(folder: Path) -> list[Health]:
 
 
 def _size(folder: Path) -> int:
+    """Return the bytes of the files in a checkpoint; 0 where it was deleted meanwhile."""
     with suppress(OSError):  # deleted meanwhile
         return sum(path.stat().st_size for path in folder.iterdir())
     return 0
 
 
 def _health(path: Path, read: Callable[[int], None]) -> Health:
+    """Verify one checkpoint; `read` is called with the number of bytes of each chunk. One that
+    can't be read has a problem."""
     problem = verify(path, read=read)
     try:
         manifest = read_manifest(path)

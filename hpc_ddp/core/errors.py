@@ -51,7 +51,8 @@ class DiskError(HpcDdpError):
 
 
 def closest(value: str, accepted: Iterable[str], alike: float = 0.6) -> str:
-    """Return ``, did you mean 'x'?`` for the accepted word nearest to `value`, or nothing.
+    """Return ``, did you mean 'x'?`` for the accepted word nearest to `value`; '' where none is
+    near.
 
     `alike` is the least likeness, between 0 and 1 (difflib's ratio).
     """

@@ -30,7 +30,8 @@ def patiently(act: Callable[[], T]) -> T:
     """Return what `act` returns; while it raises OSError, try again each second.
 
     For the few things that an attempt's end hangs on. `PATIENCE_S` after the first failure the
-    error is raised: so reading a large file, which takes longer than that, is tried twice.
+    error is raised: so reading a large file, which takes longer than that, is tried twice. Any
+    other error is raised at once.
     """
     give_up: float | None = None
     while True:
@@ -44,11 +45,12 @@ def patiently(act: Callable[[], T]) -> T:
 
 
 def is_link_of_another(status: os.stat_result) -> bool:
-    """Return whether a status of `lstat` is that of a link, and neither this user's nor root's."""
+    """Return whether the `status` of a path, from `lstat`, is that of a link which is neither this
+    user's nor root's."""
     return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), ROOT)
 
 
-def check_links(path: Path, most: int = MOST_LINKS) -> None:
+def check_links(path: Path, most_links: int = MOST_LINKS) -> None:
     """Refuse a path that leads through a link of another user, who could turn it to any file.
 
     As Linux does with protected_symlinks, but in all folders, not only in those like /tmp.
@@ -56,8 +58,8 @@ def check_links(path: Path, most: int = MOST_LINKS) -> None:
     Raises
     ------
     OSError
-        a component of the path, or of the target of a link in it, is such a link; or the path
-        does not exist
+        a component of the path, or of the target of a link in it, is such a link; the path does not
+        exist; or it leads through more than `most_links` links
     """
     path = path.absolute()
     for part in (path, *path.parents):
@@ -65,9 +67,9 @@ def check_links(path: Path, most: int = MOST_LINKS) -> None:
         if is_link_of_another(status):
             raise OSError(errno.ELOOP, "a link of another user", str(part))
         if stat.S_ISLNK(status.st_mode):
-            if most == 0:
+            if most_links == 0:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(part))
-            check_links(part.parent / os.readlink(part), most - 1)
+            check_links(part.parent / os.readlink(part), most_links - 1)
 
 
 def open_data(path: Path) -> BinaryIO:
@@ -88,13 +90,15 @@ def open_data(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file that `open_data` accepts; raises OSError."""
+    """Return the first `MOST_BYTES` of a file as text; bytes that are no UTF-8 are replaced. Raise
+    OSError where `open_data` refuses the file."""
     with open_data(path) as file:
         return file.read(MOST_BYTES).decode(errors="replace")
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file that `open_data` accepts; raises OSError."""
+    """Return the lines of the first `MOST_BYTES` of a file, without their ends. Raise OSError where
+    `open_data` refuses the file."""
     with open_data(path) as file:
         return file.read(MOST_BYTES).splitlines()
 
@@ -106,21 +110,21 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(read_text(path))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file so that a reader sees all of it or none."""
+    """Write a JSON file so that a reader sees all of it or none; raise OSError."""
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file by a draft and a rename; a link that lies there is replaced, and not followed.
 
-    The draft has a random name and is new: others may write to the folder. The umask takes from
-    the `mode`.
+    The draft has a random name and is new: others may write to the folder. The umask takes from the
+    `mode`. Raise OSError where the folder can't be written; the old file then stays.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -134,28 +138,29 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def read_word(path: Path) -> str:
-    """Return what a `notice` or `failed` file holds, '' when it is empty or can't be read."""
+    """Return the text of a `notice` or `failed` file without blanks around it; '' when it is empty
+    or can't be read."""
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""
 
 
 def read_seconds(path: Path) -> float | None:
-    """Return the number that a file like `end-time` holds, None where there is none."""
+    """Return the number in a file like `end-time`; None where it is missing, empty or no number."""
     try:
         return float(read_word(path))
     except ValueError:
         return None
 
 
-def read_tail(path: Path, size: int) -> str:
-    """Return the last `size` bytes of a log, without torch's and our own mark of the rank in
-    front of its lines; '' when it can't be read."""
+def read_tail(path: Path, size_bytes: int) -> str:
+    """Return the last `size_bytes` of a log, without torch's and our own mark of the rank in front
+    of its lines; '' when it can't be read."""
     try:
         with open_data(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-            text = file.read(size).decode(errors="replace")
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
+            text = file.read(size_bytes).decode(errors="replace")
     except (OSError, ValueError):
         return ""
     return _RANK_MARK.sub("", text)
@@ -180,8 +185,10 @@ def written_by_owner() -> Iterator[None]:
 
 
 def close_to_others(top: Path) -> None:
-    """Take the others' right to write from a folder and all below it: a copy has its original's
-    mode, whatever the umask."""
+    """Take the others' right to write from a folder and all below it.
+
+    A copy has its original's mode, whatever the umask. Raise OSError where a mode can't be changed.
+    """
     for path in (top, *top.rglob("*")):
         mode = path.lstat().st_mode
         if not stat.S_ISLNK(mode) and mode & 0o022:

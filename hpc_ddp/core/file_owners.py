@@ -23,8 +23,8 @@ from hpc_ddp.core.run_folder import RunFolder
 def file_fault(file: os.stat_result, folder: os.stat_result, uid: int) -> str:
     """Return why a settings file or template may not act for the user `uid`; '' if it may.
 
-    `folder` holds the file. A folder that a group can write is accepted: a file put in place of
-    this one would belong to another user, and be refused for that.
+    `file` is its status, `folder` that of its folder. A folder that a group can write is accepted:
+    a file put in place of this one would belong to another user, and be refused for that.
     """
     if not stat.S_ISREG(file.st_mode):
         return "it is no regular file"
@@ -40,7 +40,7 @@ def file_fault(file: os.stat_result, folder: os.stat_result, uid: int) -> str:
 
 
 def is_writable_by_others(status: os.stat_result) -> bool:
-    """Return whether a user besides the owner can write.
+    """Return whether a user besides the owner can write a file or folder, by its `status`.
 
     A group that holds its user alone counts as the user, as Debian's sshd has it: with such groups
     comes the umask 002, by which all of a user's files can be written by the group.
@@ -50,6 +50,7 @@ def is_writable_by_others(status: os.stat_result) -> bool:
 
 
 def _is_private(gid: int, uid: int) -> bool:
+    """Return whether a group holds the user `uid` alone; False for an unknown user or group."""
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
     except KeyError:
@@ -60,7 +61,8 @@ def _is_private(gid: int, uid: int) -> bool:
 
 @functools.cache
 def _is_shared(gid: int, uid: int) -> bool:
-    """Return whether it is the primary group of another user: a group does not list those.
+    """Return whether a group is the primary one of a user besides `uid`: a group does not list
+    those.
 
     All accounts have to be read. A directory such as LDAP may take seconds for them, so they are
     read once, and for a namesake's group alone; many show local accounts only. That is accepted:
@@ -70,7 +72,7 @@ def _is_shared(gid: int, uid: int) -> bool:
 
 
 def user_name(uid: int) -> str:
-    """Return how a message names a user."""
+    """Return the words for a user in a message: ``user NAME``, or ``uid N`` without an account."""
     try:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:
@@ -80,8 +82,9 @@ def user_name(uid: int) -> str:
 def run_fault(status: os.stat_result, uid: int) -> str:
     """Return why nothing may be started from a file or folder of a run by `uid`; '' if it may.
 
-    Unlike a settings file, root's is refused too: root writes settings for all users, and no user
-    has to go on with a run of root's, which the user could not even write a checkpoint to.
+    `status` is of `lstat`. Unlike a settings file, root's is refused too: root writes settings for
+    all users, and no user has to go on with a run of root's, which the user could not even write a
+    checkpoint to.
     """
     if status.st_uid != uid:
         return f"belongs to {user_name(status.st_uid)}"
@@ -94,13 +97,13 @@ def check_folder(run: RunFolder) -> None:
     """Refuse to make or continue a run where another user could put a folder in its place.
 
     The folder of the runs, and the one of the run's name in it, are looked at; of those above,
-    whether one is a link of another user. In a project's folder the group may rename what is
-    above: so the batch script looks again at the owner of what it executes.
+    whether one is a link of another user. In a project's folder the group may rename what is above:
+    so the batch script looks again at the owner of what it executes.
 
     Raises
     ------
     UsageError
-        one of them belongs to another user, or others can rename what is in it
+        one of them belongs to another user, others can rename what is in it, or it can't be read
     """
     uid = os.geteuid()
     for folder, owners in ((run.whole.parent, (uid,)), (run.root, (uid, ROOT))):
@@ -137,6 +140,8 @@ def check_executable(run: RunFolder) -> None:
     UsageError
         it, or a file in it that would be executed, belongs to another user, or can be written by
         one
+    OSError
+        the run, or a file in it, is gone or can't be read
     """
     uid = os.geteuid()
     for path in _executed(run):
@@ -149,7 +154,8 @@ def check_executable(run: RunFolder) -> None:
 
 
 def is_executable(run: RunFolder) -> bool:
-    """Return whether `check_executable` lets the user start from a run."""
+    """Return whether `check_executable` lets the user start from a run; raise OSError as it
+    does."""
     try:
         check_executable(run)
     except UsageError:
@@ -158,6 +164,7 @@ def is_executable(run: RunFolder) -> bool:
 
 
 def _hint(run: RunFolder, path: Path, uid: int) -> str:
+    """Return the hint for a run whose file or folder `path` is at fault for the user `uid`."""
     if path.lstat().st_uid == uid:  # one part that others can write is seldom the only one
         return f"chmod -R go-w {shlex.quote(str(run.whole))}, if its content is still yours"
     return "submit the script yourself, as a run of your own: hpc-ddp submit SCRIPT"
@@ -166,7 +173,8 @@ def _hint(run: RunFolder, path: Path, uid: int) -> str:
 def _executed(run: RunFolder) -> Iterator[Path]:
     """Yield what has to be the user's own: the run's folder and, if others can enter it, what is
     executed of it, or names jobs and processes to signal. Its snapshot may have 20,000 files, so a
-    private folder is not walked; and of the checkpoints, which are data, only their folder is."""
+    private folder is not walked; and of the checkpoints, which are data, only their folder is.
+    Raise OSError where the run is gone."""
     yield run.whole
     if not stat.S_IMODE(run.whole.stat().st_mode) & 0o077:
         return

@@ -20,25 +20,27 @@ STACKS = "hpc-ddp-stacks"
 
 def identity(pid: int | None = None) -> dict[str, Any]:
     """Return what `is_live` needs to know of a process later, by default of this one: ``host``,
-    ``pid``, ``began``."""
+    ``pid``, ``began`` (None where no such process runs)."""
     pid = pid or os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "began": _began(pid)}
 
 
-def is_live(info: dict[str, Any]) -> bool:
-    """Whether the process with this identity still runs; False on another host."""
-    pid = info.get("pid")
-    if info.get("host") != socket.gethostname() or not isinstance(pid, int):
+def is_live(process: dict[str, Any]) -> bool:
+    """Return whether a process, as `identity` describes it, still runs; False on another host, and
+    for an incomplete description."""
+    pid = process.get("pid")
+    if process.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False
     began = _began(pid)
-    return began is not None and began == info.get("began")
+    return began is not None and began == process.get("began")
 
 
 def live_pid(path: Path) -> int | None:
     """Return the id of the process that a worker's pid file names; None when it is gone.
 
     The file has the id and when the process began: the id may be another process's by now, of
-    another job of the user. The file is missing or empty while the worker starts.
+    another job of the user. A file that is missing, empty or damaged is None, too: it is so while
+    the worker starts.
     """
     try:
         pid, began = path.read_text().split()
@@ -48,7 +50,11 @@ def live_pid(path: Path) -> int | None:
 
 
 def signal_recorded(paths: Iterable[Path], number: int) -> int:
-    """Signal the processes of pid files, those that still run; return how many there were."""
+    """Send signal `number` to the processes of pid files that still run; return how many there
+    were.
+
+    Raise PermissionError for a process of another user.
+    """
     count = 0
     for pid in filter(None, map(live_pid, paths)):
         with suppress(ProcessLookupError):  # just now
@@ -58,7 +64,7 @@ def signal_recorded(paths: Iterable[Path], number: int) -> int:
 
 
 def began_at() -> float | None:
-    """Return when this process started, in unix seconds; None where that is not known."""
+    """Return when this process started, in unix seconds; None where there is no /proc."""
     ticks = _began(os.getpid())
     if sys.platform != "linux" or not (ticks and ticks.isdigit()):
         return None
@@ -69,7 +75,7 @@ def began_at() -> float | None:
 def _began(pid: int) -> str | None:
     """Return when a process started, in a form that only compares; None when there is none.
 
-    Process numbers are used again, so the number alone proves nothing.
+    Process numbers are used again, so the number alone proves nothing. A zombie counts as none.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -80,7 +86,8 @@ def _began(pid: int) -> str | None:
 
 
 def _exists(pid: int) -> str | None:
-    """The same where there is no /proc: only whether it exists."""
+    """Return ``running`` for a process of this number where there is no /proc; None where there is
+    one, or without such a process."""
     if Path("/proc/self").exists():
         return None
     try:

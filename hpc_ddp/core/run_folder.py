@@ -69,15 +69,21 @@ class NodeFolder:
         return "" if self.rank is None else f"-{self.rank}"
 
     def pids(self) -> list[Path]:
-        """Return the files with the process ids of the workers that have started."""
-        return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
+        """Return the files with the process ids of the workers that have started; of one `rank`,
+        its own. A folder that can't be read counts as empty: its disk may be away.
+        """
+        try:
+            return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
+        except OSError:
+            return []
 
     def records(self) -> list[Path]:
-        """Return what the node's tasks have recorded so far."""
+        """Return the files in which the node's tasks have recorded their ends so far."""
         return sorted(self.path.glob("record*.json"))
 
     @property
     def agent_log(self) -> Path:
+        """The output of this node's torchrun."""
         return self.path / "agent.log"
 
     def rank_log(self, rank: int) -> Path:
@@ -105,14 +111,15 @@ class AttemptFolder:
     @property
     def info(self) -> dict[str, Any]:
         """The job of the attempt (``job_id``, ``restarts``), or its process (``host``, ``pid``);
-        and the names of its nodes, ``nodes``."""
+        and the names of its nodes, ``nodes``. {} where the file is missing or damaged."""
         return read_json(self.path / "attempt.json")
 
     @property
     def node_names(self) -> tuple[str, ...]:
         """Names of the attempt's nodes, in the order of the ranks.
 
-        Raises OSError where the disk is away for longer than `patiently` waits.
+        Raises OSError where the disk is away for longer than `patiently` waits, and ValueError or
+        KeyError where the file is damaged.
         """
         return tuple(json.loads(patiently((self.path / "attempt.json").read_text))["nodes"])
 
@@ -148,16 +155,21 @@ class AttemptFolder:
 
     @property
     def port_taken(self) -> Path:
+        """Exists once the port of torchrun's rendezvous turned out to be in use."""
         return self.path / "port-taken"
 
     def node(self, name: str, rank: int | None = None) -> NodeFolder:
+        """The folder of a node, or of one worker there that is a Slurm task of `rank`."""
         return NodeFolder(self.path / name, rank)
 
     def nodes(self) -> list[NodeFolder]:
+        """Return the folders of the nodes so far, by name; raise OSError where they can't be
+        listed."""
         return [NodeFolder(path) for path in sorted(self.path.iterdir()) if path.is_dir()]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return what the nodes, or their tasks, have recorded of their ends so far."""
+        """Return what the nodes, or their tasks, have recorded of their ends so far. A record that
+        can't be read is left out; raise OSError where the nodes can't be listed."""
         records = [read_json(path) for node in self.nodes() for path in node.records()]
         return [record for record in records if "code" in record]
 
@@ -170,7 +182,7 @@ class RunFolder:
 
     @property
     def is_task(self) -> bool:
-        """Whether it is one task's of an array, in the array's folder."""
+        """Whether it is the folder of a task, in its array's."""
         return self.path.name.startswith("task-")
 
     @property
@@ -180,7 +192,7 @@ class RunFolder:
 
     @property
     def index(self) -> int:
-        """A task's index in its array."""
+        """A task's index in its array; raises ValueError for a run that is no task."""
         return int(self.path.name.removeprefix("task-"))
 
     def task(self, index: int) -> RunFolder:
@@ -189,7 +201,8 @@ class RunFolder:
 
     @property
     def newest_code(self) -> Path | None:
-        """The last snapshot that was taken of its code; a task's is that of the array."""
+        """The last snapshot that was taken of its code, None without one; a task's is that of the
+        array."""
         snapshots = [p for p in RunFolder(self.whole).code.glob("*") if p.name.isdecimal()]
         return max(snapshots, key=lambda path: int(path.name), default=None)
 
@@ -200,6 +213,7 @@ class RunFolder:
 
     @property
     def id(self) -> str:
+        """``<run id>``; of a task ``<run id>/task-<n>``."""
         return str(self.path.relative_to(self.whole.parent))
 
     @property
@@ -267,10 +281,8 @@ class RunFolder:
     def make(self, is_new: bool = False) -> RunFolder:
         """Create the folder, private to the user, and what must exist before the job starts.
 
-        Raises
-        ------
-        FileExistsError
-            `is_new`, and another submit has made the folder
+        Raise FileExistsError if `is_new` and another submit has made the folder, and OSError where
+        it can't be made.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(exist_ok=not is_new, mode=0o700)
@@ -283,6 +295,8 @@ class RunFolder:
         return Journal(self.journal_folder, writer, attempt)
 
     def events(self) -> list[JournalEvent]:
+        """Return the journal's events, by attempt and time; raise OSError where it can't be
+        read."""
         return read_events(self.journal_folder)
 
     def job_ids(self, events: Sequence[JournalEvent]) -> list[str]:
@@ -296,18 +310,15 @@ class RunFolder:
         return list(dict.fromkeys(id for id in ids if id and isinstance(id, str)))
 
     def finished(self) -> bool:
-        """Whether the run has reached its end, so that there is nothing to go on with."""
+        """Return whether the run has reached its end, so that there is nothing to go on with; raise
+        OSError where its journal can't be read."""
         return is_finished(self.events())
 
     def gpu_hours(self, gpus_per_node: int, now: float | None = None) -> float:
-        """Return what the run, or all tasks of its array together, has used so far.
+        """Return the GPU hours that the run, or all tasks of its array together, has used so far.
 
-        Parameters
-        ----------
-        gpus_per_node
-            GPUs of each node; workers, for a run without GPUs
-        now
-            unix time of the end of the attempts that go on; None: their last event
+        `gpus_per_node` counts workers, for a run without GPUs. Attempts that go on end at `now`, in
+        unix seconds; None: with their last event. Raise OSError where a journal can't be read.
         """
         runs = RunFolder(self.whole).tasks() or [self]
         return sum(node_seconds(run.events(), now) for run in runs) * gpus_per_node / 3600
@@ -316,7 +327,7 @@ class RunFolder:
         return AttemptFolder(self.logs / f"attempt-{number}")
 
     def attempts(self) -> list[AttemptFolder]:
-        """Return the attempts so far, oldest first."""
+        """Return the attempts so far, oldest first; [] before the first."""
         attempts = [
             AttemptFolder(path) for path in self.logs.glob("attempt-*") if _is_attempt(path)
         ]
@@ -338,6 +349,8 @@ class RunFolder:
         ------
         HpcDdpError
             the newest attempt is still running: two at once would write over each other
+        OSError
+            the attempt's folder can't be made
         """
         while True:
             earlier = self.attempts()
@@ -352,7 +365,8 @@ class RunFolder:
                 return attempt
 
     def _create(self, attempt: AttemptFolder, info: dict[str, Any]) -> bool:
-        """Put the attempt's folder in place in one step; False when another process was faster."""
+        """Put the attempt's folder in place in one step; False when another process was faster.
+        Raise OSError where the disk refuses."""
         self.logs.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
         try:
@@ -370,16 +384,18 @@ class RunFolder:
         return True
 
     def is_newest(self, attempt: int) -> bool:
-        """Whether no later attempt has started: only then may this one change the run."""
+        """Return whether no later attempt has started: only then may this one change the run."""
         # By listing the folder: a look-up of a missing name may be answered from an NFS cache.
         return all(later.number <= attempt for later in self.attempts())
 
 
 def _is_attempt(path: Path) -> bool:
+    """Return whether a folder is called ``attempt-<k>``."""
     return path.name.removeprefix("attempt-").isdecimal()
 
 
 def _describe(attempt: AttemptFolder) -> str:
+    """Return an attempt's job or process, and its host, in words."""
     info = attempt.info
     process = f"job {info['job_id']}" if info.get("job_id") else f"process {info.get('pid')}"
     return f"attempt {attempt.number}, {process} on {info.get('host')}"

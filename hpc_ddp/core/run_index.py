@@ -18,7 +18,7 @@ from hpc_ddp.core.run_folder import RunFolder
 def link_job(job_id: str, run: RunFolder) -> None:
     """Note below ``<runs>/.jobs`` which run a job id belongs to, so that a look-up is one step.
 
-    The job does as well without the note, so a disk that takes none is reported, and no error.
+    The job does as well without the note: a disk that takes none is reported on stderr, not raised.
     """
     index = run.root / ".jobs"
     try:
@@ -35,14 +35,16 @@ def link_job(job_id: str, run: RunFolder) -> None:
 def find_run(root: Path, text: str) -> RunFolder:
     """Return the run that a person means: a folder, a run id, a run's name (newest), a job id.
 
-    A folder in the working directory comes first, whichever user made it. It is read as data;
-    `file_owners.check_executable` keeps what is in it from being started. Links of other users
-    count as absent.
+    `root` is the folder of all runs. A folder in the working directory comes first, whichever user
+    made it. It is read as data; `file_owners.check_executable` keeps what is in it from being
+    started. Links of other users count as absent.
 
     Raises
     ------
     UsageError
         there is no such run
+    OSError
+        `text` is too long for a path, or a run's folder or journal can't be read
     """
     candidates = [Path(text).absolute()] if text else []
     if text and not set(text) & {"/", "\0"}:
@@ -68,7 +70,7 @@ def find_run(root: Path, text: str) -> RunFolder:
 
 
 def is_trusted(path: Path) -> bool:
-    """Return whether a path exists and leads through no link of another user."""
+    """Return whether a path exists, can be reached, and leads through no link of another user."""
     try:
         check_links(path)
     except OSError:
@@ -77,7 +79,10 @@ def is_trusted(path: Path) -> bool:
 
 
 def _has_job(path: Path, job_id: str) -> bool:
-    """Return whether the run behind a link of ``.jobs`` had this job: others may write links."""
+    """Return whether the run in a folder, or its array, had this job: others may write links to it.
+
+    Raise OSError where its journal can't be read.
+    """
     if not is_trusted(path / "job.json"):
         return False
     run = RunFolder(path.resolve())
@@ -86,17 +91,20 @@ def _has_job(path: Path, job_id: str) -> bool:
 
 
 def all_runs(root: Path) -> list[RunFolder]:
-    """Return the runs below `root`, newest first."""
+    """Return the runs below the folder `root`, the one that began last first; [] for a missing
+    folder."""
     paths = (path.parent for path in root.glob("[!.]*/*/job.json"))
     return [RunFolder(path) for path in _newest(paths)]
 
 
 def _newest(runs: Iterable[Path]) -> list[Path]:
+    """Return run folders, the one that began last first."""
     return sorted(runs, key=_begun, reverse=True)
 
 
 def _begun(run: Path) -> tuple[str, float, str]:
-    """Return what sorts runs by when they began: their id has it, or else their job.json."""
+    """Return what sorts run folders by when they began: their id has it, or else the time of their
+    job.json. One without either comes before all others."""
     if re.match(r"\d{8}-\d{6}-", run.name):
         return run.name[:15], 0.0, run.name
     try:

@@ -47,15 +47,18 @@ from hpc_ddp.node.worker import die_with_parent, started_by
 LAST_CALL_S = 15
 
 
-def escape(words: list[str]) -> list[str]:
-    """Double each ``$``: torchrun expands ``${local_rank}`` in arguments, and ``$$`` to ``$``."""
-    return [word.replace("$", "$$") for word in words]
+def escape(script_args: list[str]) -> list[str]:
+    """Double each ``$`` of the script's arguments: torchrun expands ``${local_rank}`` in them, and
+    ``$$`` to ``$``."""
+    return [word.replace("$", "$$") for word in script_args]
 
 
 def ignore_sigterm() -> None:
-    """Keep torchrun from dying of SIGTERM, which it handles from the start of its workers on.
+    """Replace torchrun's handler, which raises SignalException, by one that does nothing on
+    SIGTERM.
 
-    Newer ones have ``--signals-to-handle`` for this; the handler's name is older, and in all.
+    torchrun installs it when it starts its workers. Newer ones have ``--signals-to-handle`` for
+    this; the handler's name is older, and in all.
     """
     from torch.distributed.elastic.multiprocessing import api
 
@@ -73,15 +76,17 @@ class EndingError(RuntimeError):
 
 
 def end_when_told(node: NodeFolder) -> None:
-    """Have no workers started again once this node was told to end.
+    """Patch torchrun: it starts no workers again once the supervisor has written the node's notice.
 
-    The grace time is over before they would be at work, and a peer's agent may be gone.
+    The restart then raises EndingError, which `main` records as the agent's error. The grace time
+    is over before new workers would be at work, and a peer's agent may be gone.
     """
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as Agent
 
     restart = Agent._restart_workers
 
     def unless_told(self: Any, group: Any) -> None:
+        """Start the workers again, or raise EndingError after a notice."""
         if read_word(node.notice):
             raise EndingError("the workers failed after a notice")
         restart(self, group)
@@ -90,7 +95,10 @@ def end_when_told(node: NodeFolder) -> None:
 
 
 def count_the_lost() -> None:
-    """Have torchrun's agents start again without a node that they have not heard of for 15 s."""
+    """Patch torchrun: its agents start again without a node that they have not heard of for 15 s.
+
+    torchrun restarts the workers when `num_nodes_waiting` is above 0; lost nodes are added to it.
+    """
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
         DynamicRendezvousHandler as Handler,
     )
@@ -98,11 +106,13 @@ def count_the_lost() -> None:
     waiting, join = Handler.num_nodes_waiting, Handler.next_rendezvous
 
     def waiting_or_lost(self: Any) -> int:
+        """Return how many nodes wait to join, or have been lost since the last rendezvous."""
         waiting_nodes: int = waiting(self)
         lost_nodes: int = self.joined - len(self._state_holder.state.participants)
         return waiting_nodes + lost_nodes
 
     def join_and_count(self: Any) -> Any:
+        """Join the next rendezvous; note its size, and wait less long for others from then on."""
         info = join(self)
         self.joined = info.world_size
         self._settings.timeout._last_call = timedelta(seconds=LAST_CALL_S)  # it was the start's
@@ -113,10 +123,10 @@ def count_the_lost() -> None:
 
 
 def rank_in_order(hosts: Sequence[str]) -> None:
-    """Have torchrun give ranks to nodes in the order of their `hosts`, as `--local-addr` has them.
+    """Patch torchrun: nodes get their ranks in the order of `hosts`, spelled as in `--local-addr`.
 
-    torchrun sorts the participants by address at one place of this module, whose own `sorted`
-    takes the place of Python's there.
+    A host that is not among them comes last. torchrun sorts the participants by address at one
+    place of its module `dynamic_rendezvous`, whose global `sorted` hides Python's there.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -129,10 +139,10 @@ def rank_in_order(hosts: Sequence[str]) -> None:
 
 
 def sign_state(secret: bytes) -> None:
-    """Have torchrun load a rendezvous state only if an agent that knows the secret has stored it.
+    """Patch torchrun: it loads a rendezvous state only from an agent that knows `secret`.
 
-    In front of each state stands its HMAC-SHA256, over the rendezvous' key and the state. One that
-    somebody else has put there raises torchrun's `RendezvousStateError`, and ends the attempt.
+    In front of each state stands its HMAC-SHA256, over the rendezvous' key and the state. A state
+    with another signature raises torchrun's `RendezvousStateError`, which ends the attempt.
     """
     from torch.distributed.elastic.rendezvous import RendezvousStateError
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
@@ -142,9 +152,12 @@ def sign_state(secret: bytes) -> None:
     decode, set_state = Backend._decode_state, Backend.set_state
 
     def signature(backend: Any, state: bytes) -> bytes:
+        """Return the HMAC of a state, 32 bytes."""
         return hmac.digest(secret, backend._key.encode() + b"\0" + state, hashlib.sha256)
 
     def decode_signed(backend: Any, stored: bytes) -> Any:
+        """Return torchrun's (state, token) of `stored` bytes without the signature, None for an
+        empty store."""
         decoded = decode(backend, stored)
         if decoded is None:
             return None
@@ -157,6 +170,10 @@ def sign_state(secret: bytes) -> None:
         return state, token
 
     def set_signed(backend: Any, state: bytes, token: Any = None) -> Any:
+        """Store a state with its signature; return torchrun's (state, token, was stored), or None.
+
+        The store is changed only if it still has `token`, of an earlier answer.
+        """
         stored = set_state(backend, signature(backend, state) + state, token)
         return stored and (*stored[:2], stored[0] == state)
 
@@ -165,7 +182,11 @@ def sign_state(secret: bytes) -> None:
 
 
 def read_options(options: list[str]) -> Any:
-    """Return torchrun's options as it reads them; raises ValueError with what it says of one."""
+    """Return torchrun's parsed options (an argparse Namespace) for words of the form
+    ``--name=value``.
+
+    Raise ValueError, with torchrun's own message, for an option that it refuses.
+    """
     from torch.distributed import run
 
     parse: Any = run.parse_args  # without types in torch
@@ -178,7 +199,12 @@ def read_options(options: list[str]) -> Any:
 
 
 def launch(argv: list[str], place: Place) -> dict[str, Any] | None:
-    """Run torchrun; return None when all workers exited 0, else what went wrong."""
+    """Run torchrun with its command line `argv` until all workers have ended.
+
+    Return None when all exited 0, else ``{"failures": [{"rank", "code", "time"}, …]}``. Raise
+    ValueError for a wrong option, OSError for a secret that can't be read, EndingError, and any
+    error of torchrun that is no worker's, such as those of its rendezvous.
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -206,10 +232,17 @@ def launch(argv: list[str], place: Place) -> dict[str, Any] | None:
 
 
 def _failure(rank: int, failure: Any) -> dict[str, Any]:
+    """Return torchrun's record of a failed worker: exit code, negative for a signal, and unix
+    time."""
     return {"rank": rank, "code": failure.exitcode, "time": failure.timestamp}
 
 
 def main(argv: list[str]) -> NoReturn:
+    """Run torchrun with its command line `argv`; exit with 0, or 1 when a worker has failed.
+
+    Failed workers, or an exception as ``{"agent": text}``, are written to ``failures.json`` of the
+    node's folder; the exception is raised. A taken port also makes the attempt's ``port-taken``.
+    """
     signal.signal(signal.SIGTERM, lambda *_: None)
     die_with_parent()  # or the workers of a supervisor that is killed would go on by themselves
     os.environ["HPC_DDP_AGENT_PID"] = str(os.getpid())

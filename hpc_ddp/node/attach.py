@@ -26,18 +26,19 @@ _OF_A_RANK = re.compile(
 
 
 def surroundings(pid: int) -> dict[str, str]:
-    """Return a process's environment as it was started with; raises OSError."""
+    """Return the environment that a process was started with; raise OSError if it is gone or
+    another user's."""
     pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
 def worker_of(pid_file: Path) -> int:
-    """Return the process id of a worker.
+    """Return the process id of the worker that a file ``rank-<r>.pid`` names.
 
     Raises
     ------
     HpcDdpError
-        it is not there, or not there any more
+        on this host it has not started yet, or has ended
     """
     pid = live_pid(pid_file)
     if pid is None:
@@ -46,7 +47,11 @@ def worker_of(pid_file: Path) -> int:
 
 
 def run(pid: int, command: list[str]) -> None:
-    """Become a command in a worker's surroundings and working directory."""
+    """Replace this process by `command`, in a worker's working directory and environment.
+
+    Variables that make a process a rank of the training are left out. Raise HpcDdpError if the
+    command can't be started, OSError if the worker has ended.
+    """
     environ = {k: v for k, v in surroundings(pid).items() if not _OF_A_RANK.fullmatch(k)}
     environ["TERM"] = os.environ.get("TERM", "dumb")
     os.chdir(os.readlink(f"/proc/{pid}/cwd"))
@@ -64,7 +69,10 @@ def stacks(pid: int) -> None:
     Raises
     ------
     HpcDdpError
-        there is no py-spy that may look, and the script does not use hpc_ddp.training
+        there is no py-spy that may look, and the script does not use hpc_ddp.training; or the
+        worker did not answer within `ANSWER_S`
+    OSError
+        the worker has ended
     """
     python = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
     path = f"{os.path.dirname(python)}:{surroundings(pid).get('PATH', '')}"
@@ -92,7 +100,10 @@ def stacks(pid: int) -> None:
 
 
 def _kept(pid: int) -> Path | None:
-    """Return where a worker keeps its stacks: a file in memory, seen through its descriptors."""
+    """Return where a worker keeps its stacks: a file in memory, seen through its descriptors.
+
+    None without one: the script has not called `start`. Raise OSError if the process is gone.
+    """
     for path in Path(f"/proc/{pid}/fd").iterdir():
         try:
             if os.readlink(path).startswith(f"/memfd:{STACKS}"):
@@ -103,13 +114,21 @@ def _kept(pid: int) -> Path | None:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Tell whether a process handles a signal: one that does not would die of it."""
+    """Tell whether a process handles the signal `number`: one that does not would die of it.
+
+    Raise OSError if the process is gone.
+    """
     text = Path(f"/proc/{pid}/status").read_text()
     match = re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.M)
     return bool(match and int(match[1], 16) >> (number - 1) & 1)
 
 
 def main(words: list[str]) -> int:
+    """Attach to the worker of `words`: its pid file, then ``stacks``, or ``run`` and a command.
+
+    Return 0, or 1 after an error, which is printed. With ``run`` a command that starts never
+    returns here.
+    """
     pid_file, mode, *command = words
     try:
         pid = worker_of(Path(pid_file))

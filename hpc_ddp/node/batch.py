@@ -50,21 +50,23 @@ TEARDOWN_S = 300.0  # what a user's lines after the training may take
 def queue_next(environ: dict[str, str]) -> None:
     """Queue a chain's next job before this one's set-up lines, unless `begin` will refuse this one.
 
-    Raises
-    ------
-    HpcDdpError
-        the run was cancelled or given up, or has used its budget
+    A job that Slurm has restarted has queued its link already. A refused sbatch is only printed.
+
+    Raise HpcDdpError if the run was cancelled or given up, has used its budget, or has a broken
+    job.json; OSError if its folder can't be read or written.
     """
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     if not run.finished() and not restarts:
-        requeue.check_wanted(run, restarts, requeue.is_link(run, job_id), job_id)
+        is_link = requeue.is_link(run, job_id)
+        requeue.check_wanted(run, restarts, is_link, job_id, environ.get("SLURM_ARRAY_JOB_ID"))
         check_budget(run, JobSpec.from_json(patiently(run.job_json.read_text)))
         requeue.queue_early(run, environ)
 
 
 def begin(environ: dict[str, str]) -> dict[str, str] | None:
-    """Do what `_begin` does; a job that is not to start takes its early link with it."""
+    """Do what `_begin` does, with its result and errors; a job that is refused cancels the chain's
+    next job that it queued before its set-up lines."""
     try:
         return _begin(environ)
     except HpcDdpError:
@@ -73,24 +75,24 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
 
 
 def _begin(environ: dict[str, str]) -> dict[str, str] | None:
-    """Take the next attempt's number and return what the step needs, as variables.
+    """Take the next attempt's number and return the `AttemptEnv` variables for its supervisors;
+    None where the run is finished, and this job was requeued or queued by another job.
 
-    None means that the run is finished already and there is nothing left to do.
-
-    Raises
-    ------
-    HpcDdpError
-        the run is finished, cancelled, or being run by somebody else
+    It journals `Started`, links the job to the run, and queues a chain's next job. Raise
+    HpcDdpError if the run is finished, cancelled, given up, over its budget or runs already, its
+    job.json is broken, or Slurm does not expand the node list; OSError if the run's folder can't be
+    used, or no port is free.
     """
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    is_link = requeue.is_link(run, environ.get("SLURM_ARRAY_JOB_ID") or job_id)
+    array_id = environ.get("SLURM_ARRAY_JOB_ID")
+    is_link = requeue.is_link(run, array_id or job_id)
     if run.finished():
         if restarts or is_link:  # Slurm may restart a job that was just through
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
-    requeue.check_wanted(run, restarts, is_link, job_id)
+    requeue.check_wanted(run, restarts, is_link, job_id, array_id)
     check_budget(run, spec)
     check_silent_ends(run, spec)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
@@ -125,7 +127,10 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
 
 
 def least_cpus(counts: str) -> int:
-    """Return the CPUs that the job has on its smallest node; `counts` is like ``72(x2),36``."""
+    """Return the CPUs that the job has on its smallest node; 1 where Slurm does not say.
+
+    `counts` is SLURM_JOB_CPUS_PER_NODE, like ``72(x2),36``.
+    """
     by_node = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", counts)
     return min((int(count) for count in by_node), default=1)
 
@@ -138,7 +143,7 @@ def attempt_env(
     end_time: float | None,
     spec: JobSpec,
 ) -> AttemptEnv:
-    """Return the values for the supervisors of any attempt.
+    """Return the values for the supervisors of any attempt; `nnodes` is the number of its nodes.
 
     `id` is unique among the jobs and processes that run now; `end_time` is in unix seconds, None
     without a limit. The nodes are warned ``warn_s`` seconds before it, or in the last tenth of a
@@ -159,7 +164,11 @@ def attempt_env(
 
 
 def _run_of(environ: dict[str, str]) -> RunFolder:
-    """Return the run: the one that the script names, or an array task's own below it."""
+    """Return the run that the script names; in an array, the folder of this task, made if it is
+    new.
+
+    Raises what `task_of` raises.
+    """
     run = AttemptEnv.from_env(environ).run_folder
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if not task or run.path.name == f"task-{task}":
@@ -168,7 +177,11 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
 
 
 def task_of(run: RunFolder, index: int) -> RunFolder:
-    """Make the folder of one task of an array, with what it shares with the others."""
+    """Make the folder of one task of an array, with its own job.json and a link to the array's lib.
+
+    Raise OSError if the disk refuses, UsageError if the array's job.json is broken. It can be
+    repeated.
+    """
     task = run.task(index).make()
     array_spec = JobSpec.from_json(patiently(run.job_json.read_text))
     task.job_json.write_text(array_spec.task(index).to_json())
@@ -179,7 +192,11 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
 
 
 def _is_live(info: dict[str, Any], job_id: str, restarts: int) -> bool:
-    """Tell whether the attempt that `info` describes still runs; the caller is job `job_id`."""
+    """Tell whether the attempt that `info` (its attempt.json) describes still runs.
+
+    The caller is start `restarts` of job `job_id`. Raise HpcDdpError where Slurm refuses to answer;
+    a silent controller is waited for without end.
+    """
     other_id = info.get("job_id")
     if not other_id:
         return process.is_live(info)
@@ -195,11 +212,13 @@ def _is_live(info: dict[str, Any], job_id: str, restarts: int) -> bool:
 
 
 def _first_port(job_id: str) -> int:
-    """Spread jobs over the port range, so that two on one node rarely try the same."""
+    """Return the port to try first: jobs are spread over the range, so that two on one node rarely
+    meet."""
     return FIRST_PORT + int(job_id) * 7 % (LAST_PORT - FIRST_PORT)
 
 
 def export_lines(values: dict[str, str]) -> str:
+    """Return the variables as ``export NAME=value`` lines for bash."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
 
 
@@ -207,9 +226,11 @@ def export_lines(values: dict[str, str]) -> str:
 
 
 def warned(environ: dict[str, str]) -> None:
-    """Pass the warning signal on to the nodes, as a word in a file that they look at.
+    """Write the attempt's notice on Slurm's warning signal, for the supervisors of all nodes.
 
-    Slurm may send it up to a minute early, and at a preemption too where the site says so.
+    Slurm may send the signal up to a minute early, so this waits until the warning is due; not at a
+    preemption, which some sites announce by it too, or when Slurm does not answer. Raise OSError if
+    the notice can't be written.
     """
     job = ask(environ["SLURM_JOB_ID"])
     while job and not job.preempted and (end_time := _end_of(job)) is not None:
@@ -224,10 +245,11 @@ def warned(environ: dict[str, str]) -> None:
 
 
 def watch(environ: dict[str, str]) -> None:
-    """Keep the end time that the nodes read as Slurm has it, until they are due to be warned.
+    """Keep the attempt's ``end-time`` file as Slurm has it, until the nodes are due to be warned.
 
     An operator extends a limit, or shortens it; a job that was suspended ends later. Slurm is asked
-    more often towards the end: some 54 times in a day.
+    more often towards the end: some 54 times in a day. Where it does not answer, the last end
+    counts.
     """
     end_time = _end_time(environ)
     while _await_warning(environ, end_time):
@@ -240,13 +262,16 @@ def watch(environ: dict[str, str]) -> None:
 
 
 def _end_of(job: Job | None) -> float | None:
-    """Return when a job's time is over by this host's clock, inf without a limit; None where that
-    is not known."""
+    """Return when a job's time is over, in unix seconds of this host's clock: inf without a limit,
+    None where Slurm does not say."""
     return None if job is None or job.left_s is None else time.time() + job.left_s
 
 
 def _note_end_time(environ: dict[str, str], end_time: float) -> None:
-    """Write the end time into the file that the nodes read, where it is another one by now."""
+    """Write an end time (unix seconds, or inf) into the attempt's ``end-time``, unless that has it.
+
+    A disk that refuses is passed over: the nodes go on with the last one.
+    """
     path = attempt_of(environ).end_time
     noted = read_seconds(path) or _end_time(environ)
     if abs(end_time - noted) > SAME_S:
@@ -255,7 +280,10 @@ def _note_end_time(environ: dict[str, str], end_time: float) -> None:
 
 
 def _await_warning(environ: dict[str, str], end_time: float) -> bool:
-    """Tell whether the nodes are to be warned later than now; if so, let some time pass before."""
+    """Sleep for a part of the time before the nodes' warning and return True; False when it is due.
+
+    `end_time` is the end of the job's time in unix seconds, or inf.
+    """
     early_s = end_time - AttemptEnv.from_env(environ).warn_s - time.time()
     if early_s <= 0:
         return False
@@ -264,7 +292,11 @@ def _await_warning(environ: dict[str, str], end_time: float) -> bool:
 
 
 def next_port(environ: dict[str, str]) -> int:
-    """Clear away a start whose port was taken, and return another port to try."""
+    """Clear away a start whose port was taken, and return another port to try.
+
+    Empties ``failed``, deletes the nodes' records and ``port-taken``. Raise OSError if the folder
+    can't be changed, or no port is free.
+    """
     attempt = attempt_of(environ)
     attempt.failed.write_text("")
     for record in [path for node in attempt.nodes() for path in node.records()]:
@@ -278,7 +310,8 @@ def attempt_of(environ: dict[str, str]) -> AttemptFolder:
 
 
 def _end_time(environ: dict[str, str]) -> float:
-    """Return the end of the job's time as it was at the attempt's start, inf without a limit."""
+    """Return the end of the job's time in unix seconds as it was at the attempt's start, inf
+    without a limit."""
     end_time = AttemptEnv.from_env(environ).end_time
     return math.inf if end_time is None else end_time
 
@@ -287,7 +320,11 @@ def _end_time(environ: dict[str, str]) -> float:
 
 
 def verdict(environ: dict[str, str]) -> int:
-    """Decide how it goes on, journal it, do it; return the exit code for the batch script."""
+    """Decide how the run continues, journal it, do it; return the exit code for the batch script.
+
+    Raise HpcDdpError for a broken job.json, OSError for a run folder that can't be used. Slurm's
+    refusals are printed, and show in the code.
+    """
     env = AttemptEnv.from_env(environ)
     run, attempt = env.run_folder, env.attempt_folder
     facts, decided = judge(run, attempt, environ, ask(environ["SLURM_JOB_ID"]))
@@ -295,8 +332,11 @@ def verdict(environ: dict[str, str]) -> int:
 
 
 def teardown_time(environ: dict[str, str]) -> int:
-    """Return how many seconds the user's lines after the training may take: the job's time may be
-    over soon, and Slurm would end the batch shell, and with it the verdict."""
+    """Return how many seconds, 1 to `TEARDOWN_S`, the user's lines after the training may take.
+
+    The job's time may be over soon, and Slurm would end the batch shell, and with it the verdict. A
+    time that is cut short is printed.
+    """
     job = ask(environ["SLURM_JOB_ID"])
     end_time = job.end_time if job and job.preempted else _end_of(job)
     end = _end_time(environ) if end_time is None else end_time
@@ -307,6 +347,11 @@ def teardown_time(environ: dict[str, str]) -> int:
 
 
 def main(argv: list[str]) -> int:
+    """Run one part of the batch script, see `_call`; return its exit code.
+
+    After a failed ``begin`` or ``verdict``, with which the batch shell ends, Slurm is kept from
+    holding the job in the queue.
+    """
     environ = dict(os.environ)
     code = _call(argv, environ)
     if code and argv in (["begin"], ["verdict"]):  # the batch shell ends with it
@@ -317,8 +362,9 @@ def main(argv: list[str]) -> int:
 def _call(argv: list[str], environ: dict[str, str]) -> int:
     """Run the part of the batch script that `argv` names; return its exit code.
 
-    Errors are printed and not raised: 2 for an unknown name, an HpcDdpError's own code, or that
-    of a run folder that can't be used.
+    stdout is for the batch shell: ``begin`` prints bash lines, others a number. Errors are printed
+    on stderr and not raised: 2 for an unknown name, an HpcDdpError's own code, or `CAN_GO_ON` for a
+    run folder that can't be used.
     """
     try:
         match argv:

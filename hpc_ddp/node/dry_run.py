@@ -43,6 +43,11 @@ class DryRun:
     """Plays attempts of one run, one after the other."""
 
     def __init__(self, run: RunFolder, command: list[str]) -> None:
+        """Read the run's job; from now on SIGTERM, SIGINT and SIGHUP of this process are notices.
+
+        `command` is torchrun's or python's command line with the script. Raise UsageError for a
+        broken job.json, OSError for one that can't be read.
+        """
         self.run = run
         self.command = command
         self.spec = JobSpec.from_json(run.job_json.read_text())
@@ -54,7 +59,8 @@ class DryRun:
             signal.signal(number, self._notify)
 
     def _notify(self, number: int, frame: FrameType | None) -> None:
-        """Pass the first signal on as SIGTERM, a notice; kill the supervisors on the second."""
+        """Handle a signal: the first one is passed on as SIGTERM, a notice; the second kills the
+        supervisors."""
         for supervisor in self.supervisors:
             if self.notified:
                 supervisor.kill()
@@ -63,7 +69,10 @@ class DryRun:
         self.notified = True
 
     def play(self) -> int:
-        """Run attempts until one is the last; return the exit code."""
+        """Run attempts until one is the last; return the exit code, `CAN_GO_ON` after a notice.
+
+        Raises what `attempt` raises.
+        """
         while True:
             decided = self.attempt()
             if decided.action != Action.REQUEUE:
@@ -72,7 +81,11 @@ class DryRun:
                 return CAN_GO_ON
 
     def attempt(self) -> Verdict:
-        """Run one attempt to its end, and decide how it goes on."""
+        """Run one attempt to its end; return the verdict, which is journalled.
+
+        Raise HpcDdpError if the budget is used up or another process runs this run, OSError if its
+        folder can't be used.
+        """
         check_budget(self.run, self.spec)
         info = {**process.identity(), "nodes": self.nodes}
         attempt = self.run.claim_attempt(info, _is_live)
@@ -83,7 +96,10 @@ class DryRun:
         return judge(self.run, attempt, environ, job=None)[1]
 
     def _preflight(self, attempt: int, environ: dict[str, str]) -> bool:
-        """Return whether the nodes are fit for the training."""
+        """Test the nodes, journal the outcome, and return whether they are fit for the training.
+
+        A notice meanwhile counts as unfit. Raise OSError if a check can't be started.
+        """
         argv = [self.command[0], str(self.run.lib / "node.py"), "preflight.checks"]
         commands = [
             Command(argv, dict(environ, HPC_DDP_NODE_INDEX=str(index)), node)
@@ -95,6 +111,8 @@ class DryRun:
         return driver.conclude(self.run, attempt, fields)
 
     def _environ(self, attempt: AttemptFolder) -> dict[str, str]:
+        """Return this process's environment with the attempt's variables; raise OSError without a
+        free port."""
         end = time.time() + self.spec.time_s if self.spec.time_s else None
         id = self.run.id.replace("/", "-")  # torchrun names a folder by it
         env = attempt_env(self.run, attempt, len(self.nodes), id, end, self.spec)
@@ -104,7 +122,12 @@ class DryRun:
         }
 
     def _supervise(self, environ: dict[str, str]) -> None:
-        """Run one supervisor per node until all have ended; like srun, kill late ones."""
+        """Run the supervisors of all nodes, or of all workers with ``--launcher srun``, until they
+        end.
+
+        Like Slurm, kill those that run `KILL_WAIT_S` after the time limit. The end of the parent
+        process, the user's command, is a notice. Raise OSError if one can't be started.
+        """
         node, tasks = str(self.run.lib / "node.py"), self.spec.tasks_per_node
         if self.spec.launcher == "srun":
             argv = [sys.executable, node, "task", *self.command]
@@ -128,7 +151,8 @@ class DryRun:
                     supervisor.kill()
 
     def _task(self, index: int, per_node: int) -> dict[str, str]:
-        """Return the variables that Slurm would set for one task of the step."""
+        """Return the variables that Slurm would set for the task `index`, one of `per_node` on its
+        node."""
         return {
             "HPC_DDP_NODE_INDEX": str(index // per_node),
             "SLURM_PROCID": str(index),
@@ -138,11 +162,16 @@ class DryRun:
 
 
 def _is_live(info: dict[str, Any]) -> bool:
+    """Tell whether another process of this host plays the attempt with the attempt.json `info`."""
     return info.get("pid") != os.getpid() and process.is_live(info)
 
 
 def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
-    """Run the tasks of a sweep one after the other; return the first code that is not 0."""
+    """Run the tasks of a sweep one after the other; return the first code that is not 0, or 0.
+
+    Finished tasks are passed over. After a notice, or a cancel, no other task starts, and the code
+    is at least `CAN_GO_ON`. Raises what `DryRun.play` raises.
+    """
     run.journal("batch").write(Started(**process.identity()))
     codes = [0]
     points = spec.trials
@@ -163,6 +192,11 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
 
 
 def main(command: list[str]) -> int:
+    """Play the run of HPC_DDP_RUN with the command line of torchrun, or of python and the script.
+
+    Return the exit code. Errors are printed: an HpcDdpError gives its own code, a run folder that
+    can't be used `CAN_GO_ON`. A ``cancelled`` of before is removed.
+    """
     run = AttemptEnv.from_env(os.environ).run_folder
     try:
         if run.finished():
@@ -174,3 +208,6 @@ def main(command: list[str]) -> int:
     except HpcDdpError as error:
         say(error.message)
         return error.exit_code
+    except OSError as error:
+        say(f"the run's folder can't be used: {error}")
+        return CAN_GO_ON

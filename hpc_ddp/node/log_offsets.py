@@ -19,12 +19,14 @@ class Growth:
     """Appends to a node's ``printed``: unix seconds, rank, and bytes of its log by then."""
 
     def __init__(self, node: NodeFolder) -> None:
+        """Begin with no known log; `node` may be of one rank alone."""
         self._node = node
         self._logs: dict[Path, int] = {}
         self._looks = 0
 
     def note(self) -> None:
-        """Note what has grown. Never raises: without it, lines are only less well ordered."""
+        """Append a line for each log that has grown. It raises nothing: without it, lines are only
+        less well ordered."""
         try:
             self._list()
             sizes = {path: path.stat().st_size for path in self._logs}
@@ -43,6 +45,10 @@ class Growth:
             return
 
     def _list(self) -> None:
+        """Look for new logs of the supervisor's ranks, at each `LIST_EVERY`-th call.
+
+        Raise OSError if the folder can't be listed.
+        """
         if not self._logs or self._looks % LIST_EVERY == 0:
             pattern = "rank-*.log" if self._node.rank is None else f"rank-{self._node.rank}.log"
             for path in sorted(self._node.path.glob(pattern)):

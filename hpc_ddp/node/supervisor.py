@@ -15,9 +15,9 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from string import Template
 from types import FrameType
 from typing import Any
 
-from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.console.terminal import say, write_output
 from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, write_json
 from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.journal.vocabulary import NoticeSource
@@ -49,9 +49,9 @@ AGENT_WORDS = 3  # python node.py agent
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split torchrun's arguments into its options, and the script with its own arguments.
+    """Split torchrun's words into its options, ``--name=value``, and the script with its arguments.
 
-    Options have the form ``--name=value``, so the script is the first word without a dash.
+    The script is the first word without a dash. Raise StopIteration without one.
     """
     script = next(i for i, word in enumerate(words) if not word.startswith("-"))
     return words[:script], words[script:]
@@ -60,7 +60,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 def expand(command: list[str], environ: Mapping[str, str]) -> list[str]:
     """Fill in the variables in torchrun's options where no shell has: under submitit, and locally.
 
-    Never in the script's arguments: those are the user's.
+    Never in the script's arguments: those are the user's. Raise KeyError for an unknown variable.
     """
     start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
     return [*start, *(Template(word).substitute(environ) for word in options), *script]
@@ -70,6 +70,7 @@ class Signals:
     """Notes signals, and wakes the loop. A handler that did more could run at any moment."""
 
     def __init__(self) -> None:
+        """Handle the `NOTICE_SIGNALS` and SIGCHLD of this process from now on."""
         self.seen: list[int] = []
         self._read, write = socket.socketpair()
         self._write = write  # kept: the wake-up descriptor must stay open
@@ -80,11 +81,12 @@ class Signals:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Add a signal to `seen`; a child's end only wakes the loop."""
         if number != signal.SIGCHLD:
             self.seen.append(number)
 
     def wait(self, seconds: float) -> None:
-        """Sleep, until a signal comes (a child's end is one)."""
+        """Sleep for some seconds, or until a signal comes (a child's end is one)."""
         if select.select([self._read], [], [], seconds)[0]:
             self._read.recv(4096)
 
@@ -93,41 +95,26 @@ class Signals:
 class Launch:
     """The child process of a supervisor: a node's torchrun, or one worker.
 
-    Attributes
-    ----------
-    name
-        of this supervisor among those of the attempt: the node's, for one worker with its rank
-    folder
-        the files of this supervisor
-    command, env
-        of the child; `env` has the variables that it needs beside those of every launch
-    peers
-        for the first supervisor, whose code fails the step, the records of all; [] for the others
-    rank
-        of the one worker; None for torchrun, which reports its workers in ``folder.failures``
-    store_port
-        of the store, if the one worker hosts it: if it is taken, the script tries another one
-    reports_fabric, is_elastic
-        one supervisor of each node does; torchrun continues without a node that is lost
+    `peers` are the records of all supervisors for the first one, whose code fails the step; [] for
+    the others. torchrun, without a `rank`, reports its workers in ``folder.failures``.
     """
 
-    name: str
-    folder: NodeFolder
+    name: str  # of the supervisor among those of the attempt: the node's, and a worker's rank
+    folder: NodeFolder  # the files of the supervisor
     command: Sequence[str]
-    env: Mapping[str, str]
+    env: Mapping[str, str]  # the child's variables beside those of every launch
     peers: Sequence[Path]
-    rank: int | None = None
-    store_port: int = 0
-    reports_fabric: bool = True
-    is_elastic: bool = False
+    rank: int | None = None  # of the one worker
+    store_port: int = 0  # not 0: this worker hosts the store; the script tries another if taken
+    reports_fabric: bool = True  # one supervisor of each node does
+    is_elastic: bool = False  # torchrun continues without a node that is lost
 
 
 def torchrun_launch(place: Place, command: list[str]) -> Launch:
     """Return the launch of a node's torchrun, with the options that differ between nodes.
 
-    torchrun would guess the host of the store, and this node's own name, from host names. It
-    guesses wrong with several interfaces, aliases, or an /etc/hosts that maps the name to loopback
-    (pytorch issue 73656).
+    torchrun would guess the store's host and this node's name from host names: wrong with several
+    interfaces, aliases, or a name that /etc/hosts maps to loopback (pytorch issue 73656).
     """
     is_host = "1" if place.index == 0 else "0"
     start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
@@ -161,6 +148,7 @@ class Supervisor:
     _oom_kills: int = field(default_factory=oom.kills)
 
     def __post_init__(self) -> None:
+        """Prepare the folder, without files of an earlier start; OSError if that fails."""
         self.end_time = self.place.end_time
         self.folder = self.launch.folder
         patiently(partial(self.folder.path.mkdir, exist_ok=True))
@@ -173,7 +161,7 @@ class Supervisor:
         self._log_position = log.stat().st_size if log.exists() else 0  # of a try at another port
 
     def run(self) -> int:
-        """Run the child to its end and return the code for the task: 0 also for a polite stop."""
+        """Run the child to its end; return the task's exit code: 0 also after a notice."""
         if read_word(self.place.attempt.failed):  # a peer failed before this one was up
             return 1 if self.launch.peers else 0
         try:
@@ -193,6 +181,7 @@ class Supervisor:
         return self._end(child.returncode)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the child, its output in the agent log; OSError if one can't be."""
         with open(self.folder.agent_log, "ab") as log:
             return subprocess.Popen(
                 self.launch.command,
@@ -204,6 +193,7 @@ class Supervisor:
             )
 
     def _env(self) -> dict[str, str]:
+        """Return this process's environment with the variables of node, network and launch."""
         return {
             **os.environ,
             "HPC_DDP_NODE": self.place.node,
@@ -246,6 +236,7 @@ class Supervisor:
             child.kill()
 
     def _poll_files(self, child: subprocess.Popen[bytes]) -> None:
+        """Act on the attempt's files and the time limit; copy rank 0's output."""
         self._show_rank_0()
         self.growth.note()
         self.fabric.compare()
@@ -260,30 +251,34 @@ class Supervisor:
             self._give_notice(NoticeSource.TIME_LIMIT, child)
 
     def _time_is_over(self, in_s: float = 0.0) -> bool:
-        """Return whether the job ends within some seconds, as read anew: limits are extended."""
+        """Return whether the job ends within some seconds, as read anew; False without a limit."""
         time_s = time.time() + in_s
         if self.end_time and time_s >= self.end_time:
             self._read_end_time()
         return self.end_time is not None and time_s >= self.end_time
 
     def _read_end_time(self) -> None:
+        """Take over the end time that the batch script has written, if it has."""
         self.end_time = read_seconds(self.place.attempt.end_time) or self.end_time
 
     def _end_if_superseded(self, now: float) -> None:
-        """End the rest of an attempt on a node that Slurm has given up and started anew.
-
-        Behind a cut link, or beside a dead slurmd, nothing else ends it, and its workers would wait
-        for their peers until the watchdog comes.
-        """
-        if not self.torn_down and not self.place.run.is_newest(self.place.attempt.number):
-            self.torn_down = "a later attempt"
-            self._kill_at = now
+        """Kill the rest of an attempt once a later one runs: behind a cut link, or beside a dead
+        slurmd, it would wait for its peers until the watchdog comes."""
+        with suppress(OSError):  # the disk may be away; the next look is soon
+            if not self.torn_down and not self.place.run.is_newest(self.place.attempt.number):
+                self.torn_down = "a later attempt"
+                self._kill_at = now
 
     def _peer_failed(self) -> bool:
+        """Return whether another supervisor has written its name into ``failed``."""
         return read_word(self.place.attempt.failed) not in ("", self.launch.name)
 
     def _give_notice(self, source: str, child: subprocess.Popen[bytes]) -> None:
-        """Give the workers notice that the attempt must end soon; without workers yet, end it."""
+        """Give the workers notice that the attempt must end soon; without workers yet, end it.
+
+        The first `source`, a signal's name or a `NoticeSource`, counts. Where the disk refuses the
+        file, the next poll tries again.
+        """
         if self.notice or self.torn_down:
             return
         try:
@@ -297,18 +292,18 @@ class Supervisor:
             child.kill()
 
     def _tear_down(self) -> None:
-        """End the workers of a node whose peer has failed: they can't continue without it."""
+        """Send SIGTERM to workers whose peer has failed; let them be killed `TEARDOWN_S` later."""
         if not self.torn_down:
             self.torn_down = read_word(self.place.attempt.failed)
             self._signal_workers(signal.SIGTERM)
             self._kill_at = time.monotonic() + TEARDOWN_S
 
     def _signal_workers(self, number: int) -> int:
-        """Signal every worker that has started; return how many there were."""
+        """Signal every worker that has started and still runs; return how many there were."""
         return signal_recorded(self.folder.pids(), number)
 
     def _show_rank_0(self) -> None:
-        """Copy rank 0's output to the job's own output, where users look first."""
+        """Copy rank 0's new output to the job's own; a log that can't be read is tried again."""
         if self.launch.rank not in (None, 0):
             return
         try:
@@ -318,16 +313,17 @@ class Supervisor:
         except OSError:  # not there yet, or not now
             return
         self._log_position += len(new)
-        if new:
-            sys.stdout.buffer.write(new)
-            sys.stdout.buffer.flush()
+        write_output(new)
 
     # --- the end ---------------------------------------------------------------------------
 
     def _end(self, code: int) -> int:
-        """Record how the child ended, for the peers and for the verdict; return the task's code."""
+        """Record the child's end for peers and verdict; return the task's exit code.
+
+        After a failure, ``failed`` ends the peers; their records are waited for.
+        """
         failures = [] if code == 0 else self._failures(code)
-        # Its workers did not end by themselves, but for want of the rendezvous on the first node.
+        # Its workers did not fail themselves: the rendezvous on the first node was lost.
         is_without_worker = any(failure["rank"] is None for failure in failures)
         has_left = self.launch.is_elastic and self.place.index > 0 and is_without_worker
         record: dict[str, Any] = {
@@ -342,8 +338,7 @@ class Supervisor:
         if code == 0 or self.notice:
             return 0
         if not self.place.run.is_newest(self.place.attempt.number):
-            # A requeued job has the same id, and so has its step: an old srun that is left behind
-            # a cut link would end, for our bad exit, the later attempt's step.
+            # A requeued job's step has the same id: for our bad exit, an old srun would end it.
             return 0
         if has_left:
             head_failover.decide(self.place, dict(os.environ), lambda: bool(self.signals.seen))
@@ -355,6 +350,7 @@ class Supervisor:
         return 1 if self.launch.peers else 0
 
     def _write(self, write: Callable[[], object]) -> None:
+        """Call `write`, `patiently`; an OSError that stays is printed."""
         try:
             patiently(write)
         except OSError as error:  # the verdict will count this supervisor among the silent ones
@@ -378,7 +374,7 @@ class Supervisor:
         return failures
 
     def _wait_for_peers(self) -> None:
-        """Let the peers end by themselves: srun kills them when this task fails."""
+        """Wait up to `PEERS_S` for the peers' records: srun kills them when this task fails."""
         give_up, waiting = time.monotonic() + PEERS_S, list(self.launch.peers)
         while time.monotonic() < give_up and waiting:
             while waiting and waiting[-1].exists():  # each record is looked for until it is there
@@ -387,9 +383,12 @@ class Supervisor:
 
 
 def supervise(launch_of: Callable[[Place, list[str]], Launch], command: list[str]) -> int:
-    """Supervise the launch of this node and command; return the exit code of the Slurm task."""
+    """Supervise the launch of `launch_of`; return the task's exit code, 1 after an OSError."""
     try:
-        place = Place.from_env(dict(os.environ))
+        try:
+            place = Place.from_env(dict(os.environ))
+        except (KeyError, ValueError) as error:  # variables, or a file of the attempt
+            raise OSError(f"its place in the job is unknown: {error!r}") from error
         return Supervisor(place, launch_of(place, command)).run()
     except OSError as error:
         say(f"this node can't take part: {error}")
@@ -397,4 +396,5 @@ def supervise(launch_of: Callable[[Place, list[str]], Launch], command: list[str
 
 
 def main(command: list[str]) -> int:
+    """Supervise this node's torchrun; `command` is its command line."""
     return supervise(torchrun_launch, command)

@@ -20,7 +20,11 @@ from hpc_ddp.node.worker import started_by
 
 
 def worker_launch(place: Place, command: list[str]) -> Launch:
-    """Return the launch of this task's worker; ranks are in blocks, as --distribution has it."""
+    """Return the launch of this task's worker; `command` is python and the script with its
+    arguments.
+
+    Ranks are in blocks, as --distribution has it. Raise KeyError outside of a Slurm task.
+    """
     rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     per_node = size // len(place.nodes)
     node_of = [] if rank else [place.nodes[peer // per_node] for peer in range(size)]
@@ -37,7 +41,7 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
 
 
 def _variables(place: Place, rank: int, size: int) -> dict[str, str]:
-    """Return the variables that torchrun sets.
+    """Return the variables that torchrun would set for worker `rank` of `size`.
 
     By TORCHELASTIC_RUN_ID libraries know that starts and restarts are not theirs: Lightning then
     keeps its own requeue off, which revives cancelled jobs.
@@ -58,6 +62,7 @@ def _variables(place: Place, rank: int, size: int) -> dict[str, str]:
 
 
 def main(command: list[str]) -> int:
+    """Supervise this task's worker; `command` is python and the script with its arguments."""
     return supervise(worker_launch, command)
 
 
@@ -65,7 +70,8 @@ def submitit_main(part: str, command: list[str]) -> None:
     """Be submitit's task: the supervisor of a node, or of a worker where `part` is ``task``.
 
     Exits the process with the supervisor's code: submitit's own is 0 whatever a function returned.
-    One file with `command` serves all tasks of an array; the script's arguments are the run's own.
+    One file with `command` serves all tasks of an array; the script's arguments are in the run's
+    job.json. Raise KeyError if that can't be read.
     """
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
     args = read_json(AttemptEnv.from_env(os.environ).run_folder.job_json)["args"]

@@ -33,12 +33,13 @@ AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
 
 
 def started_by(python: str, script: list[str]) -> list[str]:
-    """Return the command that starts a script, with its arguments, as a worker."""
+    """Return the command by which a Python starts a script, with its arguments, as a worker."""
     return [python, "-ISs", __file__, python, "-u", *script]
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies; holds across exec (Linux only)."""
+    """Ask the kernel for SIGKILL when the parent dies; holds across exec. Nothing on other systems
+    than Linux."""
     if sys.platform == "linux":
         import ctypes
 
@@ -49,7 +50,8 @@ def as_task() -> dict[str, str]:
     """Return Slurm's variables of a task as they are for a worker that is one, by `srun python`.
 
     Below torchrun a worker would inherit those of its node's one task: the node's number for a
-    rank, and the number of nodes for a world size. A script that reads them would train alone.
+    rank, and the number of nodes for a world size. A script that reads them would train alone. They
+    are made of torchrun's; raise KeyError without those.
     """
     size, per_node = os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     nodes = int(size) // int(per_node)
@@ -76,13 +78,17 @@ def forget_task() -> None:
 
 
 def python_path() -> str:
-    """Put the run's own library and the snapshot of the user's code before all else."""
+    """Return PYTHONPATH with the run's own library and the snapshot of the user's code before all
+    else."""
     parts = [os.path.join(os.environ["HPC_DDP_RUN"], "lib"), os.environ.get("HPC_DDP_CODE")]
     return ":".join(part for part in (*parts, os.environ.get("PYTHONPATH")) if part)
 
 
 def began() -> str:
-    """Return when this process began, as `hpc_ddp.core.process` reads it for any process."""
+    """Return when this process began, as `hpc_ddp.core.process` reads it for any process.
+
+    A text that only compares; ``running`` where there is no /proc.
+    """
     try:
         with open("/proc/self/stat") as file:
             return file.read().rpartition(")")[2].split()[19]
@@ -91,7 +97,10 @@ def began() -> str:
 
 
 def open_log(name: str) -> int:
-    """Note the process id and open the log, as soon as the disk lets us."""
+    """Write the process id to ``<name>.pid``, open ``<name>.log``, and return its descriptor.
+
+    Tried again each second; raise OSError if the disk still refuses after `PATIENCE_S`.
+    """
     give_up = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -105,7 +114,10 @@ def open_log(name: str) -> int:
 
 
 def forget_other_ranks() -> None:
-    """Remove the notes of processes with ranks that this node had before others were lost."""
+    """Remove the pid files of ranks that this node had before others were lost.
+
+    Only the node's first worker does it. Raise OSError if the disk refuses.
+    """
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     if local:
         return
@@ -117,6 +129,11 @@ def forget_other_ranks() -> None:
 
 
 def main(command: list[str]) -> None:
+    """Prepare this process as a worker, and replace it by `command`: python and the script.
+
+    stdout and stderr go to the rank's log. Exits with 1 if the agent has died meanwhile; raise
+    OSError if the log can't be opened or the command can't be started.
+    """
     die_with_parent()
     if os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
         sys.exit("hpc-ddp: what has started this worker has died")

@@ -43,7 +43,8 @@ _ASSIGNMENT = re.compile(r"(?<![\w-])([A-Za-z_]\w*)\+?=")
 
 
 class Redaction:
-    """Replaces the values of a job's environment variables, and of what is named like a secret."""
+    """Replaces the values of a job's environment variables, and of what is named like a secret; the
+    secrets in `environ`, the user's own, wherever they stand."""
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         lines = "\n".join((*spec.setup, *spec.teardown))
@@ -59,7 +60,8 @@ class Redaction:
         ]
 
     def clean(self, text: str, suffix: str) -> str:
-        """Return the redacted text of a file with this suffix."""
+        """Return the redacted text of a file with this suffix, as ``.json``; broken JSON is
+        replaced as a whole."""
         if suffix == ".json":
             return self._json(text, indent=1)
         if suffix == ".jsonl":
@@ -67,13 +69,16 @@ class Redaction:
         return self._text(text, suffix == ".sbatch")
 
     def _json(self, text: str, indent: int | None = None) -> str:
+        """Return a JSON text redacted, with the `indent` of `json.dumps`; a broken one is replaced
+        as a whole."""
         try:
             return json.dumps(self._redact(json.loads(text), ""), indent=indent)
-        except ValueError:  # torn by a kill, or cut: names and values can't be told apart
+        except (ValueError, RecursionError):  # torn, or cut: names and values can't be told apart
             return REDACTED
 
     def _redact(self, content: Any, name: str) -> Any:
-        """Return the content of a name in JSON; everything below ``env`` is replaced."""
+        """Return JSON content without secrets, by the `name` before it ('' at the top); all below
+        ``env`` is replaced."""
         if isinstance(content, dict):
             return {k: self._redact(v, "env" if name == "env" else k) for k, v in content.items()}
         if isinstance(content, list):  # of arguments, the word before may be the name
@@ -85,6 +90,8 @@ class Redaction:
         return self._text(content, True) if isinstance(content, str) else content
 
     def _text(self, text: str, is_script: bool) -> str:
+        """Return a text without the known secrets, and without values that follow a secret's name.
+        In a script (`is_script`) such a value may have line breaks."""
         for secret in self._values:
             text = text.replace(secret, REDACTED)
         for pattern in (*_SECRETS, self._in_script if is_script else self._in_log):
@@ -93,6 +100,7 @@ class Redaction:
 
 
 def _is_secret(name: str) -> bool:
+    """Return whether a variable is named like a secret."""
     return bool(re.search(SECRET_NAME, name, re.I))
 
 
@@ -103,6 +111,8 @@ def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
     ------
     UsageError
         the archive exists already, or the run's job.json is broken
+    OSError
+        job.json or the journal can't be read, or the archive can't be written
     """
     top = RunFolder(run.whole)
     redaction = Redaction(JobSpec.from_json(read_text(top.job_json)), os.environ)
@@ -125,6 +135,8 @@ def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
 
 
 def _create(output: Path) -> IO[bytes]:
+    """Create and open the archive. Raise UsageError where it exists, and OSError where it can't be
+    made."""
     try:  # private: a secret without a telling name is not redacted
         return open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
     except FileExistsError:
@@ -132,7 +144,11 @@ def _create(output: Path) -> IO[bytes]:
 
 
 def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield name, content and a note of each entry, the most important first."""
+    """Yield name, text and a note of each entry, the most important first.
+
+    The reason why a file is left out is added to `omissions`. Raise OSError where the run or its
+    journal can't be read.
+    """
     yield "versions.txt", _versions(RunFolder(run.whole)), ""
     for job_id in run.job_ids(run.events())[-1:]:
         try:
@@ -154,6 +170,8 @@ def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str
 
 
 def _files(run: RunFolder) -> Iterator[Path]:
+    """Yield the files of a run, of its array or its tasks: job, journals, logs. Folders that are
+    links are left out."""
     folders = [RunFolder(run.whole), *([run] if run.is_task else run.tasks())]
     yield from (f.path / name for f in folders for name in JOB_FILES if (f.path / name).exists())
     for name in FOLDERS:
@@ -161,17 +179,22 @@ def _files(run: RunFolder) -> Iterator[Path]:
         yield from (p for top in tops for p in sorted(top.rglob("*")) if not p.is_dir())
 
 
-def _tail(path: Path, limit: int) -> tuple[str, bool]:
-    """Return the end of a file, and whether it has a beginning. A line that is cut is dropped: the
-    name by which its value is a secret may be gone."""
+def _tail(path: Path, limit_bytes: int) -> tuple[str, bool]:
+    """Return the end of a file, at most `limit_bytes`, and whether its beginning is left out.
+
+    A line that is cut is dropped: the name by which its value is a secret may be gone. Raise
+    OSError.
+    """
     with open_data(path) as file:
-        start = max(0, os.fstat(file.fileno()).st_size - limit)
+        start = max(0, os.fstat(file.fileno()).st_size - limit_bytes)
         file.seek(start)
-        text = file.read(limit).decode(errors="replace")
+        text = file.read(limit_bytes).decode(errors="replace")
     return (text.partition("\n")[2] if start else text), bool(start)
 
 
 def _versions(run: RunFolder) -> str:
+    """Return the versions of hpc-ddp, Slurm, Python and the system as lines of text. Without an
+    answer of Slurm its line has the error."""
     try:
         slurm_version = slurm.show_config().get("SLURM_VERSION", "unknown")
     except HpcDdpError as error:

@@ -107,7 +107,8 @@ def find_deletions(
     states: Collection[str],
     checkpoints_only: bool,
 ) -> list[Deletion]:
-    """Return the parts of runs that may be deleted, newest run first.
+    """Return the parts of runs that may be deleted, newest run first; a bar on stderr shows the
+    progress.
 
     Parameters
     ----------
@@ -124,6 +125,8 @@ def find_deletions(
     ------
     UsageError
         a named run is live, or may be, or is part of an array, or not below `root`
+    OSError
+        a run's folder or journal can't be read
     """
     queue = read_queue()
     deletions = []
@@ -135,7 +138,7 @@ def find_deletions(
                 _check_deletable(run, root, queue)
                 fingerprint = _fingerprint(run)
                 state, age_s = _read_state(run, queue, fingerprint)
-            except UsageError:
+            except (UsageError, OSError):  # in use, or another user's
                 if named:
                     raise
                 continue
@@ -151,7 +154,10 @@ def find_deletions(
 def _read_state(
     run: RunFolder, queue: Queue | None, fingerprint: _Fingerprint
 ) -> tuple[RunState, float]:
-    """Return a run's state, and its age in seconds; raise UsageError where the state is unsure."""
+    """Return a run's state, and its age in seconds since the last change.
+
+    Raise UsageError where it can't be read, or is lost and changed within `SILENT_S`.
+    """
     age_s = time.time() - max((changed / 1e9 for *_, changed in fingerprint), default=0.0)
     try:
         state = status_of(run, queue.jobs if queue else {}).state
@@ -166,6 +172,12 @@ def _read_state(
 
 
 def _check_deletable(run: RunFolder, root: Path, queue: Queue | None) -> None:
+    """Refuse a run that is a task, lies elsewhere than below `root`, is not hpc-ddp's, or is at
+    work.
+
+    Raise UsageError for it, and OSError where its folder or journal can't be read. `queue` None:
+    Slurm can't be asked, so each run that has a job counts as at work.
+    """
     if run.is_task:
         raise UsageError(
             f"{run.id} is a task of an array, which is deleted as one",
@@ -185,7 +197,7 @@ def _check_deletable(run: RunFolder, root: Path, queue: Queue | None) -> None:
 
 
 def _is_from_hpc_ddp(run: RunFolder) -> bool:
-    """Whether hpc-ddp has made a folder with a job.json."""
+    """Return whether hpc-ddp has made a folder with a job.json; False where that is broken."""
     try:
         JobSpec.from_json(read_text(run.job_json))
     except (HpcDdpError, OSError, ValueError):
@@ -194,7 +206,8 @@ def _is_from_hpc_ddp(run: RunFolder) -> bool:
 
 
 def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) -> tuple[Path, ...]:
-    """Return the run's folder if nothing in it is needed any more, else old checkpoints."""
+    """Return the run's folder if nothing in it is needed any more, else old checkpoints, which may
+    be none. Raise OSError where it can't be read."""
     runs = [run, *run.tasks()]
     is_needed = any(_has_checkpoint(task.checkpoints) or _has_results(task) for task in runs)
     if not checkpoints_only and (state is RunState.FINISHED or not is_needed):
@@ -207,20 +220,23 @@ def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) ->
 
 
 def _has_results(run: RunFolder) -> bool:
-    """Whether an entry is not hpc-ddp's: a result of the script, for example."""
+    """Return whether an entry is not hpc-ddp's: a result of the script, for example. Raise OSError
+    where the folder can't be listed."""
     names = {path.name for path in run.path.iterdir() if not path.name.startswith((".", "task-"))}
     return bool(names - RUN_ENTRIES) or (run.is_task and run.finished())
 
 
 def _has_checkpoint(folder: Path) -> bool:
-    """Whether a run could go on from something in the folder, of hpc-ddp's or the script's."""
+    """Return whether a run could go on from something in the folder, of hpc-ddp's or the script's;
+    False without the folder."""
     return folder.is_dir() and any(".tmp-" not in path.name for path in folder.iterdir())
 
 
 def _old_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints that are older than the last good one, without the best.
 
-    None where no checkpoint is good: a disk in trouble may make all look bad.
+    [] where no checkpoint is good: a disk in trouble may make all look bad. Raise OSError where
+    the folder can't be listed.
     """
     paths = checkpoints.all_of(folder)
     if len(paths) < 2:
@@ -235,6 +251,8 @@ def _old_checkpoints(folder: Path) -> list[Path]:
 
 
 def _fingerprint(run: RunFolder) -> _Fingerprint:
+    """Return name, size and time of a run's files that change when it goes on, sorted; files that
+    are gone are left out."""
     paths = [run.job_json, *run.code.glob("*")]
     for task in (run, *run.tasks()):
         paths += [*task.journal_folder.glob("*"), *task.logs.glob("*")]
@@ -248,7 +266,8 @@ def _fingerprint(run: RunFolder) -> _Fingerprint:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of all files below a folder; links are not followed."""
+    """Return the bytes of all files below a folder; links are not followed, and files that are gone
+    not counted."""
     total = 0
     for folder, _, files in os.walk(path):
         for name in files:
@@ -261,7 +280,8 @@ def delete(deletions: Sequence[Deletion], root: Path) -> Iterator[tuple[Deletion
     """Delete, and yield each deletion with the reason why it was not made, or ''.
 
     A folder is renamed before it is deleted: another process finds it complete or not at all, and
-    the next call deletes the remains of an interrupted one.
+    the next call deletes the remains of an interrupted one. Raise HpcDdpError where the trash is a
+    link, and OSError where it can't be made below `root`.
     """
     trash = root / TRASH
     if trash.is_symlink():
@@ -280,6 +300,11 @@ def delete(deletions: Sequence[Deletion], root: Path) -> Iterator[tuple[Deletion
 
 
 def _delete(deletion: Deletion, trash: Path, queue: Queue | None) -> str:
+    """Delete one part of a run by way of the folder `trash`; return why not where it has gone on,
+    else ''.
+
+    `queue` is of now, None where Slurm can't be asked. Raise OSError where the disk refuses.
+    """
     run, resumed = deletion.run, "it was resumed meanwhile, and left alone"
     if describe_work(run, queue) or _fingerprint(run) != deletion.fingerprint:
         return resumed
@@ -297,7 +322,8 @@ def _delete(deletion: Deletion, trash: Path, queue: Queue | None) -> str:
 
 
 def _remove_references(run: RunFolder) -> None:
-    """Remove the job ids that lead to a run, and its folder of runs if that is empty."""
+    """Remove the job ids that lead to a run, and its folder of runs if that is empty; what the disk
+    refuses stays."""
     index = run.root / ".jobs"
     for link in index.iterdir() if index.is_dir() else ():
         with suppress(OSError):
@@ -309,7 +335,7 @@ def _remove_references(run: RunFolder) -> None:
 
 
 def table(deletions: Sequence[Deletion]) -> str:
-    """Return the deletions as a table, with their sum."""
+    """Return the deletions as a table, with the sum of their sizes where they are several."""
     rows = [_cells(deletion) for deletion in deletions]
     if len(rows) > 1:
         total = byte_count(sum(deletion.bytes for deletion in deletions))
@@ -318,6 +344,7 @@ def table(deletions: Sequence[Deletion]) -> str:
 
 
 def _cells(deletion: Deletion) -> tuple[str, ...]:
+    """Return the row of a deletion, by `COLUMNS`."""
     run, age = deletion.run, duration(deletion.age_s)
     part = "the run" if deletion.is_run else plural(len(deletion.paths), "old checkpoint")
     return (run.name, run.id, str(deletion.state), age, part, byte_count(deletion.bytes))

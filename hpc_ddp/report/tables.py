@@ -20,7 +20,8 @@ PREFLIGHT_COLUMNS = (
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return rows below a header, in aligned columns; None is shown as ``-``."""
+    """Return rows below a header, in aligned columns; None is shown as ``-``, and control
+    characters are replaced. Raise ValueError for a row of another length."""
     cells = [["-" if cell is None else printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = (
@@ -36,18 +37,21 @@ def checkpoint_table(rows: Sequence[Health]) -> str:
 
 
 def _checkpoint_cells(row: Health) -> tuple[Any, ...]:
+    """Return the row of a checkpoint, by `CHECKPOINT_COLUMNS`; None for an empty cell."""
     size = _optional(byte_count, row.bytes)
     good = "good, the best so far" if row.best else "good"
     return row.name, f"{duration(row.age_s)} ago", size, row.world_size, row.problem or good
 
 
 def preflight_table(event: PreflightEnded) -> str:
-    """Return one line per node of an event `preflight`."""
+    """Return one line per node of an event `preflight`. Raise KeyError for a report that lacks its
+    findings."""
     rows = [_preflight_cells(node, report) for node, report in event.report.items()]
     return columns(PREFLIGHT_COLUMNS, rows)
 
 
 def _preflight_cells(node: str, report: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the row of a node, by `PREFLIGHT_COLUMNS`; None for an empty cell."""
     interface = " ".join(filter(None, (report.get("interface"), report.get("address"))))
     return (
         node,
@@ -63,8 +67,10 @@ def _preflight_cells(node: str, report: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _optional(form: Callable[[float], str], amount: float | None) -> str | None:
+    """Return the text that `form` makes of an amount; None for None."""
     return None if amount is None else form(amount)
 
 
 def _free(count: float) -> str:
+    """Return free space, in bytes, as text."""
     return f"{byte_count(count)} free"

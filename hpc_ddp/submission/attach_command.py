@@ -42,7 +42,9 @@ def command(
     UsageError
         there is no such node or rank, or the run is another user's
     HpcDdpError
-        the run is not running
+        the run is not running, or Slurm gives no answer
+    OSError
+        the run's folder can't be read
     """
     check_executable(run)
     attempts = run.attempts()
@@ -69,10 +71,14 @@ def command(
 
 
 def _runs(job_id: str) -> bool:
+    """Return whether a job is RUNNING; raise HpcDdpError where Slurm gives no answer, or has no
+    such job."""
     return slurm.show_job(job_id).state == "RUNNING"
 
 
 def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Path:
+    """Return the pid file of the worker that `node` and `rank` name, else of rank 0; raise
+    UsageError where there is no such worker."""
     pid_files = {_rank(path): path for path in attempt.path.glob("*/rank-*.pid")}
     on_node = {n: path for n, path in pid_files.items() if node in (None, path.parent.name)}
     chosen_rank = rank if rank is not None else min(on_node, default=0)
@@ -89,4 +95,5 @@ def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Pat
 
 
 def _rank(pid_file: Path) -> int:
+    """Return the rank of ``rank-<r>.pid``."""
     return int(pid_file.stem.removeprefix("rank-"))

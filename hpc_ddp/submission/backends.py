@@ -50,11 +50,17 @@ class Backend(Protocol):
     """A way to start a run."""
 
     def script(self, plan: Plan) -> str:
-        """Return the batch script as it will run."""
+        """Return the batch script as it will run.
+
+        Raises
+        ------
+        UsageError
+            the user's template is broken, or the back-end can't do what the job asks for
+        """
         ...
 
     def write_rest(self, prepared: PreparedRun) -> None:
-        """Write what the script needs beside itself."""
+        """Write what the script needs beside itself; raise OSError."""
         ...
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
@@ -64,6 +70,8 @@ class Backend(Protocol):
         ------
         HpcDdpError
             it could not be started
+        OSError
+            the process could not be started
         """
         ...
 
@@ -78,6 +86,8 @@ class SlurmBackend:
         pass
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
+        """Submit the script, and return the job's id; a job of this script from before is not taken
+        for it."""
         run = prepared.run
         earlier = run.job_ids(run.events())
         return StartedRun(job_id=slurm.sbatch(run.script, os.environ, earlier=earlier))
@@ -87,6 +97,8 @@ class AllocationBackend(SlurmBackend):
     """The same script, run by a shell inside an allocation that is there already."""
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
+        """Run the script in a shell, and return its process. Raise UsageError outside of an
+        allocation."""
         if "SLURM_JOB_ID" not in os.environ:
             raise UsageError(
                 "the allocation back-end runs inside an allocation, and this shell is in none",
@@ -116,7 +128,8 @@ class LocalBackend(SlurmBackend):
         return StartedRun(process=self.launch(prepared, output))
 
     def launch(self, prepared: PreparedRun, output: Output) -> subprocess.Popen[bytes]:
-        """Start the run with all that it prints going to `output`, as Popen takes it."""
+        """Start the run with all that it prints going to `output`, as Popen takes it, and return
+        its process. Raise OSError."""
         spec, run = prepared.spec, prepared.run
         env = {**slurm.clean_env(os.environ), **job_env(spec)}
         env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
@@ -146,11 +159,14 @@ class SubmititBackend(SlurmBackend):
     """
 
     def script(self, plan: Plan) -> str:
+        """Return submitit's submission file; raises as `_executor`."""
         executor = self._executor(plan)
         text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
         return text + "\n"
 
     def write_rest(self, prepared: PreparedRun) -> None:
+        """Write the pickle that submitit's task loads: the supervisor, and its command; raise
+        OSError."""
         from submitit.core.utils import DelayedSubmission
 
         from hpc_ddp.node.task import submitit_main
@@ -162,6 +178,11 @@ class SubmititBackend(SlurmBackend):
         DelayedSubmission(submitit_main, part, command).dump(folder / PICKLE)
 
     def _executor(self, plan: Plan) -> Any:
+        """Return submitit's executor, with our set-up and tear-down lines.
+
+        Raise UsageError for a container or a block of the template that submitit has no use for,
+        and HpcDdpError without a Slurm client.
+        """
         import submitit
 
         spec, run = plan.spec, plan.run
@@ -212,7 +233,15 @@ BACKENDS: dict[str, Backend] = {
 
 
 def render(prepared: PreparedRun) -> str:
-    """Write the run's script, and return its text."""
+    """Write the run's script, and return its text.
+
+    Raises
+    ------
+    UsageError
+        the user's template is broken, or the back-end can't do what the job asks for
+    OSError
+        the script can't be written
+    """
     backend = BACKENDS[prepared.spec.backend]
     text = backend.script(prepared)
     with written_by_owner():
@@ -227,7 +256,9 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     Raises
     ------
     HpcDdpError
-        it could not be started; a new run's folder is taken away again
+        it could not be started; a new run's folder is taken away again, unless Slurm gave no answer
+    OSError
+        the script can't be written, or the process not be started; the folder stays
     """
     spec, run = prepared.spec, prepared.run
     journal = run.journal("submit")
@@ -239,7 +270,7 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
         journal.write(submitted)
         raise
-    except HpcDdpError:
+    except (HpcDdpError, OSError):
         prepared.discard()
         raise
     # Only now: a refused one changes nothing about how the run has ended.
@@ -255,7 +286,8 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
 
 
 def _cluster_name() -> str | None:
-    """Return the name of the cluster that has the job: others may see the same disk."""
+    """Return the name of the cluster that has the job, None where Slurm does not say: others may
+    see the same disk."""
     try:
         return slurm.show_config().get("ClusterName")
     except HpcDdpError:  # the job is queued: nothing may fail the submit any more

@@ -64,6 +64,7 @@ class Plan:
 
     @cached_property
     def rendering(self) -> Rendering:
+        """The job's script; raises as `Rendering`."""
         return Rendering(self.spec, self.run, self.code, self.script)
 
     def write(self) -> PreparedRun:
@@ -72,8 +73,10 @@ class Plan:
         Raises
         ------
         UsageError
-            the folder can't be written, other users could replace it, or the code is too large;
-            of a new run nothing is left behind
+            the folder can't be written, another submit has just made it, other users could
+            replace it, or the code is too large; of a new run nothing of ours is left behind
+        CalledProcessError
+            git can't list the code
         """
         prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
         try:
@@ -98,6 +101,8 @@ class Plan:
         return prepared
 
     def _write_files(self) -> None:
+        """Write the run's folder: the library, the code, the job and its limits. Raise UsageError
+        and OSError; what was written by then stays."""
         run = self.run.make(self.is_new)  # and the folders above
         check_folder(run)
         snapshot.carry_library(run)
@@ -117,24 +122,26 @@ class PreparedRun(Plan):
     """A run whose folder has all that a back-end needs to start it."""
 
     def discard(self) -> None:
-        """Remove the folder of a new run that could not be started."""
+        """Remove the folder of a new run that could not be started; what can't be removed stays."""
         if self.is_new:
             shutil.rmtree(self.run.path, ignore_errors=True)
 
 
 def plan_new(settings: Settings, cwd: Path, root: Path) -> Plan:
-    """Return the plan of a new run below `root`.
+    """Return the plan of a new run below `root`; `cwd` is its working directory.
 
     Raises
     ------
     UsageError
-        a setting is refused
+        a setting is refused; see `job_spec` and `make_plan`
     """
     spec = job_spec(settings, cwd)
     return make_plan(spec, new_folder(root, spec), settings, is_new=True)
 
 
 def new_folder(root: Path, spec: JobSpec) -> RunFolder:
+    """Return the folder of a new run of a job below `root`, ``NAME/<time>-<hex>``; it is not made.
+    Where another user has the name, ours is ``NAME-USER``."""
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     folder = root / spec.job_name
     # Of a colleague, in a shared folder; also a link that leads to a folder of this user.
@@ -148,11 +155,13 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a job, with the code of the run `source` where one is given.
 
+    `run` is the job's folder, which does not exist yet if `is_new`; nothing is written.
+
     Raises
     ------
     UsageError
-        a variable is not set here, the user's template is broken, or the job exceeds the
-        operators' limits
+        a variable is not set here, the user's template is broken, the job exceeds the operators'
+        limits, or `source` has no snapshot of the script
     """
     _check_environment(spec)
     limits: Mapping[str, Any] = {}
@@ -174,7 +183,8 @@ def make_plan(
 
 
 def find_mistakes(spec: JobSpec) -> list[str]:
-    """Return warnings about mistakes that will probably end the job on its nodes."""
+    """Return warnings about mistakes that will probably end the job on its nodes, a sentence each.
+    A script that can't be read here gets none."""
     mistakes = []
     is_missing = not (spec.container or spec.image or os.path.exists(spec.python))
     if is_missing and os.path.isabs(spec.python):
@@ -191,6 +201,7 @@ def find_mistakes(spec: JobSpec) -> list[str]:
 
 
 def _check_environment(spec: JobSpec) -> None:
+    """Raise UsageError for a variable that is to be passed on and is not set here."""
     for name in spec.env_names:
         if name not in os.environ:
             raise UsageError(f"--env {name}: {name} is not set here", hint=f"export {name}=…")

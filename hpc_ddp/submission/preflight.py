@@ -25,12 +25,13 @@ NAME = "preflight"
 def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
     """Test all nodes of this allocation; return the event `preflight`.
 
-    The run's folder, by which the nodes find that they share a disk, is removed again.
+    The run's folder, by which the nodes find that they share a disk, is removed again. `cwd` is the
+    working directory of the settings, `root` the folder of the runs.
 
     Raises
     ------
     UsageError
-        this is not inside an allocation
+        this is not inside an allocation, or a setting is refused
     HpcDdpError
         the preflight came to no end
     """
@@ -61,7 +62,8 @@ def examine(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
 def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
     """Prepare a training that tries each feature once, on all of this allocation or machine.
 
-    Without GPUs two workers per node train on the CPU.
+    Without GPUs two workers per node train on the CPU. `cwd` is the working directory of the
+    settings, `root` the folder of the runs.
 
     Raises
     ------
@@ -84,7 +86,8 @@ def first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
 
 
 def devices_here() -> int:
-    """Return the number of accelerators of this machine that its variables do not hide."""
+    """Return the number of accelerators of this machine that its variables do not hide, of one
+    vendor; 0 without any."""
     counts = [
         min([count, *visible(VENDORS[name], os.environ).values()])
         for name, count in device_files().items()
@@ -93,7 +96,8 @@ def devices_here() -> int:
 
 
 def table_of(prepared: PreparedRun) -> str:
-    """Return the table of a `first_contact` that has ended; raises HpcDdpError without one."""
+    """Return the table of a `first_contact` that has ended; raise HpcDdpError where its workers
+    wrote none."""
     path = prepared.run.path / "first-contact.md"
     if not path.exists():
         raise HpcDdpError(
@@ -104,7 +108,8 @@ def table_of(prepared: PreparedRun) -> str:
 
 
 def _values(settings: Settings) -> dict[str, Any]:
-    """Return the settings without those of one job, with the GPUs of this allocation."""
+    """Return the settings by key, without those of one job, and with the GPUs of this allocation
+    (None: unknown)."""
     of_jobs = ("array", "args", "continue-by", "nodes", "template")
     values = {key: value for key, value in settings.values.items() if key not in of_jobs}
     gpus = os.environ.get("SLURM_GPUS_PER_NODE") or values.get("gpus-per-node")

@@ -8,7 +8,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def folder(name: str) -> Path:
-    """Return a top-level folder such as ``templates``: packaged in a wheel, else the checkout's."""
+    """Return a top-level folder such as ``templates``: packaged in a wheel, else the checkout's,
+    which may be missing."""
     packaged = PACKAGE / name
     return packaged if packaged.is_dir() else PACKAGE.parent / name
 

@@ -18,7 +18,8 @@ from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Queued, Started
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
-from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings, working_directory
+from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings
+from hpc_ddp.submission.settings.defaults import working_directory
 
 
 def plan_rerun(
@@ -40,6 +41,10 @@ def plan_rerun(
         new values of the script's arguments, by name
     options
         other new settings, by key
+    settings
+        the same, merged with those of files: for what a site puts before a job's, and for limits
+    cwd
+        the folder that paths in `options` are relative to
     same_code
         take the run's last snapshot, not the code as it is now
 
@@ -48,6 +53,8 @@ def plan_rerun(
     UsageError
         a change or an option is refused, the code is not there any more, or the run is another
         user's
+    OSError
+        the run's folder can't be read
     """
     check_executable(run)
     old = JobSpec.from_json(run.job_json.read_text())
@@ -69,6 +76,8 @@ def plan_rerun(
 
 
 def _check_repeatable(run: RunFolder, old: JobSpec, changes: Mapping[str, str]) -> None:
+    """Raise UsageError for a change of a sweep's parameter, and for a run that was started by
+    hand."""
     for name in changes:
         if name in old.sweep:
             raise UsageError(
@@ -112,10 +121,15 @@ def plan_continuation(
 ) -> Plan:
     """Return the plan of a run that continues: its job with `options` over it, and fresh code.
 
+    `options` are by key; `settings` are the same, merged with those of files; `cwd` is the folder
+    that paths in `options` are relative to.
+
     Raises
     ------
     UsageError
-        the run is finished, or another user's, or an option is refused
+        the run is finished, queued, under way, or another user's, or an option is refused
+    OSError
+        the run's folder can't be read
     """
     check_executable(run)
     if run.finished():
@@ -137,7 +151,11 @@ def plan_continuation(
 def _changes(
     spec: JobSpec, options: Mapping[str, Any], settings: Settings, cwd: Path
 ) -> dict[str, Any]:
-    """Return the changes of an existing job by the user's options, by field."""
+    """Return the changes of an existing job by the user's options, by field.
+
+    Paths become absolute, by `cwd`; `settings` have the site's values of `JOINED` keys. Raise
+    UsageError for a working directory that does not exist.
+    """
     changed = {key.replace("-", "_"): value for key, value in options.items()}
     # A site's own stand before those that were said: modules, the flags of its srun.
     changed |= {key: settings.get(key) for key in JOINED if key in changed}
@@ -153,6 +171,8 @@ def _changes(
 
 
 def _changed(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
+    """Return a job with some fields changed; keys that are no field are passed over, and a field
+    that excludes a new one is None. Raise UsageError for a refused value."""
     names = {field.name for field in fields(JobSpec)}
     new = {name: value for name, value in changed.items() if name in names}
     for pair in EXCLUSIVE:
@@ -163,12 +183,14 @@ def _changed(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
 
 
 def _check_script(spec: JobSpec, hint: str) -> None:
+    """Raise UsageError where the job's script is gone."""
     if not Path(spec.script).is_file():
         raise UsageError(f"script {spec.script!r} does not exist any more", hint=hint)
 
 
 def _unfinished(run: RunFolder, spec: JobSpec) -> str:
-    """Return the indexes of the array's tasks that are not finished, with its bound (``%2``)."""
+    """Return the indexes of the array's tasks that are not finished, with its bound (``%2``). Raise
+    UsageError where all are finished."""
     indexes = spec.indexes(task.index for task in run.tasks())
     unfinished = [str(index) for index in indexes if not run.task(index).finished()]
     if not unfinished:
@@ -185,7 +207,7 @@ def _bound(spec: JobSpec) -> str:
 def set_aside(prepared: PreparedRun) -> list[Path]:
     """Let a continued run, or those tasks of an array that go on, begin at step 0.
 
-    Returns the folders where the checkpoints are now; nothing is deleted.
+    Returns the folders where the checkpoints are now, [] where there were none; nothing is deleted.
 
     Raises
     ------
@@ -204,7 +226,8 @@ def set_aside(prepared: PreparedRun) -> list[Path]:
 
 
 def bring_back(folders: Sequence[Path]) -> None:
-    """Undo `set_aside`, which has returned these folders, where the start has failed."""
+    """Undo `set_aside`, which has returned these folders, where the start has failed; raise
+    OSError."""
     for aside in folders:
         checkpoints.bring_back(RunFolder(aside.parent.parent), aside)
 
@@ -212,7 +235,8 @@ def bring_back(folders: Sequence[Path]) -> None:
 def _check_idle(run: RunFolder) -> None:
     """Refuse a run that is queued or under way: its next job would find it taken.
 
-    The last job of a chain is queued by the one before it.
+    The last job of a chain is queued by the one before it. Raise UsageError; where Slurm gives no
+    answer, a job counts as over.
     """
     events = run.events()
     starts = [event for event in events if isinstance(event, (Queued, Started))]

@@ -26,7 +26,8 @@ TRAVELS = ("core", "node", "training")
 
 
 def carry_library(run: RunFolder) -> None:
-    """Copy the node-side part of hpc-ddp into ``lib``, unless an earlier submit has."""
+    """Copy the node-side part of hpc-ddp into ``lib``, unless an earlier submit has. Raise OSError,
+    and UsageError for a broken fabric profile."""
     if run.lib.exists():
         return
     draft = run.path / ".lib"
@@ -47,21 +48,24 @@ def carry_library(run: RunFolder) -> None:
 
 
 def place(script: Path, run: RunFolder) -> tuple[Path, Path]:
-    """Return where the next snapshot is made, ``code/<n>``, and the script's place in it."""
+    """Return where the next snapshot of the code around `script` is made, ``code/<n>``, and the
+    script's place in it."""
     target = run.code / str(len(list(run.code.glob("*"))))
     return target, target / script.relative_to(_work_tree(script) or script.parent)
 
 
 def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
-    """Copy the code around `script` to its `place`.
+    """Copy the code around `script` to its `place`; a bar on stderr shows the progress.
 
     The code is the git work tree of the script (tracked files, and untracked ones that are not
-    ignored), or else its folder.
+    ignored), or else its folder. `exclude` has patterns of files to leave out, but for the script.
 
     Raises
     ------
     UsageError
         it is larger than 50 MB or 20,000 files; names the largest
+    OSError
+        a file can't be read or written
     """
     root, names = files(script, run, exclude)
     target, inside = place(script, run)
@@ -80,7 +84,8 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
 
 
 def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the folder of the code around `script`, and the files in it that a snapshot copies.
+    """Return the folder of the code around `script`, and the files in it that a snapshot copies, by
+    names relative to it.
 
     Parameters
     ----------
@@ -93,6 +98,8 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     ------
     UsageError
         the files have more than 50 MB, or are more than 20,000; names the largest
+    CalledProcessError
+        git refuses to list the work tree
     """
     root = _work_tree(script)
     if root:
@@ -104,7 +111,7 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
 
 
 def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
-    """Return the newest snapshot of a run, and the script's place in it.
+    """Return the newest snapshot of a run, and the place of `script`, its absolute path, in it.
 
     Raises
     ------
@@ -123,7 +130,8 @@ def newest(run: RunFolder, script: Path) -> tuple[Path, Path]:
 
 
 def _work_tree(script: Path) -> Path | None:
-    """Return the git work tree that `script` lies in, None without one or without git."""
+    """Return the git work tree that `script` lies in; None without one, without git, or where git
+    refuses."""
     argv = [*GIT, "-C", str(script.parent), "rev-parse", "--show-toplevel"]
     try:
         done = subprocess.run(argv, capture_output=True, check=True)
@@ -134,17 +142,25 @@ def _work_tree(script: Path) -> Path | None:
 
 
 def _git_files(root: Path, runs: Path) -> Iterator[str]:
-    """Return tracked files, and untracked ones but for ignored ones and the runs."""
+    """Return tracked files of the work tree `root`, and untracked ones but for ignored ones and the
+    folder of the `runs`, relative to it. Raise CalledProcessError where git refuses."""
     argv = [*GIT, "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if runs.is_relative_to(root) and runs != root:
         pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))
         argv.append(f"--exclude=/{pattern}/")
-    done = subprocess.run(argv, capture_output=True, check=True)
+    done = subprocess.run(argv, capture_output=True)
+    if done.returncode:
+        reason = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise UsageError(
+            f"git can't list the files of {root}: {reason}", hint=f"git -C {root} status"
+        )
     return (os.fsdecode(name) for name in done.stdout.split(b"\0") if name)
 
 
 def _plain_files(root: Path, runs: Path) -> Iterator[str]:
-    """Walk a folder without git, leaving out hidden ones, caches, environments and runs."""
+    """Walk the folder `root` without git; yield its files relative to it, without hidden folders,
+    caches, environments, and the folder of the `runs`. A folder that can't be listed is left
+    out."""
     for folder, folders, files in os.walk(root):
         parent = Path(folder)
         folders[:] = [
@@ -187,6 +203,8 @@ def _select_within_limits(
 
 
 def _refuse(root: Path, sizes: dict[str, int]) -> None:
+    """Raise UsageError with the three largest files; `sizes` are bytes by name, relative to
+    `root`."""
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     sizes_text = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
     raise UsageError(

@@ -12,7 +12,7 @@ from hpc_ddp.core.job.slurm_values import MOST_TASKS
 
 
 def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
-    """Return the settings of a job that make it a sweep.
+    """Return the settings of a job that make it a sweep, ``sweep`` and ``array``.
 
     Parameters
     ----------
@@ -24,8 +24,8 @@ def settings(sets: Sequence[str], max_parallel: int | None) -> dict[str, Any]:
     Raises
     ------
     UsageError
-        there is no parameter, or one is given twice or without a value, or there are too many
-        points
+        there is no parameter, or one is given twice or without a value, there are too many points,
+        or `max_parallel` is less than 1
     """
     if not sets:
         raise UsageError("a sweep without a parameter is no sweep", hint=_HINT)

@@ -48,7 +48,8 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def usable() -> torch.device | None:
-    """Return the kind of accelerator to train on, None where the CPU is to be taken."""
+    """Return the kind of accelerator to train on, without an index; None where the CPU is to be
+    taken."""
     device: torch.device | None = accelerators.usable(torch)
     return device
 
@@ -67,7 +68,10 @@ def count() -> int:
 
 
 def take(first: int, number: int) -> list[torch.device]:
-    """Return so many accelerators from an index on, and make the first the current one."""
+    """Return `number` accelerators from index `first` on, and make the first the current one.
+
+    Only where `usable` is not None.
+    """
     kind = usable()
     assert kind is not None
     torch.accelerator.set_device_index(first)
@@ -91,7 +95,7 @@ def carries(backend: str, device: torch.device) -> bool:
 
 
 def bound(backend: str, device: torch.device) -> dict[str, Any]:
-    """Return the option that binds a process group to a device, where its backend takes one."""
+    """Return the option that binds a process group to a device, {} where its backend takes none."""
     kind = KINDS.get(device.type)
     binds = kind is not None and kind.binds and backend == default_backend(device)
     return {"device_id": device} if binds else {}
@@ -114,13 +118,14 @@ def sum_type(device: torch.device) -> torch.dtype:
 
 
 def name(device: torch.device) -> str:
-    """Return the model's name, as the driver has it; "" where there is none."""
+    """Return the model's name of a device, as the driver has it; "" where there is none."""
     tell = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(tell(device)) if tell else ""
 
 
 def mark(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Return an event that is recorded in the device's current stream."""
+    """Return an event that is recorded in the current stream of an accelerator; a `timed` one has a
+    time."""
     event = torch.Event(device, enable_timing=timed)
     event.record(torch.accelerator.current_stream(device))
     return event
@@ -139,15 +144,20 @@ class Transfer:
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
+        """Begin to copy the values of accelerators; the others are kept as they are."""
         self._values = {name: _start_copy(value) for name, value in values.items()}
         accelerators = {value.device for value in values.values() if _is_away(value)}
         self._marks = [mark(device) for device in accelerators]
 
     def is_over(self) -> bool:
+        """Return whether all values are here."""
         return all(event.query() for event in self._marks)
 
     def numbers(self) -> dict[str, Any]:
-        """Return the values as Python's numbers; waits for those that are not here."""
+        """Return the values as Python's numbers, by name; waits for those that are not here.
+
+        Raise RuntimeError for a tensor of several numbers.
+        """
         for event in self._marks:
             if not event.query():
                 event.synchronize()
@@ -155,7 +165,10 @@ class Transfer:
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor's, or a numpy scalar's, value as a Python number; others as they are."""
+    """Return a tensor's, or a numpy scalar's, value as a Python number; others as they are.
+
+    Raise RuntimeError or ValueError for several numbers.
+    """
     return value.item() if hasattr(value, "item") else value
 
 
@@ -164,6 +177,8 @@ def _is_away(value: Any) -> bool:
 
 
 def _start_copy(value: Any) -> Any:
+    """Return a tensor of one number as a copy on its way to pinned memory; other values as they
+    are."""
     if not _is_away(value) or value.numel() != 1:  # `plain` refuses a tensor of several
         return value
     source = value.detach()
@@ -184,11 +199,12 @@ def random_state(device: torch.device) -> torch.Tensor:
 
 
 def put_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Put an accelerator's generator into a state that `random_state` returned."""
     torch.get_device_module(device).set_rng_state(state, device)
 
 
 def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
-    """Return this rank's `per_worker` GPUs and make the first the current one, or CPUs.
+    """Return this rank's `per_worker` GPUs and make the first the current one; without GPUs, CPUs.
 
     Raises
     ------
@@ -216,8 +232,8 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
 
 
 def choose_backend(requested: str | None, device: torch.device) -> str:
-    """Return what carries gradients: `requested`, else the device's own: NCCL for NVIDIA and AMD,
-    XCCL for Intel, HCCL for Ascend, Gloo for the CPU.
+    """Return the name of the backend that carries gradients: `requested`, else the device's own:
+    NCCL for NVIDIA and AMD, XCCL for Intel, HCCL for Ascend, Gloo for the CPU.
 
     Raises
     ------

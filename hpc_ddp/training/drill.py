@@ -50,6 +50,7 @@ class DrilledRun(Run):
     """
 
     def __init__(self, options: Options, plan: Mapping[str, Any]) -> None:
+        """Start the run and its recording; `plan` has the keys above."""
         super().__init__(options)
         self._plan = plan
         self._folder = self.folder.path / "drill"
@@ -61,10 +62,12 @@ class DrilledRun(Run):
         self._checkpoints.before_publishing = self._hold_save
 
     def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
+        """Name what is recorded, too; see `Run.track`."""
         super().track(per_rank=per_rank, **objects)
         self._tracked |= objects
 
     def epochs(self, total: int) -> Iterator[int]:
+        """Record the start and each epoch's begin; see `Run.epochs`."""
         moment = "start"
         for epoch in super().epochs(total):
             if moment == "start":
@@ -74,6 +77,10 @@ class DrilledRun(Run):
             yield epoch
 
     def step(self, **values: Any) -> None:
+        """Record the step, and save, stop or wait as the plan says; see `Run.step`.
+
+        Raise HpcDdpError if a disturbance that is to end this process does not come.
+        """
         if not self.ends_step:
             return
         step = self.position.step + 1
@@ -94,11 +101,13 @@ class DrilledRun(Run):
             self._act(self._consensus.decide_now())
 
     def finish(self, **results: float | torch.Tensor) -> None:
+        """Record the end, then finish; see `Run.finish`."""
         if sys.exc_info()[0] is None and not self._over:
             self._record("end", self.position.step, {})
         super().finish(**results)
 
     def _is_end(self, step: int) -> bool:
+        """Return whether the plan ends the run at this step."""
         if (end := self._plan.get("end")) is not None:
             return bool(step >= end)
         limit_s = self._plan.get("seconds")
@@ -106,11 +115,13 @@ class DrilledRun(Run):
         return limit_s is not None and step >= LEAST_STEPS and since > limit_s
 
     def _ready(self) -> None:
-        """Signal to the drill that this is the moment."""
+        """Signal to the drill that this is the moment, by an empty file of rank 0; raise OSError if
+        the disk refuses."""
         if self.rank == 0:
             (self._folder / f"ready-{self._attempt}").touch()
 
     def _hold_until_notice(self) -> None:
+        """Signal the drill, then wait on rank 0 for a notice, `HOLD_S` at most."""
         self._ready()
         if self.rank == 0:  # the other ranks wait for it at the next exchange
             end = time.monotonic() + HOLD_S
@@ -118,16 +129,26 @@ class DrilledRun(Run):
                 time.sleep(0.01)
 
     def _hold_save(self, step: int) -> None:
-        """In the saving thread of rank 0, with all files of the draft but the manifest written."""
+        """Wait to be killed at the plan's step, before its save is published; else nothing.
+
+        Called in the saving thread of rank 0, with all files of the draft but the manifest written.
+        Raise HpcDdpError if the kill does not come.
+        """
         if self._plan.get("hold") == "save" and step == self._plan["at"]:
             self._hold("kill in a save")
 
     def _hold(self, disturbance: str) -> None:
+        """Signal the drill, and wait to be killed; raise HpcDdpError after `HOLD_S`."""
         self._ready()
         time.sleep(HOLD_S)
         raise HpcDdpError(f"the drill's {disturbance} did not come")
 
     def _record(self, moment: str, step: int, values: Mapping[str, Any]) -> None:
+        """Append this rank's record: its state's digests, and of a step those of the optimizers and
+        `values`.
+
+        `moment` is start, epoch, step or end. A disk that refuses is reported once.
+        """
         models = [
             tracked for tracked in self._tracked.values() if isinstance(tracked, torch.nn.Module)
         ]
@@ -162,18 +183,22 @@ class OptimizerSteps:
     which those begin it that are not tracked."""
 
     def __init__(self, tracked: Mapping[str, Any]) -> None:
+        """Hook all optimizers of this process; those in `tracked`, by name, are not digested."""
         self._tracked = tracked
         self._digests: dict[str, str] = {}
         self._gradients_size = 0.0
         register_optimizer_step_pre_hook(self._add)
 
     def take(self) -> tuple[dict[str, str], float]:
-        """Return digests by kind and name, and the size of the gradients; begin the next step."""
+        """Return the step's digests by kind and name, and the sum of its gradients' absolute
+        values; begin the next step."""
         digests, self._digests = self._digests, {}
         size, self._gradients_size = self._gradients_size, 0.0
         return digests, size
 
     def _add(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Add what an optimizer is about to read: torch calls it before each step of any of
+        them."""
         groups = optimizer.param_groups
         gradients = [weight.grad for group in groups for weight in group["params"]]
         # A process may step several optimizers, or one of them twice: all count.
@@ -186,6 +211,7 @@ class OptimizerSteps:
 
 
 def _kind(tracked: Any) -> str:
+    """Return the kind of a tracked object: model, optimizer, scheduler or object."""
     plain_object = unwrap(tracked)
     return next((kind for kind, cls in KINDS.items() if isinstance(plain_object, cls)), "object")
 
@@ -199,6 +225,8 @@ def digest_of(state: Any) -> str:
 
 
 def _feed(digest: Any, state: Any) -> None:
+    """Update a blake2b digest by a tree of tensors and plain values; mappings in the order of their
+    keys."""
     if isinstance(state, torch.Tensor):
         flat = _local(state).contiguous()
         digest.update(f"{flat.dtype}{tuple(flat.shape)}".encode())

@@ -23,7 +23,7 @@ from hpc_ddp.training.checkpoint.restorer import open_checkpoint
 def export(
     run: Path, out: Path, *, name: str = "model", step: int | None = None, best: bool = False
 ) -> int:
-    """Write the tensors of the tracked object `name`; return the step of the checkpoint.
+    """Write the tensors of the tracked object `name` as safetensors; return the checkpoint's step.
 
     Parameters
     ----------
@@ -32,16 +32,19 @@ def export(
     out
         the file to write, replaced in one step where it exists
     step
-        which checkpoint; by default the newest
+        which checkpoint; None: the newest
     best
-        the one that `Run.best` has marked
+        the one that `Run.best` has marked, in place of `step`
 
     Raises
     ------
     UsageError
         there is no such checkpoint, or no such object in it; or safetensors is not installed
     HpcDdpError
-        the checkpoint is damaged, or each rank had its own of some of the tensors
+        the checkpoint is damaged, each rank had its own of some of the tensors, or `out` can't be
+        written
+    OSError
+        the run can't be read
     """
     folder = _choose(RunFolder(run.absolute()), step, best)
     if problem := checkpoints.verify(folder):
@@ -64,6 +67,10 @@ def export(
 
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
+    """Write tensors by name as safetensors, by a draft and a rename.
+
+    Raise UsageError without the package safetensors, HpcDdpError if the file can't be written.
+    """
     try:
         from safetensors.torch import save_file
     except ImportError:
@@ -80,6 +87,10 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
 
 
 def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
+    """Return the folder of the newest checkpoint, of the best one, or of a step.
+
+    Raise UsageError if there is none, OSError or ValueError if the run can't be read.
+    """
     newest_first = checkpoints.published(run.checkpoints)
     if not newest_first:
         raise UsageError(f"{run.path} has no checkpoint", hint="name a run's folder")
@@ -95,6 +106,7 @@ def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
 
 
 def main() -> int:
+    """Export by the command line; return 0, or an error's exit code after printing it."""
     parser = argparse.ArgumentParser(description="Write a checkpoint's model as safetensors.")
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("out", type=Path, help="the file to write")

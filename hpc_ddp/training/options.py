@@ -108,6 +108,7 @@ class Options:
         return options
 
     def _check_words(self) -> None:
+        """Raise UsageError for a wrong text option, or a missing package tensorboard."""
         if self.precision not in DTYPES:
             accepted = ", ".join(map(repr, DTYPES))
             raise UsageError(f"precision is {self.precision!r}; accepted: {accepted}")
@@ -125,6 +126,7 @@ class Options:
             )
 
     def _check_numbers(self) -> None:
+        """Raise UsageError for a number out of its range, or values that exclude each other."""
         self._check("seed", -(2**63), kind=int)
         self._check("keep_last", LEAST, kind=int)
         for name in ("tp", "pp", "devices_per_worker"):
@@ -152,6 +154,8 @@ class Options:
     def _check(
         self, name: str, least: int, or_none: bool = False, kind: Any = (int, float)
     ) -> None:
+        """Raise UsageError unless the option `name` is a number of this kind from `least`, "auto",
+        or None where that is accepted."""
         value = getattr(self, name)
         if value == "auto" or (value is None and or_none):
             return
@@ -163,6 +167,7 @@ class Options:
 
 
 def _is_window(value: Any) -> bool:
+    """Return whether a value is a pair of steps, the first from 2 and the second not before it."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         return False
     return all(isinstance(step, int) for step in value) and 2 <= value[0] <= value[1]

@@ -88,12 +88,12 @@ class Run(ModelSetup):
         return self._loader
 
     def track(self, *, per_rank: Sequence[str] = (), **objects: Any) -> None:
-        """Name what a checkpoint holds, and take it up from the newest one if there is any.
+        """Name the content of a checkpoint, and take it up from the newest one if there is any.
 
-        Each object has ``state_dict`` and ``load_state_dict``, which speak in tensors and
-        plain values. A wrapped model is stored without its wrapper. Weights are taken to be the
-        same on all ranks, which some saves check (the first, and ever fewer), and of other objects
-        rank 0's are saved.
+        Each object has ``state_dict`` and ``load_state_dict``, which speak in tensors and plain
+        values. A wrapped model is stored without its wrapper. Weights are taken to be the same on
+        all ranks, which some saves check (the first, and ever fewer), and of other objects rank 0's
+        are saved. All ranks call it.
 
         Parameters
         ----------
@@ -105,9 +105,10 @@ class Run(ModelSetup):
         Raises
         ------
         HpcDdpError
-            the checkpoint is of other objects
+            the checkpoint is of other objects or can't be read, or a state can't be saved
         UsageError
-            it was made with another seed or training set, or an object can't be saved
+            called twice; another seed or training set than the checkpoint's; an object without
+            state_dict; a wrong `per_rank`
         """
         if isinstance(per_rank, str) or not set(per_rank) <= set(objects):
             raise UsageError(
@@ -136,9 +137,9 @@ class Run(ModelSetup):
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, of `total`.
 
-        The first one may be partly done: the loader then yields the rest of it, at least one
-        batch. The script's code at the end of an epoch is part of it: a checkpoint that falls
-        due in the last step is made after that.
+        The first one may be partly done: the loader then yields the rest of it, at least one batch.
+        The script's code at the end of an epoch is part of it: a checkpoint that falls due in the
+        last step is made after that. Raise UsageError without a `track` before, and as `step`.
         """
         if not isinstance(total, int):
             raise UsageError(f"run.epochs was given {total!r}; accepted: a whole number")
@@ -263,8 +264,9 @@ class Run(ModelSetup):
         """Return whether `value` is the best so far; if so, the checkpoint of this moment stays.
 
         Rank 0's value counts on all ranks, so they can decide together: ``if run.stale >= 5:
-        break`` is an early stop. All ranks call it, after an evaluation: at the end of an epoch,
-        or behind `step`. (In the midst of a step, the checkpoint is the one after it.)
+        break`` is an early stop. All ranks call it, after an evaluation: at the end of an epoch, or
+        behind `step`. (In the midst of a step, the checkpoint is the one after it.) Raise
+        UsageError for a value that is no number, else as `step`.
         """
         is_best = self._manager.judge(number("run.best", "value", value), higher)
         is_in_epoch = self._micro_batch is not NO_BATCH and not self._micro_batch.ends_epoch
@@ -282,7 +284,8 @@ class Run(ModelSetup):
     def finish(self, **results: float | torch.Tensor) -> None:
         """Save the last state, journal that the run is done, and leave the process group.
 
-        Does nothing where that is done, and on the way out of an exception (``finally``).
+        Does nothing where that is done, and on the way out of an exception (``finally``). All ranks
+        call it.
 
         Parameters
         ----------
@@ -294,6 +297,8 @@ class Run(ModelSetup):
         ------
         UsageError
             a result is no number
+        HpcDdpError
+            the last state could not be saved, or a weight is not finite
         """
         if sys.exc_info()[0] is None:
             scalars = {name: number("run.finish", name, result) for name, result in results.items()}
@@ -312,12 +317,14 @@ class Run(ModelSetup):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Finish, unless an exception ends the block; it goes on."""
         if kind is None:
             self.finish()
 
     # -- inside ----------------------------------------------------------------------------
 
     def _check_before_loader(self) -> None:
+        """Raise UsageError for a second loader, or one after `track`."""
         if self._loader is not None:
             raise UsageError(
                 "the run has a training loader already, and its position belongs to that one",
@@ -330,6 +337,8 @@ class Run(ModelSetup):
             )
 
     def _check_ends_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Raise UsageError in the midst of accumulating: each tracked optimizer calls it before its
+        step."""
         if not self.ends_step:
             raise UsageError(
                 "optimizer.step() was called in the midst of accumulating gradients",
@@ -337,12 +346,14 @@ class Run(ModelSetup):
             )
 
     def _warn_unless_over(self) -> None:
+        """Print a warning, at the exit of rank 0, where `finish` was not called after `epochs`."""
         if self._epochs is not None and not self._over:
             self._say(
                 "the script ended without run.finish(): what came after the last checkpoint is lost"
             )
 
     def _check_epoch(self) -> None:
+        """Raise UsageError outside of `epochs`."""
         if self._epochs is None:
             raise UsageError(
                 "the training loader was iterated outside run.epochs",
@@ -350,7 +361,10 @@ class Run(ModelSetup):
             )
 
     def _measure(self, values: dict[str, Any]) -> None:
-        """Pass on a step's values; the first ones are checked on all ranks, so that all end."""
+        """Pass on a step's values; the first ones are checked on all ranks, so that all end.
+
+        Raise UsageError for a value that is no scalar.
+        """
         if self._check_values:
             check_values(values)
             self._check_values = False
@@ -359,11 +373,12 @@ class Run(ModelSetup):
         self._profiler.step_done()
 
     def _start_batch(self, ends_step: bool) -> None:
+        """Note that a batch of the loader has come, the last of its step or not."""
         self._stepped = False
         self._sync_gradients(ends_step)
 
     def _total_steps(self) -> int | None:
-        """Return the steps of the whole run, where the length of an epoch is known."""
+        """Return the steps of the whole run, None where the length of an epoch is not known."""
         if self._loader is None or self._epochs is None:
             return None
         steps_left = self._loader.steps(self.position.samples)
@@ -373,6 +388,7 @@ class Run(ModelSetup):
         return self.position.step + steps_left + later_epochs * len(self._loader)
 
     def _act(self, decision: Decision) -> None:
+        """Stop and save as all ranks have decided; raises as `step`."""
         if decision.reason != NONE:
             self._stop(decision.reason)
         if decision.save or self._save_due:

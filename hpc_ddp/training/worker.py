@@ -76,7 +76,8 @@ class Worker:
         self._look_answers_at: int | None = None
 
     def _join(self, options: Options, env: LaunchEnv, called: float) -> None:
-        """Join the process group, and open the run's folder."""
+        """Join the process group, and open the run's folder; `called` is when `start` was, in unix
+        seconds."""
         info = self._info
         self.rank, self.world_size, self.seed = info.rank, info.world_size, options.seed
         if options.deterministic:
@@ -125,6 +126,7 @@ class Worker:
         self._prepare_telemetry(options, sorted(set(nodes)))
 
     def _prepare_saves(self, options: Options) -> None:
+        """Make the parts that save; every rank must call it: a process group is made."""
         self._checkpoints = Checkpoints(
             self.folder,
             self._journal.attempt,
@@ -143,6 +145,7 @@ class Worker:
         )
 
     def _prepare_telemetry(self, options: Options, hosts: list[str]) -> None:
+        """Make the parts that measure; `hosts` are the names of the run's nodes, on rank 0."""
         is_first, path = self.rank == 0, self.folder.path
         self._board = self._progress = None
         if options.tensorboard and is_first:
@@ -160,21 +163,30 @@ class Worker:
         self._profiler = Profiler(options.profile, path / "profile" / trace, announces=is_first)
 
     def _say(self, text: str) -> None:
+        """Print a message of hpc-ddp's on rank 0."""
         if self.rank == 0:
             say(text)
 
     def _refuse_non_finite(self) -> None:
+        """Raise HpcDdpError if the last look at the weights found NaN or infinity."""
         if self._precision.has_non_finite():
             raise non_finite_error(self.folder, self.position.step)
 
     def _stop(self, reason: int) -> NoReturn:
+        """Save, journal the stop, and exit with 0; `reason` is a key of `REASONS`. Raises as
+        `_end`."""
         source = self._notices.source
         self._end(Stopped(self.position.step, REASONS[reason], source or None))
         leave_quickly()
         raise SystemExit(0)
 
     def _end(self, event: JournalEvent) -> None:
-        """Save, journal the event, and leave; all ranks come here together."""
+        """Save, journal the event, and leave the process group; every rank must call it. Once done,
+        nothing.
+
+        Raise HpcDdpError if a weight is not finite or the save fails, SupersededError for a later
+        attempt, OSError if a trace or TensorBoard's file can't be written.
+        """
         if self._over:
             return
         is_stop = isinstance(event, Stopped)
@@ -201,6 +213,7 @@ class Worker:
             self._say_goodput()
 
     def _say_goodput(self) -> None:
+        """Print the run's goodput; nothing if its journal can't be read."""
         with suppress(OSError):  # all is done: no reason left to fail
             say(goodput.line(goodput.account(self.folder.events(), time.time())))
 
@@ -208,6 +221,7 @@ class Worker:
         """Return the sums of numbers over all ranks, in double precision. All ranks call it.
 
         One of the ranks that take the same samples counts: with pipelines, one of the last stage.
+        Tensors have one number each.
         """
         counts = self._dims.counts
         numbers_here = [float(value) if counts else 0.0 for value in values]
@@ -218,17 +232,21 @@ class Worker:
         return numbers
 
     def print(self, *values: Any) -> None:
-        """Print on rank 0 only, at once."""
+        """Print values as Python's `print` does, on rank 0 only, at once."""
         if self.rank == 0:
             print(*values, flush=True)
 
     @property
     def tensorboard(self) -> SummaryWriter | None:
-        """TensorBoard's writer on rank 0, with `tensorboard` of `start`; for use after `track`."""
+        """TensorBoard's writer on rank 0, with `tensorboard` of `start`, else None; for use after
+        `track`."""
         return self._board.writer if self._board else None
 
     def _watch_weights(self, exchanges: int) -> None:
-        """Look at the weights now and then, and read the result; all ranks at the same steps."""
+        """Look at the weights now and then, and read the result; every rank at the same steps.
+
+        `exchanges` is their number so far. Raise HpcDdpError for NaN or infinity.
+        """
         if self._look_answers_at is not None and exchanges >= self._look_answers_at:
             self._look_answers_at = None
             self._refuse_non_finite()

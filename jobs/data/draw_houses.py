@@ -24,7 +24,8 @@ TARP, RAFTER, HOLE = "#2f6fc4", "#8d7453", "#211d1b"
 
 
 def draw_house(damage: str, size: int, chance: random.Random) -> Image.Image:
-    """Return a picture of `size` x `size` pixels; `damage` is one of `CLASSES`."""
+    """Return a picture of `size` x `size` pixels; `damage` is one of `CLASSES`, `chance` draws the
+    rest."""
     image = Image.new("RGB", (100, 100))  # in percent, made smaller or bigger at the end
     pen = ImageDraw.Draw(image)
     light = chance.randint(-25, 25)
@@ -73,7 +74,10 @@ def _take_roof_off(
     middle: int,
     chance: random.Random,
 ) -> None:
-    """Show the sky, and rafters, through most of the roof, and a hole in the wall."""
+    """Show the sky, and rafters, through most of the roof, and a hole in the wall.
+
+    All numbers are in percent of the picture: the walls' sides and top, and the roof's ridge.
+    """
     sky = _rgb(165, 185, 205)
     a, b = sorted(chance.sample(range(left - 5, right + 5), 2))
     if b - a < 35:
@@ -88,24 +92,29 @@ def _take_roof_off(
 def _on_roof(
     left: int, right: int, top: int, ridge: int, middle: int, chance: random.Random
 ) -> tuple[int, int]:
+    """Return a random point (x, y) on the roof; all numbers are in percent of the picture."""
     x = chance.randint(left + 8, right - 8)
     slope = (x - left) / (middle - left) if x < middle else (right - x) / (right - middle)
     return x, round(top - 2 - chance.random() * 0.7 * slope * (top - ridge))
 
 
 def _patch(x: int, y: int, r: int, chance: random.Random) -> list[tuple[int, int]]:
-    """Return the corners of something torn, about `r` around a point."""
+    """Return the corners of something torn around the point (x, y), at most `r` percent from it."""
     corners = [(-1, -1), (1, -1), (1, 1), (-1, 1)]
     return [(x + i * chance.randint(1, r), y + j * chance.randint(1, r)) for i, j in corners]
 
 
 def _rgb(*parts: int) -> tuple[int, int, int]:
+    """Return a colour whose parts are brought into 0 to 255."""
     red, green, blue = (min(max(part, 0), 255) for part in parts)
     return red, green, blue
 
 
 def draw_set(folder: Path, counts: dict[str, int], size: int, seed: int) -> None:
-    """Write the images; `counts` says how many of each class are in each of `SPLITS`."""
+    """Write the images; `counts` says how many of each class are in each of `SPLITS`.
+
+    Raise OSError if the folder can't be written.
+    """
     for split, count in counts.items():
         for damage in CLASSES:
             place = folder / split / damage
@@ -116,6 +125,7 @@ def draw_set(folder: Path, counts: dict[str, int], size: int, seed: int) -> None
 
 
 def main() -> None:
+    """Draw the set of the command line; exit with 2 and a message for wrong options."""
     parser = argparse.ArgumentParser(description="Draw houses with low, medium and high damage.")
     parser.add_argument("folder", type=Path, help="where Train, Validation and Test go")
     parser.add_argument("--train", type=int, default=80, help="images per class to train on")
@@ -124,8 +134,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for name, least in {"train": 0, "test": 0, "size": 1}.items():
-        if (given := getattr(args, name)) < least:
-            parser.error(f"--{name} is {given}; accepted: a whole number from {least}")
+        if (number := getattr(args, name)) < least:
+            parser.error(f"--{name} is {number}; accepted: a whole number from {least}")
     counts = dict(zip(SPLITS, (args.train, args.test, args.test), strict=True))
     try:
         draw_set(args.folder, counts, args.size, args.seed)

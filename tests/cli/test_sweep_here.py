@@ -71,9 +71,11 @@ def test_stopped_it_says_so_and_goes_on(slow_second: Sweep) -> None:
     assert sweep.status() == ("running", ["finished", "running", "not begun"])
     sweep.process.send_signal(signal.SIGTERM)
     assert sweep.process.wait(LIMIT_S) == 75
+    assert f"go on with: hpc-ddp dry-run --run {sweep.path}\n" in sweep.log.read_text()
     assert sweep.status() == ("array", ["finished", "stopped", "not begun"])
-    again = sweep.start("submit", "--run", str(sweep.path), "--backend", "local", "--array", "2")
-    assert again.wait(LIMIT_S) == 0
+    words = ("--json", "--run", str(sweep.path), "--backend", "local", "--array", "2")
+    answer = sweep.call("submit", *words).splitlines()[-1]
+    assert json.loads(answer) == {"exit_code": 0, "run": str(sweep.path)}
     assert sweep.status()[1] == ["finished", "stopped", "finished"]
     rendered = sweep.call("render", "--run", str(sweep.path))
     assert "#SBATCH --array=1\n" in rendered  # what one submit left out is not forgotten

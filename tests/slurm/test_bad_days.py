@@ -149,6 +149,7 @@ def test_errors_of_a_script_end_it_with_its_own_code(hpc: Hpc, cluster: Cluster)
     hpc("cancel", held.id)
 
 
+@pytest.mark.more  # two minutes, nearly all until Slurm takes the node for lost
 @pytest.mark.row(
     "the first node's link cut, and healed while the next attempt runs",
     "the shell of the lost attempt comes back and does nothing",
@@ -171,25 +172,28 @@ def test_first_node_cut_off_and_healed(hpc: Hpc, cluster: Cluster, walked: Job) 
     assert same_weights(job, walked)
 
 
-@pytest.mark.row(
-    "time limit",
-    "goes on at the next step; a script that uses nothing of hpc-ddp starts over, a few times",
-)
+@pytest.mark.row("time limit", "goes on at the next step")
 def test_longer_than_the_time_limit(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
-    """Two jobs that need longer than Slurm's shortest time limit, a minute.
-
-    Ours goes on at the next step; one that uses nothing of ours starts over, once. The latter
-    ignores SIGTERM as well, and must not take the verdict with it.
-    """
+    """A job that needs longer than Slurm's shortest time limit, a minute."""
     use(cluster, "linuxproc")
-    limit = ("--time", "1")
-    ours = hpc.submit(*limit, *ONE_BY_TWO, str(WALK), "--step-seconds", "0.32")  # 64 s in all
+    job = hpc.submit("--time", "1", *ONE_BY_TWO, str(WALK), "--step-seconds", "0.32")  # 64 s
+    assert job.end() == "COMPLETED", job.output()
+    assert set(job.verdicts()[:-1]) == {("time limit", "requeue")}
+    assert in_one_go(job)
+    assert same_weights(job, walked)
+
+
+@pytest.mark.more  # two minutes of waiting for time limits
+@pytest.mark.row(
+    "time limit; the script uses nothing of hpc-ddp and ignores SIGTERM",
+    "starts over, a few times",
+)
+def test_a_plain_script_that_ignores_the_time_limit(hpc: Hpc, cluster: Cluster) -> None:
+    """It must not take the verdict with it."""
+    use(cluster, "linuxproc")
     deaf = {"TICKS": "600", "DEAF": "1"}
-    plain = hpc.submit(*limit, "--max-requeues", "1", str(SCRIPTS / "plain.py"), env=deaf)
-    assert ours.end() == "COMPLETED", ours.output()
-    assert set(ours.verdicts()[:-1]) == {("time limit", "requeue")}
-    assert in_one_go(ours)
-    assert same_weights(ours, walked)
+    words = ("--time", "1", "--max-requeues", "1", str(SCRIPTS / "plain.py"))
+    job = hpc.submit(*words, env=deaf)
     # Slurm calls it TIMEOUT where its own limit was quicker than the verdict.
-    assert plain.end() in ("FAILED", "TIMEOUT"), plain.output()
-    assert plain.verdicts() == [("time limit", "requeue"), ("time limit", "give up")]
+    assert job.end() in ("FAILED", "TIMEOUT"), job.output()
+    assert job.verdicts() == [("time limit", "requeue"), ("time limit", "give up")]

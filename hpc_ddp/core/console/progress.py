@@ -15,11 +15,11 @@ WIDTH = 30  # of the bar, in characters
 
 
 class ProgressBar:
-    """``what ━━━━━━──── 61 %`` on stderr, gone again at the end.
+    """``title ━━━━━━──── 61 %`` on stderr, gone again at the end.
 
     Parameters
     ----------
-    what
+    title
         what is being done, in words
     total
         how much of it there is, in any unit; 0 where that is not known
@@ -32,7 +32,7 @@ class ProgressBar:
     """
 
     def __init__(self, title: str, total: float) -> None:
-        self._what, self._total = title, total
+        self._title, self._total = title, total
         self._done = 0.0
         self._drawn = False
         self._terminal = sys.stderr.isatty()
@@ -46,7 +46,8 @@ class ProgressBar:
             self._put("")
 
     def add(self, amount: float) -> None:
-        """Take in that so much more is done."""
+        """Count `amount` more, in the unit of the total, as done; redraw the bar at most every
+        `REDRAW_S`."""
         self._done += amount
         now = time.monotonic()
         if self._terminal and now >= self._next_s:
@@ -55,10 +56,12 @@ class ProgressBar:
             self._put(self._line()[: shutil.get_terminal_size().columns - 1])
 
     def _line(self) -> str:
+        """Return the bar as text, without an end of line."""
         share = min(self._done / self._total, 1.0) if self._total else 0.0
         full = round(share * WIDTH)
-        return f"{self._what} {'━' * full}{'─' * (WIDTH - full)} {share:.0%}"
+        return f"{self._title} {'━' * full}{'─' * (WIDTH - full)} {share:.0%}"
 
     def _put(self, text: str) -> None:
+        """Replace the terminal's last line by a text; '' removes it."""
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()

@@ -11,8 +11,17 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Return a text without the control characters by which it could change the terminal."""
+    """Return a text with a replacement character for each control character by which it could
+    change the terminal."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def write_output(content: bytes) -> None:
+    """Write bytes to the process's output, or nothing where that is not possible, as `say` does."""
+    unwritten = memoryview(content)
+    with suppress(OSError):  # a full disk, or a pipe that has been closed
+        while unwritten:
+            unwritten = unwritten[os.write(1, unwritten) :]
 
 
 def say(text: str) -> None:

@@ -10,13 +10,15 @@ _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 def duration(seconds: float) -> str:
     """Return a time span in one unit: ``4.2 s``, ``75 s``, ``2.5 min``, ``30 h``, ``5.0 d``."""
-    unit, size = next((unit, size) for unit, size, most in _TIMES if seconds < most * size)
+    units = ((unit, size) for unit, size, most in _TIMES if seconds < most * size)
+    unit, size = next(units, ("d", 86400.0))
     amount = seconds / size
     return f"{amount:.1f} {unit}" if amount < 9.95 else f"{amount:.0f} {unit}"
 
 
 def brief_duration(seconds: float) -> str:
-    """Return a time with two digits, in milliseconds below 0.1 s: ``0.31 s``, ``4.5 ms``."""
+    """Return a time with two digits, in milliseconds below 0.1 s: ``0.31 s``, ``4.5 ms``. It is not
+    negative."""
     return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"
 
 
@@ -36,7 +38,10 @@ def speed(megabytes_per_s: float) -> str:
 
 
 def measured(number: float | None) -> str:
-    """Return a measured number with four digits: ``0.9861``, ``12,346``, ``2.7e−5``, ``NaN``."""
+    """Return a measured number with four digits: ``0.9861``, ``12,346``, ``2.7e−5``, ``NaN``.
+
+    None is ``–``.
+    """
     if number is None:
         return "–"
     if not math.isfinite(number):

@@ -102,7 +102,7 @@ def check(spec: JobSpec) -> None:
 
 
 def _check_sweep(spec: JobSpec) -> None:
-    """Check the parameters of a sweep, and the array over them; raises UsageError."""
+    """Check the parameters of a sweep, and the array over them; raise UsageError."""
     for name, values in spec.sweep.items():
         good = all(value and value.isprintable() for value in values)
         if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):
@@ -125,7 +125,8 @@ def _check_sweep(spec: JobSpec) -> None:
 
 
 def _check_budget(spec: JobSpec) -> None:
-    """Check the number of GPU hours that a run may use; raises UsageError."""
+    """Check the number of GPU hours that a run may use; raise UsageError for anything but a number
+    above 0."""
     hours = spec.budget_gpu_hours
     if hours is not None and not (isinstance(hours, (int, float)) and hours > 0):
         raise UsageError(
@@ -135,7 +136,8 @@ def _check_budget(spec: JobSpec) -> None:
 
 
 def _check_tasks(spec: JobSpec) -> None:
-    """Refuse a step that srun could not start."""
+    """Check the Slurm step: its launcher, its CPUs, the raw options of srun. Raise UsageError for a
+    step that srun could not start."""
     for raw in spec.srun:
         name, _ = split_raw(raw, "srun", "--gpu-bind=closest")
         if name in _SRUN_SETTLED:
@@ -174,6 +176,7 @@ def _check_tasks(spec: JobSpec) -> None:
 
 
 def _check_container(spec: JobSpec) -> None:
+    """Check the container's command, and that there is no image beside it; raise UsageError."""
     if spec.container and spec.image:
         raise UsageError(
             f"container {spec.container!r} and image {spec.image!r} are two ways to say one thing",
@@ -189,6 +192,8 @@ def _check_container(spec: JobSpec) -> None:
 
 
 def _check_torchrun(spec: JobSpec) -> None:
+    """Check raw options of torchrun, restarts, and ``--elastic``; raise UsageError for what hpc-ddp
+    sets itself, or what excludes each other."""
     if spec.launcher == "srun" and (spec.torchrun or spec.restarts or spec.elastic):
         raise UsageError(
             "without torchrun there are no --max-restarts, --elastic and --torchrun",
@@ -216,7 +221,8 @@ def _check_torchrun(spec: JobSpec) -> None:
 
 
 def _check_texts(spec: JobSpec) -> None:
-    """Refuse in ``#SBATCH`` values what ends or splits such a line, and NUL everywhere."""
+    """Refuse in ``#SBATCH`` values what ends or splits such a line, and NUL or bytes that are no
+    UTF-8 in what stands in the script; raise UsageError."""
     for item in fields(spec):
         text = getattr(spec, item.name)
         is_directive = "option" in item.metadata and item.metadata["option"].is_sbatch
@@ -238,6 +244,7 @@ def _check_texts(spec: JobSpec) -> None:
 
 
 def _is_unicode(text: str) -> bool:
+    """Return whether a text can be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:  # Python's stand-ins for bytes that it could not decode
@@ -246,6 +253,8 @@ def _is_unicode(text: str) -> bool:
 
 
 def _check_nodes(nodes: int | str) -> None:
+    """Refuse anything but a number from 1 to 999,999 or a range of such, as ``1-4``; raise
+    UsageError."""
     match = re.fullmatch(r"(\d{1,6})-(\d{1,6})", nodes, re.A) if isinstance(nodes, str) else None
     if match and 1 <= int(match[1]) <= int(match[2]):
         return
@@ -257,6 +266,8 @@ def _check_nodes(nodes: int | str) -> None:
 
 
 def _check_env(spec: JobSpec) -> None:
+    """Check the names of environment variables, and that no value in the script looks like a
+    secret; raise UsageError."""
     for name in (*spec.env, *spec.env_names):
         if not _ENV_NAME.fullmatch(name):
             raise UsageError(
@@ -272,7 +283,12 @@ def _check_env(spec: JobSpec) -> None:
 
 
 def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
-    """Return name and value of a raw option of srun or sbatch, ``--name=value``."""
+    """Return name and value of a raw option of srun or sbatch, ``--name=value``; '' without a
+    value.
+
+    Raise UsageError for another form; `command` (``srun``) and `example` (``--gpu-bind=x``) are for
+    its hint.
+    """
     if not re.match(r"--[a-z]", raw) or not raw.isprintable():
         raise UsageError(
             f"{command} option {raw!r} is not of the form --name or --name=value",

@@ -94,7 +94,7 @@ class Option:
     is_joined: bool = False
 
     def check(self, key: str, value: Any) -> None:
-        """Check one value against the accepted ones and the bound.
+        """Check the value of a key against the accepted ones and the bound; None passes the bound.
 
         Raises
         ------
@@ -116,7 +116,8 @@ class Option:
 
 
 def option(default: Any, help: str, **declared: Any) -> Any:
-    """Return a dataclass's field with its declaration; parameters as for `Option`."""
+    """Return a dataclass's field with its declaration; `declared` has the attributes of `Option`.
+    With a dict as default each instance has an empty one of its own."""
     metadata = {"option": Option(help, **declared)}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
@@ -124,7 +125,8 @@ def option(default: Any, help: str, **declared: Any) -> Any:
 
 
 def options_of(*settings: type[Any]) -> dict[str, Option]:
-    """Return the declarations of some dataclasses by key, in their order."""
+    """Return the declarations of some dataclasses by key, in their order; fields without one are
+    left out."""
     return {
         key_of(item): _with_kind(item)
         for each_class in settings
@@ -139,11 +141,12 @@ def key_of(item: Field[Any] | str) -> str:
 
 
 def default_of(item: Field[Any]) -> Any:
-    """Return the default value of a field."""
+    """Return the default value of a field, MISSING where it has none."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def _with_kind(item: Field[Any]) -> Option:
+    """Return a field's declaration, with the kind of its annotation unless it is a text."""
     declared: Option = item.metadata["option"]
     kind = _KINDS.get(str(item.type).removesuffix(" | None"))
     return declared if kind in (None, TEXT) else Option(**{**vars(declared), "kind": kind})

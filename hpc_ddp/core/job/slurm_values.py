@@ -18,7 +18,10 @@ _SIGNAL_NUMBERS = {"10": "USR1", "12": "USR2", "15": "TERM", "2": "INT"}
 
 
 def parse_time(text: str) -> int:
-    """Return the seconds of a Slurm time: ``m``, ``m:s``, ``h:m:s``, ``d-h``, ``d-h:m``, …"""
+    """Return the seconds of a Slurm time: ``m``, ``m:s``, ``h:m:s``, ``d-h``, ``d-h:m``, …
+
+    Raise UsageError for another form.
+    """
     match = _TIME.fullmatch(text)
     if not match:
         raise UsageError(
@@ -36,7 +39,8 @@ def parse_time(text: str) -> int:
 def parse_signal(text: str) -> tuple[str, int]:
     """Return the name and the seconds of a signal in sbatch's form: ``USR1@90``, ``SIGUSR1``, …
 
-    Its ``B:`` and ``R:`` have no effect: a notice always goes to the workers.
+    Its ``B:`` and ``R:`` have no effect: a notice always goes to the workers. Without seconds they
+    are 60. Raise UsageError for another form, and for a signal that is not in `SIGNALS`.
     """
     match = _SIGNAL.fullmatch(text.upper())
     name = match["name"] if match else ""

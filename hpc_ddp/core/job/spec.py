@@ -34,7 +34,8 @@ ELASTIC_RESTARTS = 3
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job. Field names are Slurm's option names; each instance has been checked.
+    """A job. Field names are Slurm's option names; each instance has been checked: a
+    value that is refused raises UsageError.
 
     Units: `time` is in Slurm's format (``minutes``, ``h:m:s``, ``d-h`` …), and so is `signal`,
     ``NAME@SECONDS`` before the time limit. None leaves a value to the site's Slurm.
@@ -232,6 +233,8 @@ class JobSpec:
     )
 
     def __post_init__(self) -> None:
+        """Turn lists into tuples, and digits for `nodes` into a number; then check all values.
+        Raise UsageError for the first bad one."""
         for key, declared in OPTIONS.items():
             if declared.kind.is_list:  # a tuple, and JSON and TOML have lists
                 name = key.replace("-", "_")
@@ -283,7 +286,7 @@ class JobSpec:
 
     @property
     def gpu_count(self) -> int:
-        """GPUs per node; ``gpus_per_node`` may hold a type as well (``a100:4``)."""
+        """GPUs per node, 0 without any; ``gpus_per_node`` may hold a type as well (``a100:4``)."""
         match = checks.GPUS.fullmatch(self.gpus_per_node or "")
         return int(match["count"]) if match else 0
 
@@ -329,7 +332,8 @@ class JobSpec:
         return sorted({*begun, *array_indexes(self.array or "")})
 
     def task(self, index: int) -> JobSpec:
-        """Return one task of the array as a job of its own; a sweep's has its trial in `args`."""
+        """Return task `index` of the array as a job of its own; a sweep's has its trial in `args`.
+        Raise IndexError beyond a sweep."""
         args = (*self.args, *trial_args(self.trials[index])) if self.sweep else self.args
         return replace(self, args=args, sweep={}, array=str(index))
 
@@ -348,12 +352,12 @@ class JobSpec:
         Raises
         ------
         UsageError
-            it is something else
+            it is no JSON object, lacks a field, or has a value that is refused
         """
         names = {item.name for item in fields(cls)}
         try:
             return cls(**{key: value for key, value in json.loads(text).items() if key in names})
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             raise UsageError(f"the run's job.json is broken: {error}") from None
 
 
@@ -363,31 +367,3 @@ OPTIONS = options_of(JobSpec)
 def trial_args(trial: Mapping[str, str]) -> list[str]:
     """Return a sweep's trial as arguments of the script, ``--name=value``."""
     return [f"--{name}={value}" for name, value in trial.items()]
-
-
-def directives(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the (option, value) pairs for sbatch that the user sets; a flag's value is ''."""
-    pairs = [("job-name", spec.job_name)]
-    for name, declared in OPTIONS.items():
-        value = getattr(spec, name.replace("-", "_"))
-        if declared.is_sbatch and value is not None:
-            pairs.append((name, str(value)))
-        elif name == "gpus-per-node":
-            pairs += _gpu_request(spec)
-        elif name == "cpus-per-task" and spec.task_cpus is not None:
-            pairs.append((name, str(spec.task_cpus)))
-    if spec.exclusive:
-        pairs.append(("exclusive", ""))
-    return pairs + [checks.split_raw(raw, "sbatch", "--network=x") for raw in spec.sbatch]
-
-
-def _gpu_request(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the request for a node's GPUs in the form that the site accepts."""
-    if spec.gpus_per_node is None or spec.gpu_request == "none":
-        return []
-    if spec.gpu_request == "gres":
-        return [("gres", f"gpu:{spec.gpus_per_node}")]
-    if spec.gpu_request == "gpus-per-task":
-        of_task = str(max(1, spec.gpu_count // spec.tasks_per_node))
-        return [("gpus-per-task", f"{spec.gpu_type}:{of_task}" if spec.gpu_type else of_task)]
-    return [("gpus-per-node", spec.gpus_per_node)]

@@ -44,13 +44,14 @@ class JournalEvent:
         }
 
     def to_line(self) -> dict[str, Any]:
-        """Return the event as a line of the journal."""
+        """Return the event as the JSON object of a line of the journal."""
         head = {"time": self.time, "event": self.event, "attempt": self.attempt}
         return {**head, **self.to_fields()}
 
     @classmethod
     def read_fields(cls, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the record; raises ValueError for a damaged field."""
+        """Return the record's arguments from a line's JSON object; raise ValueError for a damaged
+        field."""
         return read_fields(cls.own_fields(), line)
 
 
@@ -211,6 +212,7 @@ class MetricsLine(JournalEvent):
 
     @property
     def step(self) -> int:
+        """The step, 0 without one."""
         return int(self.values.get("step", 0))
 
     @property
@@ -227,6 +229,7 @@ class MetricsLine(JournalEvent):
 
     @classmethod
     def read_fields(cls, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a line; raise ValueError for a step that is no whole number."""
         values = {name: entry for name, entry in line.items() if name not in _HEAD}
         for name in ("step", "total_steps"):
             if values.get(name) is not None:
@@ -359,7 +362,7 @@ _WITH_STEP = (
 
 
 def step_of(event: JournalEvent | None) -> int | None:
-    """Return the step of an event; None where it has none."""
+    """Return the step of an event; None for no event, and for one without a step."""
     return event.step if isinstance(event, _WITH_STEP) else None
 
 

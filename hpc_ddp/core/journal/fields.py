@@ -38,6 +38,11 @@ def read_fields(declared: Iterable[Field[Any]], table: Mapping[str, Any]) -> dic
 
 
 def _read_field(declared: Field[Any], entry: Any) -> Any:
+    """Return a JSON value as the type of a record's field; for None the field's default or an empty
+    value.
+
+    Raise ValueError for a value of another type, and for a missing word such as a cause.
+    """
     type_name = str(declared.type).removesuffix(" | None")
     if entry is not None or type_name in _WORDS:
         return checked(entry, type_name)
@@ -53,7 +58,9 @@ def checked(entry: Any, type_name: str) -> Any:
     Raises
     ------
     ValueError
-        the value is of another type
+        the value is of another type, or a number of 1e15 or more, or NaN
+    KeyError
+        no record has such a type
     """
     if type_name in _WORDS:
         return _WORDS[type_name](entry)
@@ -68,7 +75,8 @@ def checked(entry: Any, type_name: str) -> Any:
 
 
 def to_number(entry: Any) -> float | None:
-    """Return a number of the journal as a float; None for anything else."""
+    """Return a number of the journal as a float, one beyond floats as inf; None for anything
+    else."""
     try:
         return float(entry) if isinstance(entry, (int, float)) else None
     except OverflowError:  # a whole number of hundreds of digits

@@ -57,7 +57,7 @@ def account(
 ) -> dict[str, float]:
     """Return the seconds that a run has spent in each of `PARTS`, over all its attempts.
 
-    The parameters are those of `pieces`.
+    `events`, `now` and `waits` are those of `pieces`.
     """
     return seconds_of(pieces(events, now, waits))
 
@@ -73,7 +73,8 @@ def seconds_of(intervals: Iterable[Interval]) -> dict[str, float]:
 def pieces(
     events: Sequence[JournalEvent], now: float | None = None, waits: bool = False
 ) -> list[Interval]:
-    """Cut a run's wall time into pieces of one part each, in order and without gaps.
+    """Cut a run's wall time into pieces of one part each, in order and without gaps; [] without
+    events.
 
     Parameters
     ----------
@@ -119,14 +120,16 @@ def pieces(
 def share(seconds: dict[str, float]) -> float | None:
     """Return the goodput: training for the first time, of all time not spent queued, 0 to 1.
 
-    None where nothing has started, or the script does not report its training.
+    `seconds` is by part, as `account` returns it. None where nothing has started, or the script
+    does not report its training.
     """
     wall = sum(seconds.values()) - seconds["queued"]
     return seconds["training"] / wall if wall > 0 and not seconds["running"] else None
 
 
 def line(seconds: dict[str, float]) -> str:
-    """Return the goodput and all parts that are not zero, for people, on one line."""
+    """Return the goodput and all parts that are not zero, for people, on one line. `seconds` is by
+    part, as `account` returns it."""
     goodput = share(seconds)
     parts = [f"{text} {part}" for part in PARTS if (text := duration(seconds[part])) != "0.0 s"]
     percent = "-" if goodput is None else f"{100 * goodput:.0f} %"
@@ -134,14 +137,16 @@ def line(seconds: dict[str, float]) -> str:
 
 
 class _Clock:
-    """Goes through the wall time once, and gives each piece to a part."""
+    """Goes through the wall time once, from `start` to `end` in unix seconds, and gives each piece
+    to a part."""
 
     def __init__(self, start: float, end: float) -> None:
         self.at, self._end = start, max(start, end)
         self.pieces: list[Interval] = []
 
     def until(self, when: float | None, part: str) -> None:
-        """Give the time up to `when` to a part. Never goes back: clocks of hosts differ."""
+        """Give the time up to `when`, in unix seconds, to a part; None gives nothing. Never goes
+        back: clocks of hosts differ."""
         if when is not None and (when := min(when, self._end)) > self.at:
             begin = self.at
             if self.pieces and self.pieces[-1].part == part:
@@ -151,7 +156,11 @@ class _Clock:
 
 
 def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
-    """Give the time up to the end of one start of the workers to its parts."""
+    """Give the time up to the end of one start of the workers to its parts.
+
+    `events` are those of the start, `highest` is the highest step of the earlier ones, and `live`
+    says that the start may still go on.
+    """
     if worker := last_event(events, WorkerStarted):
         clock.until(worker.began, "starting")
         clock.until(worker.called, "importing")
@@ -170,7 +179,8 @@ def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: boo
 
 
 def _train(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
-    """Give the time up to an attempt's last sign of progress to its parts."""
+    """Give the time up to an attempt's last sign of progress to its parts; parameters as `_follow`
+    has them."""
     begin = clock.at
     saves = [event for event in events if isinstance(event, CheckpointSaved)]
     marks = [event for event in events if isinstance(event, _MARKS)]
@@ -180,6 +190,7 @@ def _train(clock: _Clock, events: list[JournalEvent], highest: float, live: bool
     end = max((event.time for event in (*marks, *saves)), default=begin) if has_ended else math.inf
 
     def work(until: float) -> None:
+        """Give the time up to `until` to the training, or to steps that are done again."""
         clock.until(min(until, passed), "redone")
         clock.until(until, "training")
 
@@ -191,7 +202,10 @@ def _train(clock: _Clock, events: list[JournalEvent], highest: float, live: bool
 
 
 def _passed(begin: float, steps: list[tuple[float, float]], highest: float) -> float:
-    """Return when an attempt whose training begins at `begin` had passed the step `highest`."""
+    """Return when an attempt whose training begins at `begin` had passed the step `highest`.
+
+    `steps` are its times and steps, in order; times are unix seconds, inf where it never passed it.
+    """
     if not highest or (steps and steps[0][1] >= highest):
         return begin
     before = (begin, 0.0)
@@ -204,7 +218,7 @@ def _passed(begin: float, steps: list[tuple[float, float]], highest: float) -> f
 
 
 def _steps(events: Iterable[JournalEvent]) -> Iterator[tuple[float, float]]:
-    """Yield the time and step of the events that have one."""
+    """Yield the time (unix seconds) and step of the events that have one."""
     for event in events:
         step = step_of(event)
         if step is not None:
@@ -212,13 +226,15 @@ def _steps(events: Iterable[JournalEvent]) -> Iterator[tuple[float, float]]:
 
 
 def _began(events: list[JournalEvent]) -> float:
-    """Return when an attempt began. Without a launcher the worker is there before its events."""
+    """Return when an attempt began, in unix seconds. Without a launcher the worker is there before
+    its events."""
     workers = [event for event in events if isinstance(event, WorkerStarted)]
     return min([events[0].time, *(worker.began for worker in workers if worker.began is not None)])
 
 
 def _end(events: list[JournalEvent], live: bool) -> float:
-    """Return when an attempt ended: with its last event; infinity while it goes on."""
+    """Return when an attempt ended, in unix seconds: with its last event; inf while it goes on,
+    -inf without events."""
     if live and last_event(events, VerdictGiven) is None:
         return math.inf
     return max((event.time for event in events), default=-math.inf)

@@ -56,7 +56,7 @@ class Journal:
         self._thread_of = 0  # the process that has the thread
 
     def write(self, event: JournalEvent) -> None:
-        """Append one event."""
+        """Append one event; a disk that refuses it is reported once on stderr."""
         try:
             self._append(self._line(event))
         except OSError as error:
@@ -65,7 +65,7 @@ class Journal:
     def write_later(self, event: JournalEvent) -> None:
         """Let a thread append an event: no step of a training waits for a disk in trouble.
 
-        The process may end without it, unless it calls `drain`.
+        The process may end without it, unless it calls `drain`; an orderly end of Python does.
         """
         if self._later is None or self._thread_of != os.getpid():  # a fork has no such thread
             self._later, self._thread_of = SimpleQueue(), os.getpid()
@@ -74,7 +74,7 @@ class Journal:
         self._later.put(self._line(event))
 
     def drain(self, seconds: float = DRAIN_S) -> None:
-        """Wait until the events of `write_later` are written, at most so long."""
+        """Wait until the events of `write_later` are written, at most for so many seconds."""
         if self._later is not None and self._thread_of == os.getpid():
             written = threading.Event()
             self._later.put(written)
@@ -96,22 +96,27 @@ class Journal:
                 self._warn(error)
 
     def write_surely(self, event: JournalEvent) -> None:
-        """Append an event that a verdict hangs on, `patiently`."""
+        """Append an event that a verdict hangs on, and try again for a minute (`patiently`). A disk
+        that refuses it is reported once on stderr."""
         try:
             patiently(partial(self._append, self._line(event)))
         except OSError as error:
             self._warn(error)
 
     def _line(self, event: JournalEvent) -> bytes:
+        """Return an event as a line of the file, with the present time and the journal's attempt.
+        Raise TypeError for a value that JSON does not have."""
         written = replace(event, time=round(time.time(), 3), attempt=self.attempt)
         return json.dumps(written.to_line()).encode() + b"\n"
 
     def _warn(self, error: OSError) -> None:
+        """Report on stderr that the journal can't be written, the first time only."""
         if not self._warned:
             self._warned = True
             say(f"can't write the journal {self.path}: {error}")
 
     def _append(self, line: bytes) -> None:
+        """Append a line to the file, and make the folder where it is missing; raise OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
         # A worker writes with its user's umask; what stands here decides which jobs are cancelled.
         with open(self.path, "ab+", opener=partial(os.open, mode=0o644)) as file:
@@ -123,18 +128,21 @@ class Journal:
 
 
 def read_events(folder: Path) -> list[JournalEvent]:
-    """Return all events of a journal folder, by attempt and time.
+    """Return all events of a journal folder, by attempt and time; [] for a missing folder.
 
-    Damaged lines and unknown kinds of events are left out.
+    Damaged lines and unknown kinds of events are left out. Raise OSError where a file can't be
+    read.
     """
     events = [event for path in sorted(folder.glob("*.jsonl")) for event in events_of(path)]
     return sorted(events, key=_order)
 
 
 def read_briefly(folder: Path) -> list[JournalEvent]:
-    """Return the same, but of each writer's `metrics` all but the last with their step alone.
+    """Return the events as `read_events` does, but all `metrics` of a writer but its last have only
+    their step.
 
-    A long run has tens of thousands: this takes a quarter of the time.
+    A long run has tens of thousands: this takes a quarter of the time. Raise OSError where a file
+    can't be read.
     """
     events: list[JournalEvent] = []
     for path in sorted(folder.glob("*.jsonl")):
@@ -165,14 +173,16 @@ def _order(event: JournalEvent) -> tuple[int, float]:
 
 
 def events_of(path: Path) -> Iterator[JournalEvent]:
-    """Yield the events of one writer, as they were written."""
+    """Yield the events of one writer's file, as they were written; damaged lines are left out.
+    Raise OSError where it can't be read."""
     for line in read_lines(path):
         if event := parse_event(line):
             yield event
 
 
 def is_finished(events: Sequence[JournalEvent]) -> bool:
-    """Whether a run has reached its end, by its events."""
+    """Return whether a run has reached its end, by the last of its verdicts and `finished`
+    events."""
     last = last_event(events, VerdictGiven, Finished)
     if isinstance(last, VerdictGiven):
         return last.cause is Cause.FINISHED
@@ -180,18 +190,18 @@ def is_finished(events: Sequence[JournalEvent]) -> bool:
 
 
 def last_event(events: Sequence[JournalEvent], *kinds: type[E]) -> E | None:
-    """Return the last of the events of these kinds, or None."""
+    """Return the last of the events that is of one of these kinds, or None."""
     return next((event for event in reversed(events) if isinstance(event, kinds)), None)
 
 
 def last_step(events: Sequence[JournalEvent]) -> int | None:
-    """Return the last step that the events name; None without one."""
+    """Return the step of the last event that has one; None without one."""
     steps = (step_of(event) for event in reversed(events))
     return next((step for step in steps if step is not None), None)
 
 
 def by_attempt(events: Iterable[JournalEvent]) -> dict[int, list[JournalEvent]]:
-    """Return the events of each attempt, without the login node's.
+    """Return the events of each attempt, by its number, without the login node's.
 
     Those belong to no attempt, and may be written days later.
     """
@@ -218,7 +228,8 @@ def by_start(events: Iterable[JournalEvent]) -> list[list[JournalEvent]]:
 def node_seconds(events: Sequence[JournalEvent], now: float | None = None) -> float:
     """Return the seconds of all attempts, each times its nodes.
 
-    An attempt lasts until its verdict; the newest one, where it has none yet, until `now`.
+    An attempt lasts until its verdict, else until its last event; the newest one, where it has no
+    verdict, until `now` (unix seconds). Starts without names of nodes count nothing.
     """
     total = 0.0
     attempts = by_attempt(events)

@@ -37,7 +37,8 @@ class Slow:
 
 
 def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
-    """Return the slowest of the ranks that were much slower than the others lately, if any was.
+    """Return the slowest of the ranks that were much slower than the others lately; None without
+    one.
 
     `events` is a journal, by attempt and time; what counts is the end of its newest start.
     """
@@ -55,7 +56,7 @@ def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
 
 
 def _slow_in(event: StepTiming) -> dict[int, Slow]:
-    """Return the ranks that were slow, by rank.
+    """Return the ranks that were slow in one `ranks` event, by rank.
 
     By their own work, or else by their wait for data alone: behind a rank 0 that waits for data the
     others may wait for its buffers in what counts as their own work.

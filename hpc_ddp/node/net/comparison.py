@@ -22,10 +22,11 @@ class FabricComparison:
         self._pending: fabric.Found | None = None  # to be compared once the first node has written
 
     def choose(self, is_reported: bool) -> dict[str, str]:
-        """Return the variables of this node's interconnect, {} where none is to be looked up.
+        """Return the variables of this node's interconnect; {} where ``--fabric`` is not auto, or
+        the job has one node.
 
         With `is_reported` it is journalled; the first node also prints it, and writes it into the
-        attempt's folder for `compare`.
+        attempt's folder for `compare`, unless the disk refuses.
         """
         place = self._place
         if not place.seeks_fabric:
@@ -48,7 +49,7 @@ class FabricComparison:
     def compare(self) -> None:
         """Print a warning, once, if this node's interconnect differs: NCCL would hang, or crawl.
 
-        Does nothing until the first node has written its own.
+        Does nothing on the first node, and nothing until the first node's file ``fabric`` is there.
         """
         place, interconnect = self._place, self._pending
         if interconnect is None:

@@ -42,6 +42,8 @@ class Found:
     trouble: str = ""
 
     def __str__(self) -> str:
+        """Return the interconnect for people: ``infiniband (mlx5_0 and 3 more), but …``, or
+        ``none``."""
         more = f" and {len(self.cards) - 1} more" if len(self.cards) > 1 else ""
         text = f"{self.name} ({self.cards[0]}{more})" if self.name else NOTHING
         return f"{text}, but {self.trouble}" if self.trouble else text
@@ -61,14 +63,14 @@ class Port(NamedTuple):
 
 
 def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found:
-    """Return the interconnect of this node.
+    """Return the interconnect of this node. Files that can't be read count as absent.
 
     Parameters
     ----------
     root
         where ``sys`` and ``dev`` lie
     loads
-        tells whether a shared library can be loaded (default: tries it)
+        tells whether a shared library, by its name, can be loaded (default: tries it)
     """
     ports = _ports(root / "sys/class/infiniband")
     aperture = root / "dev/aperture_devices"
@@ -92,10 +94,12 @@ def look(root: Path = ROOT, loads: Callable[[str], bool] | None = None) -> Found
 def settings(
     interconnect: Found, lib: Path, environ: Mapping[str, str], root: Path = ROOT
 ) -> dict[str, str]:
-    """Return the variables of a fabric that nobody has set: neither here, nor in NCCL's own files.
+    """Return the variables of an interconnect that are set neither in `environ` nor in NCCL's
+    files.
 
-    NCCL_NET is left out as well where the network was chosen in other words. A plugin brings a
-    network of its own, which NCCL takes before its verbs.
+    `lib` has the table of fabrics; {} where it can't be read. NCCL_NET is left out as well where
+    the network was chosen in other words: a plugin brings a network of its own, which NCCL takes
+    before its verbs. `root` is where NCCL's files lie.
     """
     configured_env = {**configured(environ, root), **environ}
     fabrics: dict[str, dict[str, str]] = {}
@@ -115,6 +119,8 @@ def settings(
 
 
 def _ports(folder: Path) -> list[Port]:
+    """Return the ports of the RDMA devices in ``/sys/class/infiniband``, [] without such a
+    folder."""
     ports = []
     for card in _entries(folder):
         driver = os.path.basename(os.path.realpath(card / "device/driver"))
@@ -125,6 +131,7 @@ def _ports(folder: Path) -> list[Port]:
 
 
 def _entries(folder: Path) -> list[Path]:
+    """Return a folder's entries, sorted; [] if it can't be read."""
     try:
         return sorted(folder.iterdir())
     except OSError:  # no such class of devices
@@ -132,6 +139,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> str:
+    """Return a file's text without blanks around it, '' if it can't be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -139,6 +147,7 @@ def _read(path: Path) -> str:
 
 
 def _loads(library: str) -> bool:
+    """Return whether the dynamic linker can load a library by its name."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -147,7 +156,10 @@ def _loads(library: str) -> bool:
 
 
 def _verbs(root: Path, loads: Callable[[str], bool]) -> str:
-    """Return why verbs can't be used here, '' if they can: a container may lack a part of it."""
+    """Return why verbs can't be used here, '' if they can: a container may lack a part of it.
+
+    `root` and `loads` as `look` has them.
+    """
     devices = [path for path in _entries(root / "dev/infiniband") if path.name.startswith("uverbs")]
     if not any(os.access(path, os.R_OK | os.W_OK) for path in devices):
         return "they can't be opened: there is no /dev/infiniband/uverbs* that we may use"
@@ -155,7 +167,11 @@ def _verbs(root: Path, loads: Callable[[str], bool]) -> str:
 
 
 def configured(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
-    """Return what NCCL's and RCCL's configuration files set; the environment comes before them."""
+    """Return what NCCL's and RCCL's configuration files below `root` set; those absent set nothing.
+
+    `environ` names the home folder and perhaps a file of its own; its other variables are not in
+    the result.
+    """
     home = environ.get("HOME", "/").lstrip("/")
     paths = [root / f"etc/{name}.conf" for name in ("nccl", "rccl")]
     paths += [root / home / f".{name}.conf" for name in ("nccl", "rccl")]
@@ -167,10 +183,12 @@ def configured(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
 
 
 def _without_verbs(variables: Mapping[str, str]) -> bool:
+    """Whether NCCL_IB_DISABLE keeps NCCL from verbs."""
     return variables.get("NCCL_IB_DISABLE", "0") != "0"
 
 
 def _has_plugin(variables: Mapping[str, str]) -> bool:
+    """Whether a network plugin of NCCL or RCCL lies in a folder of LD_LIBRARY_PATH."""
     folders = filter(None, variables.get("LD_LIBRARY_PATH", "").split(":"))
     names = ("libnccl-net.so", "librccl-net.so")
     return any(os.path.exists(os.path.join(folder, name)) for folder in folders for name in names)

@@ -15,17 +15,20 @@ FIRST_PORT, LAST_PORT = 10000, 32767  # below the range that Linux hands out by 
 
 
 def reach(nodes: Sequence[str], index: int, suffix: str) -> str:
-    """Return what the nodes of an attempt reach one of them by: a name; on a node alone loopback.
+    """Return the name by which the nodes of an attempt reach ``nodes[index]``; on a node alone
+    loopback.
 
-    So a job of one node works where names of nodes can't be looked up, or lead elsewhere.
+    `suffix` is that of names on the interconnect, '' without one. With loopback a job of one node
+    works where names of nodes can't be looked up, or lead elsewhere.
     """
     return nodes[index] + suffix if len(nodes) > 1 else LOOPBACK
 
 
 def free_port(start: int) -> int:
-    """Return a port that nobody listens on here, the first one from `start` on.
+    """Return the first TCP port from `start` on that has no listener here, from 10000 to 32767.
 
-    `start` is brought into the range first; where all are taken, OSError is raised.
+    `start` is brought into the range first, and the search wraps around. Raise OSError where all
+    are taken. Another process may take the port right after.
     """
     count = LAST_PORT - FIRST_PORT + 1
     for step in range(count):
@@ -37,10 +40,11 @@ def free_port(start: int) -> int:
 
 
 def interface_to(host: str) -> str | None:
-    """Return the name of the interface that leads to `host`, None when that can't be told.
+    """Return the name of the interface whose route leads to `host` (a name or an IPv4 address).
 
-    NCCL and Gloo would each pick one by themselves, Gloo from whatever the own host name
-    resolves to, which on many systems is loopback.
+    None where the name does not resolve, there is no route, or the address is no interface's. NCCL
+    and Gloo would each pick one by themselves, Gloo from the address of this host's own name, which
+    on many systems is loopback.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -53,12 +57,13 @@ def interface_to(host: str) -> str | None:
 
 
 def addresses() -> list[str]:
-    """Return the IPv4 addresses of this node's interfaces."""
+    """Return the IPv4 addresses of this node's interfaces; [] on other systems than Linux."""
     return [a for _, name in socket.if_nameindex() if (a := address_of(name))]
 
 
 def address_of(interface: str) -> str | None:
-    """Return an interface's IPv4 address, None where it has none."""
+    """Return an interface's IPv4 address, None where it has none, is absent, or this is no
+    Linux."""
     if sys.platform != "linux":
         return None
     import fcntl

@@ -35,6 +35,11 @@ class Place:
 
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> Place:
+        """Read the `AttemptEnv` variables and the attempt's file of nodes.
+
+        Raise OSError if that can't be read or this host is none of the nodes, KeyError for an
+        unknown signal or outside of an srun task.
+        """
         env = AttemptEnv.from_env(environ)
         return cls(
             run=env.run_folder,
@@ -58,27 +63,33 @@ class Place:
         return self.host_of(self.index)
 
     def host_of(self, index: int) -> str:
-        """Return the name or address that the nodes reach one of them by."""
+        """Return the name or address by which the nodes reach node `index`."""
         local = f"127.0.0.{index + 1}"  # nodes that are only processes of one machine
         return local if self.is_local else reach(self.nodes, index, self.suffix)
 
     @property
     def is_local(self) -> bool:
+        """Whether the nodes are processes of one machine: those of the local back-end."""
         return self.node.startswith("local-")
 
     @property
     def peer(self) -> str:
-        """Another node to look for the network by: the first, or the second on the first."""
+        """The host name of another node, to look for the network by: the first, or the second on
+        the first."""
         return self.nodes[0 if self.index else min(1, len(self.nodes) - 1)] + self.suffix
 
     @property
     def chosen_interface(self) -> str | None:
-        """The interface to the other nodes: as the user says, else the one that leads there."""
+        """The interface to the other nodes: the user's choice, else the one that leads there; None
+        if none does."""
         inside = self.is_local or len(self.nodes) == 1
         return self.interface or interface_to(LOOPBACK if inside else self.peer)
 
     def interface_env(self) -> dict[str, str]:
-        """Return what tells Gloo and NCCL their interface, where nothing else has."""
+        """Return the variables that name the interface to Gloo and NCCL, where nothing else has.
+
+        {} where no interface leads to the other nodes.
+        """
         name = self.chosen_interface
         if not name:
             return {}
@@ -95,24 +106,27 @@ class Place:
 
     @property
     def seeks_fabric(self) -> bool:
-        """Whether the interconnect is to be looked up: alone, a node needs none."""
+        """Whether the interconnect is to be looked up: ``--fabric auto``, and other machines in the
+        job."""
         return self.fabric == "auto" and len(self.nodes) > 1 and not self.is_local
 
     def fabric_env(self, interconnect: Found) -> dict[str, str]:
-        """Return what tells NCCL of the interconnect, where nothing else has."""
+        """Return the variables that name the interconnect to NCCL, where nothing else has."""
         return settings(interconnect, self.run.lib, os.environ)
 
 
 def node_index(environ: Mapping[str, str]) -> int:
     """Return this node's place among the attempt's nodes.
 
-    Where not srun has started this process, but an MPI, which may count in another order, or
-    pass on the first node's variables, the host's own name tells.
+    By HPC_DDP_NODE_INDEX, or srun's SLURM_NODEID. Under another launcher, an MPI, which may count
+    in another order or pass on the first node's variables, by this host's name.
 
     Raises
     ------
     OSError
-        this host is none of the nodes
+        this host is none of the nodes, or their names can't be read
+    KeyError
+        srun should have started this process, and has not
     """
     env = AttemptEnv.from_env(environ)
     if env.node_index is not None:

@@ -15,9 +15,10 @@ KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to pr
 
 
 def keep_off(run: RunFolder, job_id: str) -> None:
-    """Keep a job that waits off the nodes that lately were to blame, where others are left.
+    """Keep a waiting job off the nodes that were to blame within a day, where others are left.
 
-    Nodes that were blamed longer ago are taken off Slurm's list again, which would keep them.
+    Nodes that were blamed longer ago are taken off Slurm's list again, which would keep them. A
+    refusal of Slurm is printed, and the job stays as it is.
     """
     nodes = excluded_nodes(run, job_id)
     if nodes is None:
@@ -33,7 +34,12 @@ def keep_off(run: RunFolder, job_id: str) -> None:
 
 def excluded_nodes(run: RunFolder, job_id: str) -> list[str] | None:
     """Return the nodes to exclude: those that Slurm keeps the job off, by whatever option, and
-    those that verdicts have blamed for a day; None where no verdict has blamed any."""
+    those that verdicts have blamed for a day.
+
+    None where no verdict since the last submit has blamed any, or Slurm gives no answer. Blamed
+    nodes without which the job could not start are left out. Answers and refusals of Slurm are
+    printed.
+    """
     events = since_submit(run.events())
     blamed = set(_bad_nodes(events, since=0.0))
     if not blamed:

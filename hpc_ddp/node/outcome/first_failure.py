@@ -27,7 +27,11 @@ _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that did not end well. `code` as Popen gives it: negative for a signal."""
+    """A worker that did not end well.
+
+    `code` is as Popen gives it, negative for a signal; `rank` is None for torchrun itself; `time`
+    is in unix seconds by the node's clock; `error` is '' where nothing is known.
+    """
 
     rank: int | None
     node: str
@@ -53,16 +57,19 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """The code for the whole job, as a shell would give it (128 + signal)."""
+        """The code for the whole job, as a shell would give it (128 + signal); never 0."""
         return 128 - self.code if self.code < 0 else self.code or 1
 
     def __str__(self) -> str:
+        """Return the failure as ``rank 3 on n2: RuntimeError: …``, or with the signal or the exit
+        code."""
         rank = "torchrun" if self.rank is None else f"rank {self.rank}"
         name = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
         return f"{rank} on {self.node}: {self.error or name}"
 
 
 def _signal_name(number: int) -> str:
+    """Return a signal's name, as ``SIGKILL``; ``signal 42`` for a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -70,7 +77,10 @@ def _signal_name(number: int) -> str:
 
 
 def from_record(record: dict[str, Any]) -> list[Failure]:
-    """Read the failures in what a node recorded of its end."""
+    """Return the failures that a node has recorded of its end, [] without any.
+
+    `record` is the JSON of a record file. Raise KeyError or TypeError for one of another form.
+    """
     failures = [Failure(node=record["node"], **failure) for failure in record.get("failures", [])]
     if record.get("torn_down"):  # what we killed ourselves says nothing about the cause
         return [
@@ -80,12 +90,12 @@ def from_record(record: dict[str, Any]) -> list[Failure]:
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure | None:
-    """Return the failure that the others follow from.
+    """Return the failure that the others follow from, None without any.
 
-    A worker whose peer has died says that a connection closed, and one that was ended by the
-    agent died of SIGTERM: neither is a cause where there is another one. A rank that hangs with
-    Python's lock exits without a word, and its peers say why. Among equals the earliest counts;
-    clocks of nodes differ, so time comes last.
+    A worker whose peer has died says that a connection closed, and one that was ended by the agent
+    died of SIGTERM: neither is a cause where there is another one. A rank that hangs with Python's
+    lock exits without a word, and its peers say why. Among equals the earliest counts; clocks of
+    nodes differ, so time comes last.
     """
     first = dict.fromkeys(("exception", "signal", "disk"), 0)
     order = {**first, "hang": 1, "exit": 2, "communication": 3, "torn down": 4}
@@ -93,7 +103,11 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 
 
 def error_of(failed: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str:
-    """Return the error of a worker with `rank`, `code` and `time` of its end, '' without one."""
+    """Return the error of a worker with `rank`, `code` and `time` of its end, '' without one.
+
+    It is in the worker's log in the node's `folder`, or in its journal; files that can't be read
+    count as empty.
+    """
     rank, code = failed["rank"], failed["code"]
     log = folder.rank_log(rank)
     if code < 0:
@@ -103,9 +117,11 @@ def error_of(failed: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str:
 
 
 def last_exception(log: Path) -> str:
-    """Return the last line of the last traceback of a log's last start, '' when it has none.
+    """Return the last line of the last traceback of a log's last start, '' when it has none, or
+    there is no such log.
 
-    A script that can't be parsed has no traceback, only that line.
+    A script that can't be parsed has no traceback, only that line. At most 500 characters, from the
+    last `TAIL_BYTES`.
     """
     text = read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
     _, marker, after = text.rpartition("Traceback (most recent call last):\n")
@@ -116,18 +132,20 @@ def last_exception(log: Path) -> str:
 
 
 def abort_reason(log: Path) -> str:
-    """Return what NCCL's watchdog has logged before it aborted a worker, '' if nothing.
+    """Return the line that NCCL's watchdog has logged before it aborted a worker, '' without one.
 
-    It does so where a peer is gone, so such a worker is not the cause.
+    It does so where a peer is gone, so such a worker is not the cause. At most 500 characters.
     """
     lines = _ABORTED.findall(read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2])
     return str(lines[-1])[:500] if lines else ""
 
 
 def journaled_error(journal: Path, since: float) -> str:
-    """Return the error that a worker journaled last, '' when there is none since a time.
+    """Return the error that a worker journaled last, '' when there is none since a time (unix
+    seconds).
 
-    `hpc_ddp.training` explains an error of its own to people, without a traceback in the log.
+    `hpc_ddp.training` explains an error of its own to people, without a traceback in the log. A
+    journal that can't be read counts as empty.
     """
     for line in reversed(read_tail(journal, TAIL_BYTES).splitlines()):
         event = parse_event(line)

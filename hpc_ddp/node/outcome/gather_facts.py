@@ -36,6 +36,8 @@ def check_budget(run: RunFolder, spec: JobSpec) -> None:
     ------
     HpcDdpError
         they have; the verdict is journalled
+    OSError
+        the journals can't be read
     """
     over_text = over_budget(spec, _gpu_hours(run, spec))
     if over_text:
@@ -52,6 +54,8 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
     ------
     HpcDdpError
         too many; the verdict is journalled
+    OSError
+        the journal can't be read
     """
     events = run.events()
     first = _first_attempt(events)
@@ -63,7 +67,8 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
 
 
 def _give_up(run: RunFolder, cause: Cause, why: str, hint: str) -> NoReturn:
-    """Journal for the last attempt that none may follow, and raise the refusal of the next."""
+    """Journal for the last attempt that none may follow; raise HpcDdpError, the refusal of the
+    next."""
     journal = run.journal("batch", max(len(run.attempts()) - 1, 0))
     journal.write(VerdictGiven(cause, Action.GIVE_UP, why, 1, False, None, ()))
     raise HpcDdpError(why, hint=hint)
@@ -75,9 +80,12 @@ def _give_up(run: RunFolder, cause: Cause, why: str, hint: str) -> NoReturn:
 def judge(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: Job | None
 ) -> tuple[AttemptFacts, Verdict]:
-    """Gather the facts of an attempt that has ended; decide how the run continues, and note it.
+    """Gather the facts of an attempt that has ended; decide how the run continues, journal and
+    print it.
 
-    `job` is Slurm's record of the job, None without an answer and without Slurm.
+    `job` is Slurm's record of the job, None without an answer and without Slurm. Raise OSError if
+    the run's folder can't be read, UsageError for a broken job.json. A journal that refuses the
+    verdict is only reported.
     """
     env, records = AttemptEnv.from_env(environ), attempt.records()
     nodes = list(env.nodes)
@@ -103,7 +111,7 @@ def judge(
 
 
 def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict) -> None:
-    """Write the verdict to the journal, and to the end of the job's output for users."""
+    """Write the verdict to the journal, and to stderr, the end of the job's output, for users."""
     failure = facts.failure if decided.cause == Cause.FAILED else None
     where: dict[str, Any] = {}
     if failure:
@@ -131,20 +139,23 @@ def _note(run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: 
 
 
 def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
-    """Return the GPU hours that a run with a budget has used, 0 for one without."""
+    """Return the GPU hours that a run with a budget has used, 0 for one without.
+
+    Raise OSError if the journals can't be read.
+    """
     return 0.0 if spec.budget_gpu_hours is None else run.gpu_hours(spec.gpus_in_use)
 
 
 def since_submit(events: list[JournalEvent]) -> list[JournalEvent]:
-    """Drop the events before the newest submit: fixed code has its budgets anew.
+    """Return the events since the newest submit began: fixed code has its budgets anew.
 
-    By attempt and not by time, since the login node's clock is another one.
+    By attempt and not by time, since the login node's clock is another one. Without a submit, all.
     """
     first = _first_attempt(events)
     return [event for event in events if event.attempt >= first]
 
 
 def _first_attempt(events: list[JournalEvent]) -> int:
-    """Return the number of the attempt that the newest submit began."""
+    """Return the number of the attempt that the newest submit began, 0 without one."""
     submits = [event for event in events if isinstance(event, Submitted)]
     return max((submit.first_attempt for submit in submits), default=0)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.node import batch
 from hpc_ddp.node.outcome import requeue
@@ -27,14 +29,17 @@ DEPUTIES = (1, 2)  # by index: few, since all would ask the controller
 
 
 def watch(place: Place, environ: dict[str, str]) -> threading.Event:
-    """Return what is set once Slurm has taken the first node from the job.
+    """Return an event that is set once Slurm has taken the first node from the job.
 
-    The node's own torchrun does not tell: it waits for an answer of the rendezvous for as long as
-    TCP does, a quarter of an hour where the link is cut.
+    A thread of the `DEPUTIES` asks Slurm; on other nodes, and without Slurm, it is never set. The
+    node's own torchrun does not tell: it waits for an answer of the rendezvous for as long as TCP
+    does, a quarter of an hour where the link is cut.
     """
     is_gone = threading.Event()
 
     def look() -> None:
+        """Ask Slurm every `ASK_EVERY_S` seconds until it has another list of nodes, without the
+        first."""
         while not is_gone.wait(ASK_EVERY_S):
             nodes = _nodes_left(environ)
             if nodes and place.nodes[0] not in nodes:
@@ -48,10 +53,9 @@ def watch(place: Place, environ: dict[str, str]) -> threading.Event:
 def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]) -> None:
     """Give the verdict in place of the batch shell, if Slurm has lost that and this node is next.
 
-    For a node whose torchrun has ended.
-
-    Waits until Slurm knows; unless the first node has said how it ended, and Slurm has it still,
-    or somebody has `has_notice` this node to end.
+    For a node whose torchrun has ended. It waits, at most `PATIENCE_S`, until Slurm has dropped the
+    first node, the first node has recorded its end, a later attempt has begun, or `has_notice`
+    returns True. Raise OSError if the run's folder can't be read, and what `_end_job` raises.
     """
     first = place.attempt.node(place.nodes[0])
     give_up = time.monotonic() + PATIENCE_S
@@ -69,14 +73,23 @@ def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]
 
 
 def _end_job(environ: dict[str, str]) -> None:
-    """Requeue the job; or cancel it, since without a batch shell it does not end by itself."""
-    batch.verdict(environ)
+    """Requeue the job; or cancel it, since without a batch shell it does not end by itself.
+
+    Errors are printed; a job that Slurm does not cancel ends at its time limit. Raise OSError if
+    the run's folder can't be used.
+    """
+    try:
+        batch.verdict(environ)
+    except HpcDdpError as error:
+        say(error.message)
     if _nodes_left(environ):
-        slurm.cancel([requeue.own_id(environ)])
+        with suppress(HpcDdpError):  # then the job ends at its time limit
+            slurm.cancel([requeue.own_id(environ)])
 
 
 def _nodes_left(environ: dict[str, str]) -> list[str]:
-    """Return the nodes that this start of the job has, [] where it is over or nobody says so."""
+    """Return the nodes that this start of the job has, [] where it is over or Slurm does not
+    answer."""
     job_id = environ["SLURM_JOB_ID"]
     try:
         job = slurm.show_job(job_id)

@@ -19,10 +19,11 @@ _FILES = {"cgroup": "memory.oom_control", "cgroup2": "memory.events"}
 
 
 def kills(proc: Path = Path("/proc")) -> int:
-    """Return how many kills there have been, 0 where nobody counts. Only differences matter.
+    """Return how many processes the kernel has killed for want of memory, 0 where it does not
+    count.
 
-    The workers are in the supervisor's own cgroup. Without one that counts, it is the whole
-    machine's number, in which other jobs have their part.
+    The workers are in the supervisor's own cgroup, whose count is read below `proc`. Without one it
+    is the whole machine's number, in which other jobs have their part: only differences matter.
     """
     for path in [*_counters(proc), proc / "vmstat"]:
         match = re.search(r"^oom_kill (\d+)$", _read(path), re.M)
@@ -32,9 +33,9 @@ def kills(proc: Path = Path("/proc")) -> int:
 
 
 def name_kills(failures: list[dict[str, Any]], before: int) -> None:
-    """Set the error of workers that died of SIGKILL, if the kernel has counted more kills since.
+    """Set ``error`` of the failures by SIGKILL, if the kernel has counted more kills since a start.
 
-    `before` is the number of `kills` when the workers started.
+    `before` is the number of `kills` when the workers started; each failure has a ``code``.
     """
     if kills() > before:
         for failure in failures:
@@ -43,7 +44,8 @@ def name_kills(failures: list[dict[str, Any]], before: int) -> None:
 
 
 def _counters(proc: Path) -> list[Path]:
-    """Return where this process's memory cgroup may have its counter, the nearest first."""
+    """Return where this process's memory cgroup may have its counter, the nearest first; the files
+    need not exist."""
     files = []
     for line in _read(proc / "self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -58,6 +60,7 @@ def _counters(proc: Path) -> list[Path]:
 
 
 def _mounts(proc: Path, kind: str) -> list[Path]:
+    """Return where the file system `kind`, cgroup or cgroup2, is mounted; [] if it is not."""
     rows = [line.split(" ") for line in _read(proc / "self/mounts").splitlines()]
     return [
         Path(row[1])
@@ -67,6 +70,7 @@ def _mounts(proc: Path, kind: str) -> list[Path]:
 
 
 def _read(path: Path) -> str:
+    """Return a file's text, '' if it can't be read."""
     try:
         return path.read_text()
     except (OSError, ValueError):

@@ -34,9 +34,11 @@ TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 
 
 def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Job | None:
-    """Return what Slurm says of a job; None where it says nothing, and unless quiet print why.
+    """Return Slurm's record of a job; None where it refuses or does not answer, and without
+    `is_quiet` print why.
 
-    `give_up` as `slurm.show_job` has it.
+    `give_up`, a time of ``time.monotonic()``, ends the wait for a silent controller; inf: never,
+    None: after two minutes.
     """
     try:
         return slurm.show_job(job_id, give_up)
@@ -47,10 +49,10 @@ def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Jo
 
 
 def own_id(environ: dict[str, str]) -> str:
-    """Return what names this job and no other one, to a command that changes it.
+    """Return the id by which a command of Slurm changes this job and no other one.
 
-    The number of an array's last task is that of the whole array, too: a requeue by it restarts
-    all of its tasks, those that run and those that have finished.
+    The number of an array's last task is that of the whole array, too: a requeue by it restarts all
+    of its tasks, those that run and those that have finished. Raise KeyError outside of a job.
     """
     task = environ.get("SLURM_ARRAY_TASK_ID")
     return f"{environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else environ["SLURM_JOB_ID"]
@@ -60,22 +62,36 @@ def own_id(environ: dict[str, str]) -> str:
 
 
 def is_link(run: RunFolder, job_id: str) -> bool:
-    """Tell whether a job was queued by the job before it, and not by a person."""
+    """Tell whether a job was queued by the job before it, and not by a person.
+
+    By the ids in ``next.json`` of the attempts, and in ``early-links.json``; files that can't be
+    read count as empty.
+    """
     links = (read_json(attempt.path / "next.json").get("job_id") for attempt in run.attempts())
     return job_id in {*links, *read_json(run.early_links).values()}
 
 
-def check_wanted(run: RunFolder, restarts: int, is_link: bool, job_id: str) -> None:
-    """Refuse to start the job `job_id` of a run that was cancelled or given up; a first start is a
-    wish to go on.
+def check_wanted(
+    run: RunFolder, restarts: int, is_link: bool, job_id: str, array_id: str | None = None
+) -> None:
+    """Refuse the job `job_id`, a task of the array `array_id` (None: of none), if its run was
+    cancelled or given up, unless a person has queued it later.
+
+    A first start (`restarts` is 0) of a job that is no link (`is_link`) is a wish to go on: it
+    deletes the run's mark ``cancelled``, unless that names the job.
 
     Raises
     ------
     HpcDdpError
-        nobody wants this attempt
+        the run was cancelled or given up, and Slurm or a link has started this job; or the job was
+        cancelled as it started
+    OSError
+        the run's folder can't be read or changed
     """
     if not restarts and not is_link:
         for folder in (run, RunFolder(run.whole)):
+            if {job_id, array_id} & {*read_json(folder.cancelled).get("jobs", ())}:
+                raise HpcDdpError(f"job {job_id} was cancelled as it started")
             folder.cancelled.unlink(missing_ok=True)
     elif run.cancelled.exists() or (is_link and _chain_has_ended(run, job_id)):
         raise HpcDdpError(f"run {run.path} was cancelled, or given up")
@@ -85,7 +101,9 @@ def _chain_has_ended(run: RunFolder, job_id: str) -> bool:
     """Tell whether the job before the link `job_id` was the last one, and could not cancel it.
 
     A scancel may end that job before its verdict comes to it. One that ended in its set-up lines
-    was taken away there, by a preemption or with its node, or has failed.
+    was taken away there, by a preemption or with its node, or has failed; one that Slurm has
+    forgotten counts as taken away `EARLY_MOST` times. A silent controller is waited for without
+    end.
     """
     early = read_json(run.early_links)
     before = next((queuer for queuer, link in early.items() if link == job_id), None)
@@ -104,7 +122,10 @@ def _chain_has_ended(run: RunFolder, job_id: str) -> bool:
 
 
 def queue_early(run: RunFolder, environ: dict[str, str]) -> None:
-    """Queue the chain's next job before this one's set-up lines, in which a preemption ends it."""
+    """Queue the chain's next job before this one's set-up lines, in which a preemption ends it.
+
+    A refusal of Slurm is printed. Raise OSError if ``early-links.json`` can't be written.
+    """
     link = _queue_link(run, environ)
     if link:
         early = {**read_json(run.early_links), environ["SLURM_JOB_ID"]: link}
@@ -112,7 +133,11 @@ def queue_early(run: RunFolder, environ: dict[str, str]) -> None:
 
 
 def take_back_early(run: RunFolder, environ: dict[str, str]) -> None:
-    """Cancel the job that this one queued before its set-up lines: this one is not to start."""
+    """Cancel the job that this one queued before its set-up lines: this one is not to start.
+
+    Without one, nothing. A refused scancel is passed over: that job finds the reason itself. Raise
+    OSError if ``early-links.json`` can't be written.
+    """
     early = read_json(run.early_links)
     link = early.pop(environ["SLURM_JOB_ID"], None)
     if link:
@@ -124,10 +149,11 @@ def take_back_early(run: RunFolder, environ: dict[str, str]) -> None:
 def queue_next_link(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], give_up: float | None = None
 ) -> str | None:
-    """Return the id of the chain's next job, which is queued unless it was before the set-up lines;
-    None where Slurm refuses it, or does not answer until `give_up` (see `slurm.show_job`).
+    """Return the id of the chain's next job, which is queued unless it was before the set-up lines.
 
-    Each link does it at its start: at its end it may be killed.
+    None where Slurm refuses it, or does not answer until `give_up` (see `slurm.show_job`); the
+    reason is printed. Each link does it at its start: at its end it may be killed. Raise OSError if
+    the run's folder can't be written.
     """
     queued: str | None = read_json(run.early_links).get(environ["SLURM_JOB_ID"])
     link = queued or _queue_link(run, environ, give_up)
@@ -140,6 +166,10 @@ def queue_next_link(
 def _queue_link(
     run: RunFolder, environ: dict[str, str], give_up: float | None = None
 ) -> str | None:
+    """Submit the script once more, to start after this job and off blamed nodes; return the job id.
+
+    None where Slurm refuses it, which is printed. `give_up` as `slurm.sbatch` has it.
+    """
     options = [f"--dependency=afterany:{own_id(environ)}"]
     kept_off = excluded_nodes(run, own_id(environ))
     if kept_off:
@@ -173,7 +203,11 @@ def go_on(
     facts: AttemptFacts,
     decided: Verdict,
 ) -> int:
-    """Do what was decided, and return the exit code for the batch script."""
+    """Carry out a verdict; return the batch script's exit code: 0 if the run continues, `CAN_GO_ON`
+    if only the user can continue it, else the verdict's own.
+
+    Refusals of Slurm are printed. Raise OSError if the run's folder can't be read or written.
+    """
     if facts.spec.continue_by == "resubmit":
         return _end_link(run, attempt, environ, facts, decided)
     if decided.action == Action.REQUEUE:
@@ -190,7 +224,11 @@ def go_on(
 def _requeue(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: AttemptFacts
 ) -> int:
-    """Requeue the job, if it still is ours to requeue; Slurm then ends the batch shell, too."""
+    """Requeue the job, if this attempt still is its current one; return the batch script's exit
+    code.
+
+    After a requeue Slurm ends the batch shell, too. Where the site refuses it, `_resubmit`.
+    """
     job_id = own_id(environ)
     give_up = _last_moment(attempt, environ)
     job = facts.job  # of a moment ago: where Slurm is slow, another answer may come too late
@@ -224,13 +262,17 @@ def _requeue(
 
 
 def _last_moment(attempt: AttemptFolder, environ: dict[str, str]) -> float:
-    """Return until when Slurm is waited for, by ``time.monotonic()``: no answer is no refusal."""
+    """Return until when Slurm is waited for, by ``time.monotonic()``; inf without a time limit.
+
+    No answer is no refusal, so it is waited for until `VERDICT_S` before the job's end.
+    """
     end = read_seconds(attempt.end_time) or AttemptEnv.from_env(environ).end_time
     return math.inf if end is None else time.monotonic() + end - time.time() - VERDICT_S
 
 
 def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> int:
-    """Go on as a new job, where the site does not permit the requeue of this one."""
+    """Continue as a new job, where the site refuses the requeue of this one; return the exit
+    code."""
     link = queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
     if link is None:
         return _left_to_the_user(run)
@@ -239,7 +281,10 @@ def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -
 
 
 def end_as_failed(environ: dict[str, str]) -> None:
-    """See that the job ends as failed: Slurm would hold an expedited one in the queue instead."""
+    """Have Slurm end the job as failed: it would hold an expedited one in the queue instead.
+
+    A refusal is printed.
+    """
     if INTERACTIVE in environ:
         return
     job_id = own_id(environ)
@@ -252,6 +297,7 @@ def end_as_failed(environ: dict[str, str]) -> None:
 
 
 def _left_to_the_user(run: RunFolder) -> int:
+    """Print the command that continues a run; return `CAN_GO_ON`."""
     say(f"could not be requeued; go on with: hpc-ddp submit --run {_quoted(run)}")
     return CAN_GO_ON
 
@@ -263,7 +309,10 @@ def _end_link(
     facts: AttemptFacts,
     decided: Verdict,
 ) -> int:
-    """End one job of a chain: the next one waits already, unless there is nothing left to do."""
+    """End one job of a chain: the next one waits already; cancel it if nothing is left to do.
+
+    Return the exit code. Refusals of Slurm are printed.
+    """
     link = read_json(attempt.path / "next.json").get("job_id")
     if decided.action == Action.REQUEUE:
         if link and facts.bad_nodes:
@@ -279,6 +328,7 @@ def _end_link(
 
 
 def _jobs_of(run: RunFolder) -> list[str]:
+    """Return all job ids of a run, oldest first."""
     return run.job_ids(run.events())
 
 

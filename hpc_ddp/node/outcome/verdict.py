@@ -99,7 +99,7 @@ class AttemptFacts:
         return [*self.lost_nodes, *(node for node in unfit_nodes if node not in self.lost_nodes)]
 
     def here(self, kind: type[E]) -> E | None:
-        """Return this attempt's last event of a kind."""
+        """Return this attempt's last event of a kind, None without one."""
         return last_event([e for e in self.events if e.attempt == self.attempt], kind)
 
     @property
@@ -110,7 +110,7 @@ class AttemptFacts:
 
     @property
     def is_ours(self) -> bool:
-        """The script uses hpc_ddp.training, so that its progress is known."""
+        """Whether the script uses hpc_ddp.training, so that its progress is known."""
         return any(isinstance(event, (FirstStep, CheckpointRestored)) for event in self.events)
 
     @property
@@ -127,27 +127,29 @@ class AttemptFacts:
 
     @property
     def progress(self) -> bool:
-        """A newer durable checkpoint exists than at this attempt's start."""
+        """Whether this attempt has saved: a newer durable checkpoint exists than at its start."""
         return self.here(CheckpointSaved) is not None
 
     @property
     def step(self) -> int | None:
-        """The last completed step that the journal knows of in this attempt."""
+        """The last completed step that the journal has for this attempt, None before the first."""
         return last_step([event for event in self.events if event.attempt == self.attempt])
 
     @property
     def failure(self) -> Failure | None:
+        """The failure of a worker that the others follow from; None where no node recorded one."""
         return first_cause(failure for record in self.ends for failure in from_record(record))
 
     @property
     def unfit(self) -> PreflightEnded | None:
-        """The preflight of this attempt, where it let no training begin."""
+        """The preflight of this attempt if it let no training begin, else None."""
         event = self.here(PreflightEnded)
         return event if event and not event.ok else None
 
     @property
     def notices(self) -> list[str]:
-        """The reasons to end that the nodes, or the ranks at their agreed stop, have recorded."""
+        """The sources of notices that the nodes, or the ranks at their agreed stop, have recorded;
+        [] without any."""
         stopped = self.here(Stopped)
         sources = [record["notice"] for record in self.ends if record.get("notice")]
         early = [self.unfit.notice] if self.unfit and self.unfit.notice else []
@@ -167,14 +169,17 @@ class Verdict:
 def silent_nodes(
     spec: JobSpec, nodes: Sequence[str], records: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return the nodes of which not every task has recorded its end."""
+    """Return the nodes, sorted, of which not every task has recorded its end."""
     heard = Counter(record["node"] for record in records if not record.get("left"))
     return sorted(node for node in nodes if heard[node] < spec.tasks_per_node)
 
 
 def decide(facts: AttemptFacts) -> Verdict:
-    """Return what follows from the facts. The order of the questions matters:
-    who else has already decided, then what the user wanted, then what went wrong."""
+    """Return the verdict that follows from the facts.
+
+    The order of the questions matters: a decision of Slurm or of a newer attempt comes first, then
+    the user's wish, then the failures.
+    """
     cause = _cause(facts)
     if cause in (Cause.FINISHED, Cause.SUPERSEDED):
         return Verdict(cause, Action.NONE, _lost(facts))
@@ -193,6 +198,7 @@ def decide(facts: AttemptFacts) -> Verdict:
 
 
 def _cause(facts: AttemptFacts) -> Cause:
+    """Return why the attempt has ended: the first cause that applies, in the order of the lines."""
     job = facts.job
     if facts.superseded or (job and job.restarts > facts.restarts):
         return Cause.SUPERSEDED
@@ -230,7 +236,7 @@ def _cause(facts: AttemptFacts) -> Cause:
 
 
 def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
-    """Return why another attempt is not to be made, None when it is."""
+    """Return why another attempt is not to be made after one with this cause, None when it is."""
     spec = facts.spec
     if over_text := over_budget(spec, facts.gpu_hours):
         return over_text
@@ -273,7 +279,8 @@ def too_many_silent(
 ) -> str | None:
     """Return why no attempt may follow those that ended without a verdict, None when one may.
 
-    `events` and `numbers` are those of the attempts since the run's last submit.
+    `events` and `numbers` (ascending) are those of the attempts since the run's last submit;
+    `most_requeues` is the operators' limit, inf without one.
     """
     verdicts = [event for event in events if isinstance(event, VerdictGiven)]
     judged = {verdict.attempt for verdict in verdicts}
@@ -318,7 +325,7 @@ def _ended_silently(verdict: VerdictGiven) -> bool:
 
 
 def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
-    """Return what to say where a run has used up its GPU hours, None where it has not."""
+    """Return the sentence for a run that has used up its GPU hours, None for one that has not."""
     if spec.budget_gpu_hours is None or gpu_hours < spec.budget_gpu_hours:
         return None
     budget = f"{spec.budget_gpu_hours:g}"
@@ -326,6 +333,7 @@ def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
 
 
 def _why_no_retry(facts: AttemptFacts) -> str | None:
+    """Return why an attempt that has failed is not made again, None when it is."""
     failure = facts.failure
     if failure and failure.kind in ("exception", "exit") and not facts.here(FirstStep):
         return "it came before the first step, and would come again"
@@ -343,6 +351,10 @@ def _why_no_retry(facts: AttemptFacts) -> str | None:
 
 
 def _no_progress(facts: AttemptFacts) -> str | None:
+    """Return the reason to give up where nothing new was saved in two attempts, None otherwise.
+
+    These are the last one with a verdict, if it failed or ran into the time limit, and this one.
+    """
     last = facts.verdicts[-1] if facts.verdicts else None
     if last is None or last.cause not in (Cause.FAILED, Cause.TIME_LIMIT) or last.progress:
         return None
@@ -354,10 +366,12 @@ def _no_progress(facts: AttemptFacts) -> str | None:
 
 
 def _lost(facts: AttemptFacts) -> str:
+    """Return the sentence on the nodes that Slurm has lost, '' without any."""
     return f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
 
 
 def _describe(facts: AttemptFacts, cause: Cause) -> str:
+    """Return the end of an attempt for people, as the verdict's `why`."""
     if cause == Cause.FAILED:
         return str(facts.failure)
     if facts.unfit and cause == Cause.BAD_NODE:

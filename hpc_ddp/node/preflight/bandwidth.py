@@ -25,7 +25,8 @@ REDUCED = 1 << 20  # elements of the all-reduce, 4 MiB
 
 
 def import_torch() -> Any:
-    """Return torch, and report its version and accelerators; None, with a fault, without torch."""
+    """Return torch, and report its version and accelerators; None, with a fault, if it can't be
+    imported."""
     began = time.time()
     try:
         import torch
@@ -40,14 +41,15 @@ def import_torch() -> Any:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its type's name where it has no text."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def accelerators(torch: Any) -> tuple[str | None, int]:
     """Return torch's type of the accelerators here, and their number; None and 0 without any.
 
-    A type whose tensors no backend of this torch sends counts as none: Apple's, or NVIDIA's where
-    torch is built without NCCL.
+    `torch` is the module. A type whose tensors no backend of this torch sends counts as none:
+    Apple's, or NVIDIA's where torch is built without NCCL.
     """
     device, dist = usable(torch), torch.distributed
     if device is None or not dist.is_backend_available(
@@ -58,7 +60,8 @@ def accelerators(torch: Any) -> tuple[str | None, int]:
 
 
 def partner(rank: int, world: int, turn: int) -> int | None:
-    """Return the partner of a rank in a turn, None without one; with other turns it is another.
+    """Return the rank that `rank` meets in a turn, None if it has a rest; other turns have other
+    partners.
 
     In any `world` consecutive turns each rank meets each other rank once.
     """
@@ -67,16 +70,22 @@ def partner(rank: int, world: int, turn: int) -> int | None:
 
 
 class Meter:
-    """Measures the links between the members of a process group, by tensors on a device."""
+    """Measures the links between the members of a process group, by tensors on a device.
+
+    Its methods raise RuntimeError when a link breaks or is silent for `TIMEOUT_S`.
+    """
 
     def __init__(self, torch: Any, device: str) -> None:
+        """Take the module torch, and the type of the device, as ``cuda`` or ``cpu``."""
         self._torch, self._dist, self._device = torch, torch.distributed, device
 
     def _tensor(self, count: int, number: float) -> Any:
+        """Return a float32 tensor of shape (count,), filled with a number."""
         return self._torch.full((count,), number, dtype=self._torch.float32, device=self._device)
 
     def exchange(self, peer: int) -> float:
-        """Send to a peer and receive from it at the same time; return the best speed in MB/s.
+        """Send to a peer and receive from it at the same time; return the best speed in MB/s. The
+        peer has to call it too.
 
         Large tensors follow only if both ends found small ones fast: a slow link must not keep the
         other members waiting.
@@ -89,11 +98,15 @@ class Meter:
         return speed
 
     def _best_speed(self, peer: int, count: int) -> float:
+        """Exchange `count` elements with a peer `REPEATS` times; return the best speed in MB/s."""
         outgoing, incoming = self._tensor(count, 1.0), self._tensor(count, 0.0)
         return max(_speed(count, self._swap(outgoing, incoming, peer)) for _ in range(REPEATS))
 
     def _swap(self, outgoing: Any, incoming: Any, peer: int) -> float:
-        """Send one tensor and receive the other; return the seconds that it took."""
+        """Send `outgoing` to a peer while `incoming` is received; return the seconds that it took.
+
+        They are float32 tensors on the device, whose work is waited for.
+        """
         dist, begin = self._dist, time.perf_counter()
         pair = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, incoming, peer)]
         for work in dist.batch_isend_irecv(pair):
@@ -103,7 +116,11 @@ class Meter:
         return time.perf_counter() - begin
 
     def all_reduce(self, count: int) -> tuple[float, bool]:
-        """Add up over all members; return the speed in MB/s, and whether the sum is right."""
+        """Add up `count` elements over all members; return the speed in MB/s, and whether the sum
+        is right.
+
+        Every member must call it: it is a collective.
+        """
         dist = self._dist
         world = dist.get_world_size()
         values = self._tensor(count, dist.get_rank() + 1.0)
@@ -114,12 +131,16 @@ class Meter:
 
 
 def _speed(count: int, duration_s: float) -> float:
-    """Return the speed in MB/s for a number of elements."""
+    """Return the speed in MB/s of a number of float32 elements."""
     return 4 * count / duration_s / 1e6
 
 
 def join(torch: Any, host: str, port: int, device: str, rank: int, world: int) -> Meter:
-    """Join the process group of the members, with its store on `host`; raises RuntimeError."""
+    """Join the process group of the members, as `rank` of `world`, and connect all of them.
+
+    The store is on `host`:`port`, of rank 0; `device` as `Meter` has it. Every member must call it.
+    Raise RuntimeError if the others do not come within `TIMEOUT_S`.
+    """
     dist, timeout = torch.distributed, timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore(host, port, world, rank == 0, timeout=timeout)
     if device != "cpu":
@@ -140,7 +161,9 @@ def join(torch: Any, host: str, port: int, device: str, rank: int, world: int) -
 def measure(meter: Meter, members: Sequence[str], rank: int) -> None:
     """Report the best speed of exchanges with other members, and that of an all-reduce.
 
-    The first exchange that fails is reported as trouble with its partner, and ends it.
+    The first exchange that fails is reported as trouble with its partner, and ends it. `members`
+    are the nodes' names by rank; every member must call it. Raise RuntimeError if the all-reduce
+    fails.
     """
     speeds = []
     for turn in range(1, 1 + min(TURNS, len(members))):
@@ -161,7 +184,11 @@ def measure(meter: Meter, members: Sequence[str], rank: int) -> None:
 
 
 def run(torch: Any, node: str, members: Sequence[str], host: str, port: int, device: str) -> None:
-    """Measure the speeds between the members, and report them or why their group broke."""
+    """Measure the speeds between the members, and report them or why their group broke.
+
+    `members` are the nodes' names, this `node` among them; `host`, `port` and `device` as `join`
+    has them. RuntimeErrors, torch's only ones, are reported as ``exchange_error``.
+    """
     rank = members.index(node)
     try:
         meter = join(torch, host, port, device, rank, len(members))

@@ -78,7 +78,8 @@ Reports = dict[str, NodeReport]
 
 
 def cover(pairs: Iterable[tuple[str, str]]) -> set[str]:
-    """Return a few nodes that explain failed checks, given as pairs of observer and partner.
+    """Return a few nodes that explain failed checks, given as pairs of observer and partner; empty
+    without any.
 
     The node with the most failed checks comes first. Where several have equally many, all those
     that observed a failure are taken, since nothing tells them apart; or all, where none did.
@@ -94,7 +95,8 @@ def cover(pairs: Iterable[tuple[str, str]]) -> set[str]:
 
 
 def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = ()) -> None:
-    """Add a fault to the nodes that explain the failed checks of one kind between nodes.
+    """Add a fault to the nodes that explain the failed checks of one kind: link, scratch or
+    bandwidth.
 
     `more` are further pairs of observer and node, where the observer is no node. Nodes with a fault
     explain their troubles already. The first of numbered turns counts: the others follow from it.
@@ -120,7 +122,8 @@ def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = 
 
 
 def blame_fabric(reports: Reports) -> None:
-    """Add a fault to nodes without the interconnect that most others have."""
+    """Add a fault to nodes without the interconnect that most others have; nodes without a report
+    of it count for nothing."""
     names = [report.values["fabric"] for report in reports.values() if "fabric" in report.values]
     most = Counter(name for name in names if name).most_common(1)
     for report in reports.values():
@@ -131,7 +134,8 @@ def blame_fabric(reports: Reports) -> None:
 
 
 def blame_torch(reports: Reports) -> None:
-    """Add a fault to nodes with another torch than most, and where it does not see the GPUs."""
+    """Add a fault to nodes with another torch than most, and to those where it does not see the
+    GPUs."""
     versions = [report.values["torch"] for report in reports.values() if "torch" in report.values]
     usual = Counter(versions).most_common(1)[0][0] if versions else None  # ties: the first
     for report in reports.values():
@@ -144,7 +148,8 @@ def blame_torch(reports: Reports) -> None:
 
 
 def blame_exchange(reports: Reports) -> None:
-    """Add a fault to the nodes that explain failed exchanges; if none does, to all that failed."""
+    """Add a fault to the nodes that explain failed exchanges; if no node has one, to all that
+    failed."""
     blame_pairs(reports, "bandwidth")
     if not any(report.faults for report in reports.values()):
         for report in reports.values():
@@ -153,7 +158,7 @@ def blame_exchange(reports: Reports) -> None:
 
 
 def blame_slow(reports: Reports) -> None:
-    """Add a fault to nodes that are far slower than most, at their best.
+    """Add a fault to nodes that are over `SLOW` times slower than the median, at their best.
 
     On nodes with a load of n per processor, healthy ones may be n times slower.
     """
@@ -171,7 +176,8 @@ def blame_slow(reports: Reports) -> None:
 
 
 def outcome(reports: Reports) -> dict[str, Any]:
-    """Return the fields of the event ``preflight`` that follow from the reports.
+    """Return the fields of the event ``preflight`` that follow from the reports: ok, bad_nodes,
+    hopeless, why, report.
 
     A fault that all nodes have is no node's: then ``bad_nodes`` is empty. ``hopeless``: other nodes
     would have it as well.
@@ -193,7 +199,8 @@ def outcome(reports: Reports) -> dict[str, Any]:
 
 
 def _shared_checks(reports: Reports) -> set[str]:
-    """Return the checks that no node has passed, as far as they are not due to single nodes."""
+    """Return the checks that all nodes have failed, as far as they are not due to single nodes;
+    empty without any."""
     checks = [{check for check, _ in report.faults} for report in reports.values()]
     # A silent node may have the same fault as the others; one node alone speaks for itself.
     speaking = [faults for faults in checks if not faults or faults - UNCLEAR]
@@ -207,5 +214,6 @@ def _shared_checks(reports: Reports) -> set[str]:
 
 
 def _journaled(report: NodeReport) -> dict[str, Any]:
+    """Return a node's part of the event: its values, its faults as ``bad``, and its ``notes``."""
     bad = [{"check": check, "why": why} for check, why in report.faults]
     return {**report.values, "bad": bad, "notes": report.notes}

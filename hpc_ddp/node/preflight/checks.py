@@ -58,7 +58,11 @@ class UnfitError(Exception):
 
 
 def interface(place: Place) -> dict[str, Any]:
-    """Return the interface that the workers will use, and its address; raises UnfitError."""
+    """Return the interface that the workers will use, and its IPv4 address or None; {} for a lone
+    node without one.
+
+    Raise UnfitError if there is none to the other nodes, no such one, or it has no address.
+    """
     name = os.environ.get("GLOO_SOCKET_IFNAME") or place.chosen_interface
     if name is None:
         if len(place.nodes) == 1:
@@ -74,6 +78,8 @@ def interface(place: Place) -> dict[str, Any]:
 
 
 def _has_ipv6(name: str) -> bool:
+    """Return whether an interface has an IPv6 address beyond the link's own; False if Linux does
+    not say."""
     with contextlib.suppress(OSError):
         lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
         return any(words[-1] == name and not words[0].startswith("fe80") for words in lines)
@@ -81,7 +87,10 @@ def _has_ipv6(name: str) -> bool:
 
 
 def interconnect(place: Place) -> dict[str, Any]:
-    """Return the fabric of this node and the number of its cards; a note, if NCCL can't use it."""
+    """Return the fabric of this node and the number of its cards, with a note if NCCL can't use it.
+
+    {} where nodes are processes of one machine, and for a lone node.
+    """
     if place.is_local or len(place.nodes) == 1:
         return {}
     interconnect = fabric.look()
@@ -92,13 +101,18 @@ def interconnect(place: Place) -> dict[str, Any]:
 def gpus(
     wanted: int, environ: Mapping[str, str], listed: int | None, files: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the number of GPUs of this node, after a comparison with that of the job.
+    """Return the number of this node's GPUs, and perhaps a note; None as number where it is
+    unknown.
 
     Slurm sets the variables of several vendors where its gres.conf names none, so only those of the
     vendor with the most device files count; without device files, all of them.
 
     Parameters
     ----------
+    wanted
+        number of GPUs that the job has on each node
+    environ
+        with the vendors' variables of visible devices
     listed
         number of GPUs that nvidia-smi lists, None without such a program
     files
@@ -131,6 +145,10 @@ def gpus(
 
 
 def _nvidia_smi() -> int | None:
+    """Return the number of GPUs, or of MIG parts, that nvidia-smi lists; None without that program.
+
+    Raise UnfitError if it fails, or gives no answer within `GPU_S`.
+    """
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=GPU_S)
     except FileNotFoundError:
@@ -146,11 +164,12 @@ def _nvidia_smi() -> int | None:
 
 
 def count_gpus(place: Place, wanted: int) -> dict[str, Any]:
-    """Return this node's GPUs as `gpus` does; {} for nodes that are processes of one machine.
+    """Return this node's GPUs as `gpus` does, of `wanted` ones; {} for nodes that are processes of
+    one machine.
 
     Only nvidia-smi is used of the vendors' programs: it names a GPU that has failed while its file
     is still there. The programs of other vendors are written in Python, and break in a job's
-    environment, or count cards in place of devices.
+    environment, or count cards in place of devices. Raise UnfitError as `gpus` and `_nvidia_smi`.
     """
     if place.is_local:  # nodes that are processes of one machine, with gloo on CPU
         return {}
@@ -160,7 +179,10 @@ def count_gpus(place: Place, wanted: int) -> dict[str, Any]:
 
 
 def tmpdir(path: Path) -> dict[str, Any]:
-    """Write a file in TMPDIR and return its free space; raises UnfitError."""
+    """Write 1 MiB into TMPDIR and return its free space in bytes.
+
+    Raise UnfitError if it can't be written, or has less than `TMPDIR_BYTES` free.
+    """
     try:
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(1 << 20))
@@ -174,12 +196,13 @@ def tmpdir(path: Path) -> dict[str, Any]:
 
 
 def run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str, Any]:
-    """Write the file that shows partners a shared disk; return the free space, in bytes.
+    """Write `secret` to a file in `folder`, which shows partners a shared disk; return the run
+    folder's free space, in bytes.
 
     Raises
     ------
     UnfitError
-        the folder can't be written, or has less than `needed` bytes free
+        the folder can't be written, or the run folder has less than `needed` bytes free
     """
     try:
         (folder / place.node).write_text(secret)
@@ -195,14 +218,15 @@ def run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str
 
 
 def load() -> dict[str, Any]:
-    """Return the load per processor, {} on a system without one."""
+    """Return the load per processor of the last minute, {} on a system without one."""
     with contextlib.suppress(OSError):
         return {"load": round(os.getloadavg()[0] / (os.cpu_count() or 1), 1)}
     return {}
 
 
 def check_node(place: Place, order: Order) -> None:
-    """Make the checks of this node alone, and report their values, notes and faults."""
+    """Make the checks of this node alone, and report their values, notes and faults; raises no
+    UnfitError."""
     folder = Path(order.folder)
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "load": load,
@@ -230,7 +254,8 @@ def _set_network(place: Place) -> None:
 
 
 def _read_question() -> dict[str, Any]:
-    """Return the next question; exit the process at the end of the questions."""
+    """Return the next question; exit the process at the end of the questions. Raise ValueError for
+    a torn line."""
     line = sys.stdin.readline()
     if not line:
         os._exit(0)  # threads that still listen or resolve a name are not waited for
@@ -239,11 +264,16 @@ def _read_question() -> dict[str, Any]:
 
 
 def _end_with_notice(number: int, frame: FrameType | None) -> None:
+    """Report the signal as a notice, and exit the process with 0."""
     report(notice=signal.Signals(number).name)
     os._exit(0)
 
 
 def main(argv: list[str]) -> int:
+    """Answer the driver's questions on stdin until they end, as the module's table has it.
+
+    Exits the process with 0, whatever the checks say; another code is that of an exception.
+    """
     place = Place.from_env(dict(os.environ))
     os.environ["HPC_DDP_NODE"] = place.node
     for number in NOTICE_SIGNALS:

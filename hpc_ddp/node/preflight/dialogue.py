@@ -70,6 +70,8 @@ class Dialogue:
         notice: Callable[[], str],
         log: Path,
     ) -> None:
+        """Start the commands, and a thread for each that reads its output; raise OSError if one
+        can't start."""
         self.reports: Reports = {node: NodeReport() for node in nodes}
         self._nodes, self._notice = nodes, notice
         self._lines: queue.Queue[tuple[str | None, str | None]] = queue.Queue()
@@ -84,13 +86,14 @@ class Dialogue:
             reader.start()
 
     def _read(self, node: str | None, process: subprocess.Popen[bytes]) -> None:
-        """Put all lines of a process into the queue, and None at its end."""
+        """Put all lines of a process into the queue, and None at its end; run by a thread of each
+        process."""
         for line in process.stdout or ():
             self._lines.put((node, line.decode(errors="replace").rstrip()))
         self._lines.put((node, None))
 
     def send(self, **question: Any) -> None:
-        """Send one line to all nodes."""
+        """Send one line of JSON to all nodes; a process that has ended is passed over."""
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
@@ -100,8 +103,9 @@ class Dialogue:
     def wait(self, stage: str, nodes: Sequence[str]) -> list[str]:
         """Wait until nodes have completed a stage, failed, or are late; return those without fault.
 
-        The time limit begins anew with each node that completes the stage: a lost node is late by
-        comparison with the others, however many there are. A node that is late gets a fault.
+        The time limit of `STAGES` begins anew with each node that completes the stage: a lost node
+        is late by comparison with the others, however many there are. A node that is late gets a
+        fault.
 
         Raises
         ------
@@ -130,16 +134,19 @@ class Dialogue:
         return [node for node in nodes if not self.reports[node].faults]
 
     def _is_pending(self, node: str, stage: str) -> bool:
-        """Return whether a node may still complete a stage."""
+        """Return whether a node may still complete a stage: its task runs, and it has a torch."""
         report = self.reports[node]
         is_over = report.has_ended or not self._is_running() or "torch" in dict(report.faults)
         return stage not in report.stages and not is_over
 
     def _is_running(self) -> bool:
+        """Return whether a process may still print, or has printed lines that are not taken in
+        yet."""
         return any(reader.is_alive() for reader in self._readers) or not self._lines.empty()
 
     def _fault_of(self, report: NodeReport, late: str) -> tuple[str, str]:
-        """Return the fault of a node that has not completed a stage: check and reason."""
+        """Return the fault of a node that has not completed a stage: check and reason; `late` is
+        the latter's default."""
         if report.has_ended:
             return "ended", f"ended early: {report.last_line or 'without a word'}"
         if not self._is_running():  # because of the controller, say: no fault of a node
@@ -147,7 +154,12 @@ class Dialogue:
         return "silent", f"{late} ({self._last_line})" if self._last_line else late
 
     def _take(self, node: str | None, line: str | None) -> None:
-        """Take in one line of the process of a node, or of srun; None is the process's end."""
+        """Take in one line of a node's process, or of srun where `node` is None; None is the
+        process's end.
+
+        Raise NoticeError or LaunchError for a line that says so, OSError if the log can't be
+        written.
+        """
         if line is None:
             if node:
                 self.reports[node].has_ended = True
@@ -168,6 +180,10 @@ class Dialogue:
             self._take_from_srun(text)
 
     def _take_from_srun(self, text: str) -> None:
+        """Note a line of srun's own: a task that has ended, or else the line for later messages.
+
+        Raise LaunchError, with a fault of the node, if Slurm could not start a task.
+        """
         if failed := _LAUNCH.match(text):
             if failed[1] in self.reports:
                 why = f"Slurm can't start a task: {failed[2]}"
@@ -182,6 +198,10 @@ class Dialogue:
             self._last_line = text
 
     def _add_message(self, text: str) -> None:
+        """Add a node's message, as JSON, to its report; raise NoticeError if it is a notice.
+
+        A torn message is passed over: the node's stage will be missing.
+        """
         try:
             message = json.loads(text)
             if "notice" in message:
@@ -191,7 +211,8 @@ class Dialogue:
             return
 
     def close(self, patience_s: float) -> None:
-        """Close the nodes' input, so that they end; after that long terminate, then kill them."""
+        """Close the nodes' input, so that they end; after `patience_s` terminate, then kill
+        them."""
         for process in self._processes:
             with contextlib.suppress(OSError):
                 assert process.stdin is not None
@@ -209,12 +230,14 @@ class Dialogue:
 
 
 def _start(command: Command) -> subprocess.Popen[bytes]:
+    """Start a command with pipes for its input and its joint output; raise OSError if it can't
+    be."""
     pipe, stdout = subprocess.PIPE, subprocess.STDOUT
     return subprocess.Popen(command.argv, env=command.env, stdin=pipe, stdout=pipe, stderr=stdout)
 
 
 def _numbers(text: str) -> list[int]:
-    """Return the numbers of a list such as ``1-3,5``."""
+    """Return the numbers of a list such as ``1-3,5``; raise ValueError for another form."""
     numbers: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")

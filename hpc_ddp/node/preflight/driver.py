@@ -48,7 +48,9 @@ def examine(
 ) -> dict[str, Any]:
     """Test all nodes; return the fields of the event `preflight`.
 
-    `notice` returns a word once the attempt is asked to end, '' before.
+    `notice` returns a word once the attempt is asked to end, '' before: then the outcome is not ok,
+    and blames no node. The environment of the commands names the attempt. Raise OSError if the
+    run's folder can't be written or a command can't start, UsageError for a broken job.json.
     """
     spec = JobSpec.from_json(run.job_json.read_text())
     attempt = AttemptEnv.from_env(commands[0].env).attempt_folder
@@ -70,11 +72,13 @@ def examine(
 
 
 def _without_blame(why: str) -> dict[str, Any]:
+    """Return the fields of a preflight that failed, for a reason that is no node's."""
     return {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
 
 
 def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path) -> None:
-    """Ask the questions that `checks` answers, and add the faults that show in all answers.
+    """Ask the questions that `checks` answers, and add the faults that only all answers together
+    show.
 
     The nodes write files into `folder`. Raises what `Dialogue.wait` raises.
     """
@@ -104,7 +108,11 @@ def converse(dialogue: Dialogue, spec: JobSpec, run: RunFolder, folder: Path) ->
 
 
 def _needed(run: RunFolder) -> int:
-    """Return the bytes that the run's folder needs: the newest checkpoint, and a new one."""
+    """Return the bytes that the run's folder needs: the newest checkpoint, and a new one.
+
+    `NEEDED_BYTES` at least, and where no checkpoint can be read. Raise OSError if they can't be
+    listed.
+    """
     for path in published(run.checkpoints)[:1]:
         with contextlib.suppress(OSError, ValueError, KeyError):
             sizes = [facts["size"] for facts in read_manifest(path)["files"].values()]
@@ -113,7 +121,8 @@ def _needed(run: RunFolder) -> int:
 
 
 def conclude(run: RunFolder, attempt: int, fields: Mapping[str, Any]) -> bool:
-    """Journal and print the outcome; return whether the training can start."""
+    """Journal and print the outcome, the `fields` of `examine`; return whether the training can
+    start."""
     run.journal("batch", attempt).write(PreflightEnded(**fields))
     nodes_of: dict[str, list[str]] = {}
     for node, report in fields["report"].items():
@@ -131,6 +140,12 @@ def conclude(run: RunFolder, attempt: int, fields: Mapping[str, Any]) -> bool:
 
 
 def main(argv: list[str]) -> int:
+    """Make the preflight of the attempt in the environment, with `argv` as the command of its step.
+
+    Outside of an attempt, in an allocation, it takes the next attempt's number. Return 0 if the
+    training can start, else 1. HpcDdpErrors and OSErrors are printed, and journalled as the
+    outcome.
+    """
     environ = dict(os.environ)
     signals: list[str] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -24,7 +24,10 @@ PAYLOAD = 256 << 10  # bytes each way: more than fits into small packets
 
 
 def partners(nodes: Sequence[str], node: str) -> list[str]:
-    """Return the nodes that a node checks: as many check it, at the same distances on a ring."""
+    """Return the nodes that a node checks, at most `PARTNERS`; as many check it.
+
+    They are at the same distances from each node, on a ring of all.
+    """
     count = min(PARTNERS, len(nodes) - 1)
     index = nodes.index(node)
     strides = [1 + number * (len(nodes) - 1) // count for number in range(count)]
@@ -32,12 +35,16 @@ def partners(nodes: Sequence[str], node: str) -> list[str]:
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Answers partners that send the secret: with the node's name, and the bytes that came."""
+    """Answers partners that send the secret: with the node's name, and the bytes that came.
+
+    The port is free, on all interfaces; a thread serves until the process ends.
+    """
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, node: str, secret: str) -> None:
+        """Open the port and start the thread; raise OSError where there is no port."""
         super().__init__(("", 0), _Answer)
         self.node, self.secret = node, secret.encode()
         self.port: int = self.server_address[1]
@@ -48,6 +55,8 @@ class _Answer(socketserver.StreamRequestHandler):
     server: Listener
 
     def handle(self) -> None:
+        """Answer one connection; a partner without the secret gets nothing, and a broken link is no
+        error."""
         self.connection.settimeout(LINK_S)
         with contextlib.suppress(OSError):
             if hmac.compare_digest(self.rfile.readline(100).strip(), self.server.secret):
@@ -56,12 +65,12 @@ class _Answer(socketserver.StreamRequestHandler):
 
 
 def reach(node: str, address: str, port: int, secret: str) -> None:
-    """Exchange bytes with a node's `Listener`.
+    """Exchange bytes with the `Listener` of `node` at an address and port.
 
     Raises
     ------
     OSError
-        there is no connection, or it leads to another node
+        there is no connection, it leads to another node, or is silent for `LINK_S`
     """
     with (
         socket.create_connection((address, port), timeout=LINK_S) as peer,
@@ -83,11 +92,15 @@ def addresses_of(host: str) -> list[str]:
 
 
 def is_loopback(addresses: Iterable[str]) -> bool:
+    """Return whether all addresses, IPv4 or IPv6, are the machine's own."""
     return all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in addresses)
 
 
 def link_trouble(place: Place, peer: str, port: int, secret: str) -> str:
-    """Return why this node does not reach a partner by its name, '' if it does."""
+    """Return why this node does not reach a partner by its name, '' if it does.
+
+    `port` is that of the partner's `Listener`.
+    """
     host = place.host_of(place.nodes.index(peer))
     try:
         addresses = addresses_of(host)
@@ -106,11 +119,13 @@ def link_trouble(place: Place, peer: str, port: int, secret: str) -> str:
 
 
 def _reason(error: Exception) -> str:
+    """Return an error's text, for an OSError without its number."""
     return str(getattr(error, "strerror", None) or error)
 
 
 def file_trouble(folder: Path, peer: str, secret: str) -> str:
-    """Return why a partner's file, with the secret in it, is not seen here, '' if it is."""
+    """Return why a partner's file, with the secret in it, is not seen here within `VISIBLE_S`; ''
+    if it is."""
     end = time.monotonic() + VISIBLE_S
     while not contains(folder / peer, secret):
         if time.monotonic() > end:
@@ -120,7 +135,7 @@ def file_trouble(folder: Path, peer: str, secret: str) -> str:
 
 
 def contains(path: Path, text: str) -> bool:
-    """Return whether a file is there and contains nothing but a text."""
+    """Return whether a file contains exactly a text; False if it can't be read."""
     with contextlib.suppress(OSError):
         return path.read_text() == text
     return False

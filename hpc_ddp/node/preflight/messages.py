@@ -24,7 +24,8 @@ TEXT_BYTES = 500  # of a reason: Slurm breaks lines of more than 1024
 
 
 def report(**message: Any) -> None:
-    """Print one message in one write: several threads of a node print."""
+    """Print one message in one write: several threads of a node print. Texts are cut to
+    `TEXT_BYTES`."""
     texts = {key: text for key, text in message.items() if isinstance(text, str)}
     cut = {key: text.encode()[:TEXT_BYTES].decode(errors="ignore") for key, text in texts.items()}
     line = json.dumps({"node": os.environ["HPC_DDP_NODE"], **message, **cut}, ensure_ascii=False)

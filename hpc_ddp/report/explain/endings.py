@@ -45,7 +45,8 @@ _GIVEN_UP = ("no progress", "unfinished", "budget spent")
 
 
 def explain_end(facts: RunFacts) -> Explanation:
-    """Explain a run that does not go on by itself, by the end of its newest attempt."""
+    """Explain a run that does not go on by itself, by the end of its newest attempt, or by its
+    cancelling."""
     verdict = facts.verdict
     if facts.cancelled and verdict is None:
         place = " before it began" if facts.newest is None else at_step(facts)
@@ -67,20 +68,22 @@ def explain_end(facts: RunFacts) -> Explanation:
 
 
 def _was_given_up(facts: RunFacts) -> bool:
-    """Whether it had been given up before it was cancelled, and was not submitted again."""
+    """Return whether it had been given up before it was cancelled, and was not submitted again."""
     last = last_event(facts.events, Submitted, VerdictGiven)
     return isinstance(last, VerdictGiven) and last.action == Action.GIVE_UP
 
 
 def _is_same_on_all_nodes(verdict: VerdictGiven | None) -> bool:
-    """Whether a preflight has found a fault that other nodes would have, too."""
+    """Return whether a preflight has found a fault that other nodes would have, too; False for
+    None."""
     if verdict is None:
         return False
     return verdict.cause == Cause.FAILED and verdict.why.startswith("preflight: ")
 
 
 def explain_attempt(facts: RunFacts) -> Explanation:
-    """Explain the end of the newest attempt; the text continues a sentence about it."""
+    """Explain the end of the newest attempt; the text continues a sentence whose subject is the
+    attempt."""
     verdict = facts.verdict
     if verdict:
         return _explain_verdict(facts, verdict)
@@ -109,7 +112,8 @@ def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
 
 
 def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
-    """Explain the end of an attempt by its cause; '' for an unknown one."""
+    """Explain the end of an attempt by its cause, a `Cause` or ``host out of memory``; '' for an
+    unknown one."""
     if facts.failure and cause in (Cause.FAILED, "", "host out of memory"):
         return _failed(facts, facts.failure)
     if cause == Cause.TIME_LIMIT:
@@ -121,6 +125,8 @@ def _explain_cause(facts: RunFacts, cause: str) -> Explanation:
 
 
 def _unfit(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
+    """Explain an attempt that its preflight has ended: by the fault of all nodes, or by the bad
+    nodes."""
     why = verdict.why.removeprefix("preflight: ")
     kind, hint = "bad node", facts.again
     if _is_same_on_all_nodes(verdict):
@@ -133,6 +139,7 @@ def _unfit(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
 
 
 def _time_limit(facts: RunFacts) -> Explanation:
+    """Explain an end by the time limit; a script that began anew each time is told how to save."""
     limit = facts.spec.get("time")
     limit = f"{limit} min" if str(limit).isdigit() else limit
     text = f"ran into its time limit{f' of {limit}' if limit else ''}{at_step(facts)}."
@@ -152,7 +159,8 @@ def _end_in(verdict: VerdictGiven) -> str:
 def _no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     """Explain a run that was given up after attempts in a row without a newer checkpoint.
 
-    The last part of the verdict's reason counts them; the cause is that of the last one.
+    The last part of the verdict's reason, after a ``;``, counts them; the cause is that of the last
+    one.
     """
     is_unfit = verdict.cause == Cause.BAD_NODE
     last = _unfit(facts, verdict) if is_unfit else _explain_cause(facts, verdict.cause)
@@ -174,7 +182,8 @@ def _failed(facts: RunFacts, failure: RecordedFailure) -> Explanation:
 
 
 def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, str, str]:
-    """Return kind, text and hint of a failure."""
+    """Return kind, text and hint of a failure: by a known pattern, its error, its signal or its
+    exit code."""
     process = "torchrun" if failure.rank is None else f"rank {failure.rank}"
     process += f" on {failure.node}" if failure.node else ""
     logs = fill_hint(facts, "{logs}", {}, failure.rank)
@@ -201,7 +210,10 @@ def _describe_failure(facts: RunFacts, failure: RecordedFailure) -> tuple[str, s
 def _describe_known(
     facts: RunFacts, failure: RecordedFailure, diagnosis: Diagnosis, process: str
 ) -> tuple[str, str, str]:
-    """Return kind, text and hint of a failure with a known pattern."""
+    """Return kind, text and hint of a failure with a known pattern, the `diagnosis`.
+
+    `process` names the failed rank or torchrun in the text.
+    """
     rank = failure.rank
     if diagnosis.kind == "hang":
         text = f"hung ({process}): {diagnosis.words}.{_places(facts)}"
@@ -218,12 +230,14 @@ def _describe_known(
 
 
 def _ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in words, ``rank 3`` or ``ranks 0, 1``; at most eight of them."""
     numbers = ", ".join(map(str, ranks[:8])) + (" and others" if ranks[8:] else "")
     return f"{'ranks' if ranks[1:] else 'rank'} {numbers}"
 
 
 def _places(facts: RunFacts) -> str:
-    """Return where the ranks stood as they hung, by place."""
+    """Return a sentence on where the ranks stood as they hung, by place; '' where no rank wrote
+    it."""
     ranks_at: dict[str, list[int]] = {}
     for rank, place in sorted(facts.stands.items()):
         ranks_at.setdefault(place, []).append(rank)
@@ -232,7 +246,8 @@ def _places(facts: RunFacts) -> str:
 
 
 def _odd_fabrics(facts: RunFacts) -> str:
-    """Return the nodes with another interconnect than most: NCCL needs the same on all."""
+    """Return a sentence on the nodes with another interconnect than most; '' without any. NCCL
+    needs the same on all."""
     events = facts.select(FabricChosen, attempt=facts.newest)
     fabric_of = {event.node: event.name for event in events}
     if len(set(fabric_of.values())) < 2:
@@ -244,7 +259,10 @@ def _odd_fabrics(facts: RunFacts) -> str:
 
 
 def _without_failure(facts: RunFacts, cause: str) -> Explanation:
-    """Explain an end that no rank has recorded, by the job's output and by Slurm's record."""
+    """Explain an end that no rank has recorded, by the job's output and by Slurm's record.
+
+    `cause` is a `Cause` or ``host out of memory``; '' for an unknown one.
+    """
     record, at = facts.record, at_step(facts)
     log = _last_attempts_output(facts)
     diagnosis = recognise(log) or recognise(facts.agent_log)
@@ -277,12 +295,14 @@ def _without_failure(facts: RunFacts, cause: str) -> Explanation:
 
 
 def _last_attempts_output(facts: RunFacts) -> str:
-    """Return the job's output since the verdict on the attempt before the newest."""
+    """Return the job's output since the verdict on the attempt before the newest; all of it without
+    one."""
     before = f"hpc-ddp: attempt {(facts.newest or 0) - 1}: "
     _, is_there, after = facts.job_log.rpartition(before)
     return after.partition("\n")[2] if is_there else facts.job_log
 
 
 def _last_line(log: str) -> str:
+    """Return a sentence with the last line of a log that is not blank; '' without one."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return f' The last line of its output: "{shorten(lines[-1])}".' if lines else ""

@@ -51,7 +51,8 @@ _LIVE_KINDS = ("waiting", "running", "suspended", "ending")
 
 
 def explain_run(run: RunFolder) -> Explanation:
-    """Read all facts of a run, query Slurm, and explain it."""
+    """Read all facts of a run, query Slurm, and explain it. Facts that can't be read, and a Slurm
+    without an answer, count as missing."""
     return explain(gather(run))
 
 
@@ -80,6 +81,7 @@ def explain(facts: RunFacts) -> Explanation:
 
 
 def _explain_state(facts: RunFacts) -> Explanation:
+    """Explain what a run is doing, or how it ended; the first question that applies decides."""
     if facts.tasks:
         return _explain_array(facts)
     if is_finished(facts.events):
@@ -96,7 +98,7 @@ def _explain_state(facts: RunFacts) -> Explanation:
 
 
 def _is_over(facts: RunFacts) -> bool:
-    """Whether nothing more happens by itself, even if Slurm still shows the job."""
+    """Return whether nothing more happens by itself, even if Slurm still shows the job."""
     verdict = facts.verdict
     if verdict is None:
         return facts.cancelled and not facts.live
@@ -108,7 +110,8 @@ def _is_over(facts: RunFacts) -> bool:
 
 
 def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
-    """Add the end of the last attempt to a run that waits for the next one."""
+    """Return the explanation of a run that waits for its next attempt, with the end of the last
+    one."""
     last_end = explain_attempt(facts)
     text, hint = f"{explanation.text} Its last attempt {last_end.text}", explanation.hint
     if last_end.kind in REPEATING_KINDS:
@@ -119,6 +122,7 @@ def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
 
 
 def _name(path: Path) -> str:
+    """Return the words for a run, or for a task of an array, by its folder."""
     if path.name.startswith("task-"):
         array = path.parent
         return f"Task {path.name.removeprefix('task-')} of run {array.parent.name} ({array.name})"
@@ -126,6 +130,8 @@ def _name(path: Path) -> str:
 
 
 def _explain_finished(facts: RunFacts) -> Explanation:
+    """Explain a finished run by its steps, attempts, wall time and goodput; the hint exports its
+    model."""
     step = last_step(facts.events)
     steps = f" after {step} steps" if step is not None else ""
     attempts = plural(len(_ends(facts)), "attempt")
@@ -139,7 +145,8 @@ def _explain_finished(facts: RunFacts) -> Explanation:
 
 
 def _explain_array(facts: RunFacts) -> Explanation:
-    """Count an array's tasks by kind, and explain one in full that did not go well."""
+    """Count an array's tasks by kind, and explain one in full that did not go well, if there is
+    one."""
     tasks = {name: explain(task) for name, task in facts.tasks.items()}
     kinds = Counter(task.kind for task in tasks.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
@@ -160,7 +167,8 @@ def _explain_array(facts: RunFacts) -> Explanation:
 
 
 def _explain_live(facts: RunFacts) -> Explanation:
-    """Explain a job that waits, runs, or is on its way to one of both."""
+    """Explain a job that waits, runs, or is on its way to one of both, or a process of this
+    machine."""
     record, state = facts.record, facts.job_state
     if record and state is RunState.WAITING:
         words, hint = explain_pending(record.reason, facts.job_id or "")
@@ -178,6 +186,8 @@ def _explain_live(facts: RunFacts) -> Explanation:
 
 
 def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
+    """Explain the newest attempt while it runs on `nodes`: progress, newest checkpoint, slow ranks,
+    silence."""
     events = [event for event in facts.events if event.attempt == facts.newest]
     started = last_event(events, Started)
     if started is None:
@@ -213,7 +223,8 @@ def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
 
 
 def _of_total(metrics: MetricsLine | None) -> str:
-    """Return the last step and the loss of the newest values, as far as they are known."""
+    """Return the last step and the loss of the newest values, as far as they are known; '' for
+    None."""
     if metrics is None:
         return ""
     total, loss = metrics.total_steps, metrics.number("loss")
@@ -240,7 +251,7 @@ _NO_FAULT = ("preempted", "time limit", "stopped", "node lost", "waiting", "kill
 
 
 def _ends(facts: RunFacts) -> dict[int, str]:
-    """Return how each attempt ended, by number."""
+    """Return how each attempt ended, in words, by number."""
     ends: dict[int, str] = {}
     started = facts.select(Started)
     standalone = {event.attempt for event in started if event.backend == "local"}
@@ -258,18 +269,23 @@ def _ends(facts: RunFacts) -> dict[int, str]:
 
 
 def _earlier_ends(facts: RunFacts) -> str:
-    """Return how the attempts before the newest have ended."""
+    """Return a sentence on how the attempts before the newest have ended; '' for a first
+    attempt."""
     ends = [end for attempt, end in _ends(facts).items() if attempt != facts.newest]
     counts = [f"{end} {_times(count)}" for end, count in Counter(ends).items()]
     return f"Before that it {' and '.join(counts)}." if counts else ""
 
 
 def _times(count: int) -> str:
+    """Return ``once``, ``twice``, ``3 times``."""
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _lost(facts: RunFacts) -> tuple[int | None, float | None]:
-    """Return the number of the newest attempt's steps that no checkpoint has, and their seconds."""
+    """Return the number of the newest attempt's steps that no checkpoint has, and their seconds.
+
+    Both are None where the attempt did not reach its training.
+    """
     events = [event for event in facts.events if event.attempt == facts.newest]
     began = last_event(events, TrainingBegun) or last_event(events, FirstStep)
     step = last_step(facts.events)
@@ -284,14 +300,15 @@ def _lost(facts: RunFacts) -> tuple[int | None, float | None]:
 
 
 def _is_progress(event: JournalEvent) -> bool:
-    """Whether an event came with a step. A hang is reported minutes after its last step."""
+    """Return whether an event came with a step. A hang is reported minutes after its last step."""
     is_hang = isinstance(event, RankFailed) and event.error.startswith("HangError")
     is_late = is_hang or isinstance(event, VerdictGiven)
     return step_of(event) is not None and not is_late
 
 
 def _loss(facts: RunFacts, explanation: Explanation) -> str:
-    """Return the sentence on lost steps."""
+    """Return the sentence on lost steps; '' where the run goes on, is finished, or nothing is
+    known."""
     if explanation.kind in ("finished", "rendered", "array", "running", "suspended"):
         return ""
     if explanation.lost_steps is None:

@@ -66,11 +66,12 @@ def at_step(facts: RunFacts) -> str:
 
 
 def quoted_path(facts: RunFacts) -> str:
+    """Return the run's folder, quoted for a shell."""
     return shlex.quote(str(facts.path))
 
 
 def log_hint(facts: RunFacts) -> str:
-    """Return the command that shows the run's output."""
+    """Return the command that shows the run's output, or for a standalone script where that is."""
     if facts.standalone:
         return "see its output, where it was started"
     return f"hpc-ddp logs {quoted_path(facts)}"
@@ -79,7 +80,11 @@ def log_hint(facts: RunFacts) -> str:
 def fill_hint(
     facts: RunFacts, hint: str, groups: Mapping[str, str], rank: int | None = None
 ) -> str:
-    """Fill the fields of a hint; `rank` is the one whose log may show the cause."""
+    """Return a hint with its fields filled: ``{again}``, ``{path}``, ``{python}``, ``{logs}``, and
+    `groups`.
+
+    `rank` is the one whose log may show the cause. Raise KeyError for another field.
+    """
     option = "" if rank is None or facts.standalone else f" --rank {rank} --attempt {facts.newest}"
     fields = {
         "again": facts.again,
@@ -91,4 +96,5 @@ def fill_hint(
 
 
 def shorten(text: str) -> str:
+    """Return at most 240 characters of a text."""
     return text if len(text) <= 240 else f"{text[:240]}…"

@@ -41,7 +41,7 @@ E = TypeVar("E", bound=JournalEvent)
 
 
 def is_standalone(events: Sequence[JournalEvent]) -> bool:
-    """Whether the newest attempt is a plain ``python X.py``, or torchrun.
+    """Return whether the newest attempt is a plain ``python X.py``, or torchrun.
 
     Its output was not kept, and its end has no verdict.
     """
@@ -119,13 +119,14 @@ class RunFacts:
 
     @cached_property  # read for each event
     def newest(self) -> int | None:
-        """The newest attempt, by its folder or by its events."""
+        """The newest attempt, by its folder or by its events; None before the first."""
         started = [event.attempt for event in self.select(Started)]
         return max([*self.attempts, *started], default=None)
 
     @property
     def verdict(self) -> VerdictGiven | None:
-        """The newest attempt's verdict, unless the run was submitted again after it."""
+        """The newest attempt's verdict, unless the run was submitted again after it; None without
+        one."""
         last = last_event(self.events, VerdictGiven)
         first = max((event.first_attempt for event in self.select(Submitted)), default=0)
         if last is None or last.attempt != self.newest or last.attempt < first:
@@ -138,7 +139,7 @@ class RunFacts:
         return state_of_job(self.record.state) if self.record else None
 
     def select(self, *kinds: type[E], attempt: int | None = None) -> list[E]:
-        """Return the events of these kinds, of one attempt or of all."""
+        """Return the events of these kinds, of one attempt or (None) of all."""
         events = [event for event in self.events if isinstance(event, kinds)]
         return [event for event in events if attempt in (None, event.attempt)]
 
@@ -166,7 +167,8 @@ class RunFacts:
 
 
 def gather(run: RunFolder) -> RunFacts:
-    """Read a run's folder, and query Slurm if the run has a job."""
+    """Read a run's folder, and query Slurm if the run has a job. Facts that can't be read have
+    their default."""
     events = _try(run.events, list[JournalEvent]())
     attempts = _try(run.attempts, list[AttemptFolder]())
     outputs = _try(lambda: sorted(run.logs.glob("slurm*.out")), list[Path]())
@@ -189,7 +191,8 @@ def gather(run: RunFolder) -> RunFacts:
 
 
 def _try(call: Callable[[], T], default: T) -> T:
-    """Return the result of a read from disk or from Slurm, `default` where that fails."""
+    """Return what `call` reads from disk or from Slurm; `default` for OSError, ValueError and
+    HpcDdpError."""
     try:
         return call()
     except (OSError, ValueError, HpcDdpError):
@@ -197,17 +200,24 @@ def _try(call: Callable[[], T], default: T) -> T:
 
 
 def _is_live(events: Sequence[JournalEvent]) -> bool:
+    """Return whether the process of the newest attempt runs on this machine."""
     started = last_event(events, Started)
     return started is not None and _try(lambda: process.is_live(started.process), False)
 
 
 def _newest_checkpoint(folder: Path) -> int | None:
+    """Return the step of the newest checkpoint, None without one; raise OSError where the folder
+    can't be listed."""
     published = checkpoints.published(folder)
     return checkpoints.step_of(published[0]) if published else None
 
 
 def _read_record(jobs: Sequence[str]) -> dict[str, Any]:
-    """Ask Slurm for the job that counts: the link of a chain that runs, else the newest known."""
+    """Ask Slurm for the job that counts: the link of a chain that runs, else the newest known.
+
+    `jobs` are the run's job ids, oldest first. Returns fields of `RunFacts`: ``job_id``, ``record``
+    (None without an answer) and ``refusal``, Slurm's last error.
+    """
     records: dict[str, Record] = {}
     refusal = ""
     for job in jobs[-2:]:
@@ -224,7 +234,10 @@ def _read_record(jobs: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
-    """Read the records and logs that the nodes and ranks of an attempt left of its end."""
+    """Read the records and logs that the nodes and ranks of an attempt left of its end.
+
+    Returns fields of `RunFacts`; what can't be read is empty.
+    """
     nodes = _try(attempt.nodes, list[NodeFolder]())
     failures = [failure for node in nodes for failure in _failures(node)]
     # Failures before the last start do not count: the workers were started again.
@@ -249,10 +262,12 @@ def _read_end(facts: RunFacts, attempt: AttemptFolder) -> dict[str, Any]:
 
 
 def _is_name(node: str) -> bool:
+    """Return whether a journal's name of a node may be the name of a folder."""
     return bool(node) and not set(node) & {"/", "\0"}
 
 
 def _failures(node: NodeFolder) -> list[RecordedFailure]:
+    """Return the failures that a node has recorded; damaged records are left out."""
     failures = []
     for path in node.records():
         entries = read_json(path).get("failures")
@@ -265,7 +280,8 @@ def _failures(node: NodeFolder) -> list[RecordedFailure]:
 
 
 def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> RecordedFailure | None:
-    """Return the failure that the verdict names; without a verdict, the first that is a cause."""
+    """Return the failure that the verdict names; without a verdict, the first that is a cause; None
+    without failures."""
     verdict = facts.verdict
     if verdict is None or verdict.node is None:
         return min(failures, key=lambda f: (f.is_consequence, f.time), default=None)
@@ -276,6 +292,7 @@ def _first_cause(facts: RunFacts, failures: Sequence[RecordedFailure]) -> Record
 
 
 def _tail(path: Path) -> str:
+    """Return the last `TAIL_BYTES` of a log; '' where it can't be read."""
     return read_tail(path, TAIL_BYTES)
 
 
@@ -284,7 +301,8 @@ _LIBRARY = re.compile(r"site-packages|/lib/python|/lib/hpc_ddp/|^<")
 
 
 def _stands(nodes: Sequence[NodeFolder]) -> dict[int, str]:
-    """Return the line of the user's code where each rank stood that wrote its stacks in a hang."""
+    """Return by rank the line of the user's code where it stood in a hang, as ``train.py line 7``;
+    ranks without stacks are left out."""
     places = {}
     for node in nodes:
         for path in sorted(node.path.glob("stack-rank-*.txt")):
@@ -297,7 +315,8 @@ def _stands(nodes: Sequence[NodeFolder]) -> dict[int, str]:
 
 
 def place_in(text: str, newest_first: bool = False) -> str:
-    """Return the innermost line of a traceback that is in the user's code."""
+    """Return the innermost line of a traceback that is in the user's code, as ``train.py line 7``;
+    '' without one. With `newest_first` its frames are in reverse order."""
     frames = list(_FRAME.finditer(text))
     if newest_first:
         frames.reverse()

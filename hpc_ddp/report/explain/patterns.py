@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 
 class FailurePattern(NamedTuple):
+    """A known failure: its kind, a regular expression, and templates of its words and its hint."""
+
     kind: str
     pattern: str
     words: str
@@ -19,6 +21,9 @@ class FailurePattern(NamedTuple):
 
 
 class PendingReason(NamedTuple):
+    """A reason of Slurm's for waiting: a regular expression, and templates of its words and its
+    hint."""
+
     pattern: str
     words: str
     hint: str
@@ -34,7 +39,7 @@ class Diagnosis(NamedTuple):
 
 
 def _read_rows(name: str) -> list[list[str]]:
-    """Return the blocks of a file, line by line, without comments."""
+    """Return the blocks of a file of this folder, line by line, without comments."""
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     blocks = re.sub(r"^#.*\n", "", text, flags=re.M).strip().split("\n\n")
     return [block.strip().splitlines() for block in blocks]
@@ -81,7 +86,8 @@ def recognise(text: str) -> Diagnosis | None:
 
 
 def explain_pending(reason: str, job: str) -> tuple[str, str]:
-    """Return the meaning of Slurm's reason and a hint; an unknown reason as it is."""
+    """Return the meaning of Slurm's reason for which a job waits, and a hint with the id `job`; an
+    unknown reason as it is."""
     for row in PENDING_REASONS:
         match = re.match(row.pattern, reason)
         if match:

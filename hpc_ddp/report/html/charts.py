@@ -66,7 +66,8 @@ class Chart:
 
 
 class Scale:
-    """Maps numbers from `low` to `high` to 0 to 1, linearly or by their logarithm."""
+    """Maps numbers from `low` to `high` to 0 to 1, linearly or by their logarithm; that needs
+    numbers above 0."""
 
     def __init__(self, low: float, high: float, is_log: bool = False) -> None:
         if is_log:
@@ -77,11 +78,13 @@ class Scale:
         self.low, self.high, self.is_log = low, high, is_log
 
     def __call__(self, number: float) -> float:
+        """Return the place of a number, from 0 to 1; one beyond the ends is at the end."""
         number = math.log10(number) if self.is_log else number
         return min(1.0, max(0.0, (number - self.low) / (self.high - self.low)))
 
     def ticks(self, count: int, least: float = 0.0) -> list[Label]:
-        """Return about `count` labels at round numbers, at least `least` apart."""
+        """Return about `count` labels at round numbers, at least `least` apart on a linear axis;
+        `at` is in percent."""
         unit = 1.0 if self.is_log else least
         distance = max(_round_up((self.high - self.low) / count), unit)
         first = math.ceil(self.low / distance - 1e-9)
@@ -94,7 +97,7 @@ class Scale:
 
 
 def _round_up(number: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is not below a number."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below a number above 0."""
     power = 10.0 ** math.floor(math.log10(number))
     return next(part * power for part in (1, 2, 5, 10) if part * power >= number * 0.999)
 
@@ -102,12 +105,17 @@ def _round_up(number: float) -> float:
 def charts(
     curves: Sequence[Curve], starts: Sequence[Start], ends: Mapping[int, str]
 ) -> list[Chart]:
-    """Return a chart of each curve; `ends` has the end of each attempt, in words."""
+    """Return a chart of each curve. `starts` are the starts of the workers, `ends` has the end of
+    each attempt, in words."""
     count = max(20, min(300, MOST_COLUMNS // max(len(curves), 1)))
     return [_chart(curve, starts[1:], ends, count) for curve in curves]
 
 
 def _chart(curve: Curve, starts: Sequence[Start], ends: Mapping[int, str], count: int) -> Chart:
+    """Return the chart of one curve, with `count` columns at most.
+
+    `starts` are those to mark, `ends` has the end of each attempt, in words.
+    """
     steps = [point.step for point in curve.points]
     across = Scale(0.0 if min(steps) < 0.2 * max(steps) else min(steps), max(steps))
     up = _number_scale(curve)
@@ -155,9 +163,13 @@ def _number_scale(curve: Curve) -> Scale:
 
 
 def _paths(line: Sequence[Column], across: Scale, up: Scale, is_redone: bool) -> list[Path]:
-    """Return the line of the means, below it the band from the least to the greatest numbers."""
+    """Return the line of the means, below it the band from the least to the greatest numbers.
+
+    `across` scales steps, `up` numbers; a line of steps that were redone has no band.
+    """
 
     def place(step: float, number: float) -> str:
+        """Return a step and a number as coordinates in the plot."""
         return f"{WIDTH * across(step):.0f} {HEIGHT * (1 - up(number)):.0f}"
 
     d = "M" + "L".join(place(column.step, column.mean) for column in line)
@@ -172,7 +184,8 @@ def _paths(line: Sequence[Column], across: Scale, up: Scale, is_redone: bool) ->
 
 
 def _marks(starts: Sequence[Start], ends: Mapping[int, str], across: Scale) -> list[Label]:
-    """Return a mark for each start; the text is left out where it would overlap another one."""
+    """Return a mark for each start; the text is '' where it would overlap another one. `ends` has
+    the end of each attempt, in words; `across` scales steps."""
     marks: list[Label] = []
     last_text_at = -math.inf
     for start in starts:

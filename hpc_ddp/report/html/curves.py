@@ -66,10 +66,12 @@ class Curve:
 
     @property
     def finite(self) -> list[float]:
+        """The numbers that are neither NaN nor infinite."""
         return [point.number for point in self.points if point.is_finite]
 
     def segments(self) -> Iterator[Segment]:
-        """Cut the curve at each start, where steps were done again, and where it is not finite."""
+        """Yield the curve's points, cut at each start, where steps were done again, and where it is
+        not finite."""
         redone_from: dict[int, float] = {}  # by start: the first step of all later ones
         first_step = math.inf
         for start, group in groupby(reversed(self.points), key=lambda point: point.start):
@@ -84,7 +86,8 @@ class Curve:
 
 
 def columns(points: Sequence[Point], width: float) -> list[Column]:
-    """Join points that lie in the same column of a picture; `width` is a column's, in steps."""
+    """Join points that lie in the same column of a picture; `width` is a column's, in steps, above
+    0."""
     result = []
     for _, group in groupby(points, key=lambda point: int(point.step / width)):
         steps, numbers, _ = zip(*group, strict=True)
@@ -93,7 +96,8 @@ def columns(points: Sequence[Point], width: float) -> list[Column]:
 
 
 def curves_of(events: Sequence[JournalEvent]) -> dict[str, Curve]:
-    """Return a run's metrics by name; the loss first, the speed last. Only numbers count."""
+    """Return a run's metrics by name; the loss first, the speed last. Values that are no numbers
+    are left out."""
     curves: dict[str, Curve] = {}
     for index, start in enumerate(by_start(events)):
         for event in start:

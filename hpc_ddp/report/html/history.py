@@ -50,11 +50,12 @@ class RunHistory:
 
     @property
     def begin(self) -> float:
-        """The begin of the wall time, in unix seconds; `end` likewise."""
+        """The begin of the wall time, in unix seconds; now for a run without events."""
         return self.pieces[0].begin if self.pieces else self.facts.now
 
     @property
     def end(self) -> float:
+        """The end of the wall time, in unix seconds; now for a run without events."""
         return self.pieces[-1].end if self.pieces else self.facts.now
 
     @cached_property
@@ -64,7 +65,8 @@ class RunHistory:
 
 
 def read_run(run: RunFolder) -> RunHistory:
-    """Read a run's folder, and query Slurm."""
+    """Read a run's folder, and query Slurm; without an answer its jobs count as gone. Raise OSError
+    where the journal can't be read."""
     facts = gather(run)
     status = status_of(run, jobs_in_queue())
     waits = status.state is RunState.WAITING
@@ -73,7 +75,8 @@ def read_run(run: RunFolder) -> RunHistory:
 
 
 def attempt_rows(history: RunHistory) -> list[dict[str, Any]]:
-    """Return a row for each attempt: times, nodes, steps, and its end."""
+    """Return a row for each attempt: times (unix seconds and texts), nodes, steps, and its end, by
+    name."""
     rows = []
     end_before = history.begin
     for attempt, events in history.attempts.items():
@@ -101,6 +104,8 @@ def attempt_rows(history: RunHistory) -> list[dict[str, Any]]:
 def _bounds(
     history: RunHistory, attempt: int, events: Sequence[JournalEvent]
 ) -> tuple[float, float]:
+    """Return begin and end of an attempt, in unix seconds; one that goes on ends with the run's
+    wall time."""
     times = [event.time for event in events]
     workers = [event.began for event in events if isinstance(event, WorkerStarted)]
     begin = min([*times, *(began for began in workers if began)])
@@ -109,7 +114,8 @@ def _bounds(
 
 
 def _steps(events: Sequence[JournalEvent]) -> str:
-    """Return the first and the last step of an attempt, as text."""
+    """Return the first and the last step of an attempt, as text; ``–`` where its training never
+    began."""
     first = next((e for e in events if isinstance(e, (TrainingBegun, FirstStep))), None)
     if first is None:
         return "–"
@@ -119,7 +125,8 @@ def _steps(events: Sequence[JournalEvent]) -> str:
 
 
 def _end_of(history: RunHistory, attempt: int, events: Sequence[JournalEvent]) -> tuple[str, str]:
-    """Return the reason of an attempt's end, and a sign for it."""
+    """Return the reason of an attempt's end, and a sign for it; for one that goes on these
+    words."""
     status = history.status
     if verdict := last_event(events, VerdictGiven):
         return verdict.why or verdict.cause, _SIGNS.get(verdict.cause, "✕")
@@ -136,7 +143,7 @@ def _end_of(history: RunHistory, attempt: int, events: Sequence[JournalEvent]) -
 
 
 def nodes_of(events: Sequence[JournalEvent]) -> list[str]:
-    """Return the nodes of the first event that names them."""
+    """Return the nodes of the first event that names them; [] without one."""
     for event in events:
         if isinstance(event, Started) and event.nodes:
             return list(event.nodes)
@@ -146,6 +153,7 @@ def nodes_of(events: Sequence[JournalEvent]) -> list[str]:
 
 
 def clock(unix_s: float) -> str:
+    """Return a time for people, ``Mon 23 Nov 03:08:30``; ``–`` for no possible time."""
     try:
         return time.strftime("%a %d %b %H:%M:%S", time.localtime(unix_s))
     except (OverflowError, ValueError, OSError):  # a damaged journal
@@ -153,7 +161,10 @@ def clock(unix_s: float) -> str:
 
 
 def strip(history: RunHistory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the parts along the wall time, and where attempts begin, with places in percent."""
+    """Return the parts along the wall time, and where attempts begin, with places in percent.
+
+    `rows` are those of `attempt_rows`. {} for a run without wall time.
+    """
     wall_s = history.end - history.begin
     if wall_s <= 0:
         return {}

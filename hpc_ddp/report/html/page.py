@@ -49,6 +49,8 @@ def render(run: RunFolder, templates: Path) -> str:
     ------
     UsageError
         the run is an array or a sweep, whose tasks have a page each
+    OSError
+        the run's journal can't be read
     """
     spec = _spec_of(run)
     if spec and spec.array and not run.is_task:
@@ -69,6 +71,7 @@ def render(run: RunFolder, templates: Path) -> str:
 
 
 def _spec_of(run: RunFolder) -> JobSpec | None:
+    """Return the run's job; None where its job.json is missing or broken."""
     try:
         return JobSpec.from_json(read_text(run.job_json))
     except (OSError, ValueError, HpcDdpError):
@@ -76,6 +79,7 @@ def _spec_of(run: RunFolder) -> JobSpec | None:
 
 
 def _sections(history: RunHistory, spec: JobSpec | None) -> dict[str, Any]:
+    """Return the values of the template, by name; `spec` None: those of the job are left out."""
     rows = attempt_rows(history)
     curves = curves_of(history.facts.events)
     ends = {row["number"]: row["end"] for row in rows}
@@ -102,7 +106,8 @@ def _sections(history: RunHistory, spec: JobSpec | None) -> dict[str, Any]:
 def _tiles(
     history: RunHistory, spec: JobSpec | None, curves: Mapping[str, Curve]
 ) -> list[tuple[str, str, str]]:
-    """Return the figures at the top of the page: name, figure, addition."""
+    """Return the figures at the top of the page: name, figure, addition. What is not known is left
+    out."""
     status, tiles = history.status, []
     if status.step is not None:
         total = f"of {status.total_steps:,}" if status.total_steps else ""
@@ -128,7 +133,8 @@ def _tiles(
 
 
 def _failure(history: RunHistory) -> dict[str, Any]:
-    """Return the failure that ended the newest attempt: rank, error, traceback, log."""
+    """Return the failure that ended the newest attempt: rank, error, traceback, log; {} without
+    one."""
     facts, failure = history.facts, history.facts.failure
     if failure is None:
         return {}
@@ -160,7 +166,8 @@ def _parts(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _settings(history: RunHistory) -> list[tuple[str, str]]:
-    """Return the command, the settings that are not the defaults, and the hosts."""
+    """Return name and text of the command, of the settings that are not the defaults, of the hosts
+    and the run's folder."""
     spec = history.facts.spec
     defaults = {f.name: f.default for f in fields(JobSpec) if f.default is not MISSING}
     settings = []
@@ -179,6 +186,7 @@ def _settings(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def _as_text(setting: Any) -> str:
+    """Return the value of a setting as text; the entries of a table or list on a line each."""
     if isinstance(setting, dict):
         return "\n".join(f"{name}={_as_text(entry)}" for name, entry in setting.items())
     if isinstance(setting, list):

@@ -47,12 +47,14 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     """Return the files of the job's own output, or of a rank, oldest attempt first.
 
     The job's output has the launcher's lines and rank 0's, over all attempts. An `attempt` without
-    a rank means rank 0's.
+    a rank means rank 0's. [] for a rank before the first attempt.
 
     Raises
     ------
     UsageError
         no such rank or attempt (the message lists the existing ones), or nothing printed yet
+    OSError
+        an attempt's folder, or the journal, can't be read
     """
     outputs = sorted(run.logs.glob("slurm*.out"))
     if rank is None and attempt is None and outputs:
@@ -95,11 +97,13 @@ class LogFile:
 
     @property
     def may_have_grown(self) -> bool:
-        """Whether it may have new lines; by the supervisor's notes, without a look at the file."""
+        """Whether it may have new lines: by the supervisor's notes, without a look at the file.
+        True without notes."""
         return not self.sizes or self.sizes[-1] > self._position
 
     def new_lines(self, is_last: bool) -> Iterator[tuple[float, bytes]]:
-        """Yield the new lines with their times; a line without end only if `is_last`."""
+        """Yield the new lines with their times, in unix seconds; a line without end only if
+        `is_last`. A file that can't be read has none."""
         partial = b""
         while True:
             try:
@@ -123,11 +127,13 @@ class LogFile:
             yield self._time_of(self._position), partial
 
     def _last_drawn(self, line: bytes) -> bytes:
+        """Return the last state of a progress bar in a line; the line as it is unless `tidy`."""
         bar = line.rstrip(b"\r")
         return line[bar.rfind(b"\r") + 1 :] if self._tidy else line
 
     def _time_of(self, size: int) -> float:
-        """Return the time (unix seconds) at which the file had this size."""
+        """Return the time (unix seconds) at which the file had `size` bytes; beyond the notes that
+        of its last change."""
         index = bisect_left(self.sizes, size)
         if index < len(self.times):
             return self.times[index]

@@ -45,7 +45,8 @@ class AttemptLogs:
     _offsets: dict[Path, int] = field(default_factory=dict)  # bytes read of each `printed`
 
     def update(self, is_last: bool) -> None:
-        """Find new logs, and read the supervisors' notes of their sizes."""
+        """Find new logs, and read the supervisors' notes of their sizes. Raise OSError where the
+        attempt's folder can't be listed."""
         if is_last or not self._updates % LIST_EVERY or not self.logs:
             for node in self.attempt.nodes():
                 for path in node.path.glob("rank-*.log"):
@@ -60,6 +61,8 @@ class AttemptLogs:
             self._read_notes(path)
 
     def _read_notes(self, path: Path) -> None:
+        """Read the new lines of a supervisor's `printed` into the times and sizes of its logs;
+        damaged ones are left out."""
         with contextlib.suppress(OSError), open_data(path) as file:
             file.seek(self._offsets[path])
             for line in file.read().splitlines(keepends=True):
@@ -74,13 +77,15 @@ class AttemptLogs:
                     log.sizes.append(size)
 
     def events(self) -> list[JournalEvent]:
-        """Return the attempt's events, without those of the ranks, which are many."""
+        """Return the attempt's events, without those of the ranks, which are many; raise OSError
+        where a journal can't be read."""
         paths = sorted(self.run.journal_folder.glob("*.jsonl"))
         events = (e for p in paths if not p.name.startswith("rank-") for e in events_of(p))
         return [event for event in events if event.attempt == self.attempt.number]
 
     def new_lines(self, is_last: bool) -> Iterator[Line]:
-        """Yield the new lines of all ranks in order of time."""
+        """Yield the new lines of all ranks in order of time; `is_last`: also lines without an end.
+        Logs that can't be read have none."""
         # Every so often all logs are read: a supervisor may not be able to note their sizes.
         read_all = is_last or self._updates % LIST_EVERY == 1
         now = time.time()
@@ -93,7 +98,8 @@ class AttemptLogs:
 
 
 def _stream(node: str, rank: int, log: LogFile, is_last: bool, now: float) -> Iterator[Line]:
-    """Yield a rank's new lines; times do not go back, nor beyond `now` (a clock may be ahead)."""
+    """Yield a rank's new lines. Their times do not go back, nor beyond `now` in unix seconds (a
+    clock may be ahead)."""
     latest = 0.0
     for seconds, text in log.new_lines(is_last):
         latest = max(latest, min(seconds, now))
@@ -101,7 +107,8 @@ def _stream(node: str, rank: int, log: LogFile, is_last: bool, now: float) -> It
 
 
 class LineFolder:
-    """Folds equal lines that several ranks print at about the same time into one.
+    """Folds equal lines that several ranks print at about the same time into one; unless `fold`,
+    shows each.
 
     No rank's lines change their order: those before an equal one are shown first.
     """
@@ -119,7 +126,8 @@ class LineFolder:
         self._held.append(line)
 
     def release(self, before: float) -> Iterator[tuple[Line, list[int]]]:
-        """Yield and remove all lines, if the first is from before a time."""
+        """Yield all held lines with their ranks, and forget them, if the first is from before
+        `before` (unix seconds); else none."""
         if not self._held or self._held[0].time >= before:
             return
         held, self._held = self._held, []
@@ -130,6 +138,7 @@ class LineFolder:
             counts.setdefault(line.text, Counter())[line.rank] += 1
 
         def pop(rank: int) -> Line:
+            """Take the first line of a rank."""
             line = queues[rank].popleft()
             counts[line.text][rank] -= 1
             return line
@@ -156,7 +165,7 @@ class LineFolder:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return numbers as ``0-3,7``."""
+    """Return numbers, sorted, as ``0-3,7``; '' without any."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:

@@ -40,6 +40,8 @@ def show(run: RunFolder, query: LogQuery) -> None:
     ------
     UsageError
         no such rank or attempt, or no log will ever exist
+    OSError
+        the run's folder or journal can't be read, or stdout is closed
     """
     _check_has_logs(run, query)
     _update(_open_view(run, query), run, query, is_last=True)
@@ -48,10 +50,7 @@ def show(run: RunFolder, query: LogQuery) -> None:
 def follow(run: RunFolder, query: LogQuery, has_ended: Callable[[], bool]) -> None:
     """Print the lines and those that are added, until `has_ended` or Ctrl-C.
 
-    Raises
-    ------
-    UsageError
-        no log will ever exist
+    A rank or attempt that does not exist yet is waited for. Raises as `show`, but for that.
     """
     _check_has_logs(run, query)
     view = _open_view(run, query)
@@ -67,17 +66,21 @@ def follow(run: RunFolder, query: LogQuery, has_ended: Callable[[], bool]) -> No
 
 
 def _check_has_logs(run: RunFolder, query: LogQuery) -> None:
+    """Raise UsageError for a script that was started by hand and has no log: none will come."""
     if is_standalone(run.events()):
         log_files(run, query.rank or 0, query.attempt)
 
 
 def _open_view(run: RunFolder, query: LogQuery) -> PlainView | MergedView:
+    """Return the view for a query: the files as they are, or all ranks merged."""
     if query.job or query.rank is not None:
         return PlainView(run, query)
     return MergedView(run, query)
 
 
 def _update(view: PlainView | MergedView, run: RunFolder, query: LogQuery, is_last: bool) -> None:
+    """Print the new lines of a view. A merged one that has no log at the end shows the job's own
+    output instead."""
     view.update(is_last)
     if is_last and view.is_empty:
         PlainView(run, query).update(is_last)
@@ -93,6 +96,8 @@ class PlainView:
         self._files: dict[Path, LogFile] = {}
 
     def update(self, is_last: bool) -> None:
+        """Print what is new in the files; raise UsageError where there is no such rank or
+        attempt."""
         for path in log_files(self._run, self._query.rank, self._query.attempt):
             log = self._files.setdefault(path, LogFile(path))
             for _, line in log.new_lines(is_last=True):
@@ -120,6 +125,8 @@ class MergedView:
         return not any(group.logs for group in self._groups.values())
 
     def update(self, is_last: bool) -> None:
+        """Print what is new of all ranks; `is_last`: also lines without an end. Raise UsageError
+        where there is no such attempt."""
         self._find_attempts()
         groups = [group for group in self._groups.values() if is_last or not group.end_shown]
         groups.sort(key=_begin_time)
@@ -131,6 +138,8 @@ class MergedView:
         sys.stdout.buffer.flush()
 
     def _find_attempts(self) -> None:
+        """Add the attempts that have begun since; raise UsageError where there is no such
+        attempt."""
         number = self._query.attempt
         for run in self._run.tasks() or [self._run]:
             for attempt in run.attempts():
@@ -141,19 +150,23 @@ class MergedView:
             log_files(self._run, 0, number)  # raises, with the attempts that exist
 
     def _has_several_ranks(self, group: AttemptLogs) -> bool:
-        """Whether any rank but 0 has printed a line that is shown."""
+        """Return whether any rank but 0 has printed a line that is shown."""
         logs = [log for (_, rank), log in group.logs.items() if rank and log.may_have_grown]
         return any(self._has_output(log.path) for log in logs)
 
     def _has_output(self, path: Path) -> bool:
+        """Return whether the beginning of a log has a line that is shown; False where it can't be
+        read."""
         with contextlib.suppress(OSError), open_data(path) as file:
             return any(map(self._is_shown, file.read(CHUNK).splitlines(keepends=True)))
         return False
 
     def _is_shown(self, line: bytes) -> bool:
+        """Return whether a line is shown: noise is not, unless the query is raw."""
         return self._query.raw or not NOISE.search(line)
 
     def _show(self, group: AttemptLogs, is_last: bool) -> None:
+        """Print the new lines of an attempt, with a heading where it begins and where it ends."""
         folder = self._folders.setdefault(group.attempt.path, LineFolder(not self._query.raw))
         # Read before the lines, so that all lines from before the verdict are there.
         events = group.events()
@@ -172,6 +185,7 @@ class MergedView:
             group.end_shown = True
 
     def _print(self, group: AttemptLogs, lines: Iterable[tuple[Line, list[int]]]) -> None:
+        """Print folded lines, each with the mark of its ranks where marks are shown."""
         for line, ranks in lines:
             text = line.text if line.text.endswith(b"\n") else line.text + b"\n"
             if self._has_marks:
@@ -179,6 +193,7 @@ class MergedView:
             sys.stdout.buffer.write(text)
 
     def _mark(self, group: AttemptLogs, line: Line, ranks: list[int]) -> str:
+        """Return the words before a line: task, node and rank, or the ranks that printed it."""
         task = f"task {group.run.index} " if group.run.is_task else ""
         if len(ranks) == 1:
             origin = f"{line.node} rank {line.rank}"
@@ -193,6 +208,7 @@ class MergedView:
         return f"\033[{COLOURS[line.rank % len(COLOURS)]}m{mark}\033[0m"
 
     def _print_heading(self, group: AttemptLogs, text: str) -> None:
+        """Print a line where an attempt begins or ends; none for an empty text."""
         if not text:
             return
         task = f"task {group.run.index}, " if group.run.is_task else ""
@@ -203,13 +219,15 @@ class MergedView:
 
 
 def _begin_time(group: AttemptLogs) -> tuple[float, int]:
+    """Return what sorts attempts by when they began; one whose attempt.json can't be read comes
+    last."""
     with contextlib.suppress(OSError):
         return (group.attempt.path / "attempt.json").stat().st_mtime, group.attempt.number
     return float("inf"), group.attempt.number
 
 
 def _beginning(events: Sequence[JournalEvent]) -> str:
-    """Return time, nodes and job of an attempt's beginning."""
+    """Return time, nodes and job of an attempt's beginning; '' before its first event."""
     started = last_event(events, Started)
     if started is None:
         return ""
@@ -221,7 +239,7 @@ def _beginning(events: Sequence[JournalEvent]) -> str:
 
 
 def _end(verdict: VerdictGiven) -> str:
-    """Return how an attempt ended, in the words of the job's own output."""
+    """Return when and how an attempt ended, in the words of the job's own output."""
     end = time.strftime("%H:%M:%S", time.localtime(verdict.time))
     why = verdict.why or str(verdict.cause)
     if verdict.action == Action.REQUEUE:

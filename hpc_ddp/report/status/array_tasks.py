@@ -46,15 +46,18 @@ class Task:
         return self.status.results if self.status else {}
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the task for JSON: its status, if it has begun, with index, parameters, state and
+        best value."""
         status = self.status.to_dict() if self.status else {}
         task = {"task": self.index, "point": dict(self.point), "state": self.state}
         return {**status, **task, "best": self.best}
 
 
 def tasks(run: RunFolder, queue: Mapping[str, QueuedJob]) -> list[Task]:
-    """Return all tasks of an array in the order of their indexes; none for another run.
+    """Return all tasks of an array in the order of their indexes; [] for another run.
 
-    `queue` has the user's jobs in Slurm, by job id.
+    `queue` has the user's jobs in Slurm, by job id. Raise UsageError for a broken job.json, and
+    OSError where it or a journal can't be read.
     """
     spec = JobSpec.from_json(read_text(run.job_json))
     if not spec.array or run.is_task:
@@ -75,6 +78,11 @@ def _task(
     queue: Mapping[str, QueuedJob],
     waits: bool,
 ) -> Task:
+    """Return one task of an array.
+
+    `point` has its values of the sweep's parameters, `run` its folder (None: not begun), and
+    `waits` says that a job of the array is in the queue.
+    """
     status = status_of(run, queue) if run else None
     if run is None or status is None or status.state is RunState.RENDERED:
         state = RunState.WAITING if waits else RunState.NOT_BEGUN
@@ -84,12 +92,13 @@ def _task(
 
 
 def _is_resubmitted(run: RunFolder) -> bool:
-    """Whether a task was submitted again, and has not begun since."""
+    """Return whether a task was submitted again, and has not begun since."""
     submitted = last_event(run.events(), Submitted)
     return submitted is not None and submitted.first_attempt == len(run.attempts())
 
 
 def _best(run: RunFolder) -> float | None:
+    """Return the best value in the newest readable checkpoint; None without one."""
     for folder in checkpoints.published(run.checkpoints):
         with suppress(OSError, ValueError):
             best = checkpoints.read_manifest(folder).get("best")
@@ -98,7 +107,8 @@ def _best(run: RunFolder) -> float | None:
 
 
 def table(tasks: Sequence[Task]) -> str:
-    """Return the tasks as a table: parameters, state, step, results; without empty columns."""
+    """Return the tasks, one or more, as a table: parameters, state, step, results; without empty
+    columns."""
     parameters = list(tasks[0].point)
     results = list(dict.fromkeys(name for task in tasks for name in task.results))
     header = ["task", *parameters, "state", "attempt", "step", "loss", "best", *results, "why"]
@@ -112,6 +122,7 @@ def table(tasks: Sequence[Task]) -> str:
 
 
 def _cells(task: Task, results: Sequence[str]) -> list[Any]:
+    """Return the row of a task, with its `results` of these names; None for an empty cell."""
     status = task.status
     attempt, progress, loss = None, None, None
     if status:
@@ -122,7 +133,8 @@ def _cells(task: Task, results: Sequence[str]) -> list[Any]:
 
 
 def summary(run: RunFolder, tasks: Sequence[Task]) -> str:
-    """Return the number of tasks in each state, and the used part of the budget."""
+    """Return the number of tasks in each state, and the used part of the budget. Raise UsageError
+    for a broken job.json, and OSError where it or a journal can't be read."""
     counts = Counter(task.state for task in tasks)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     spec = JobSpec.from_json(read_text(run.job_json))
@@ -133,4 +145,5 @@ def summary(run: RunFolder, tasks: Sequence[Task]) -> str:
 
 
 def _short(number: float | None) -> str | None:
+    """Return a number with four digits; None for None."""
     return None if number is None else f"{number:.4g}"

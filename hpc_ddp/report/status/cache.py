@@ -36,7 +36,11 @@ FORMAT = [__version__, *(field.name for field in fields(Status))]
 
 
 class StatusCache:
-    """Reads the status of runs below `root`; `save` keeps it for the next command."""
+    """Reads the status of runs below `root`; `save` keeps it for the next command.
+
+    `queue` has the user's jobs in Slurm, by job id. A cache that is damaged, another user's or
+    another version's is not read.
+    """
 
     def __init__(self, root: Path, queue: Mapping[str, QueuedJob]) -> None:
         self._path, self._queue = root / f".status-{os.geteuid()}.json", queue
@@ -46,7 +50,8 @@ class StatusCache:
         self._changed = False
 
     def status_of(self, run: RunFolder) -> Status:
-        """Return the status of one run."""
+        """Return the status of one run, from the cache or from its journal; raise OSError where
+        that can't be read."""
         files, name = _fingerprint(run), str(run.path)
         entry = self._entries.get(name, {})
         with suppress(KeyError, TypeError, AttributeError, ValueError):  # a damaged entry is none
@@ -69,10 +74,11 @@ class StatusCache:
         return status
 
     def _has_queued(self, jobs: list[str]) -> bool:
+        """Return whether one of some job ids is in Slurm's queue."""
         return any(job in self._queue for job in jobs)
 
     def save(self) -> None:
-        """Write the cache, if its folder can be written: it only saves time."""
+        """Write the cache, if it has changed and its folder can be written: it only saves time."""
         if self._changed:
             entries = {name: entry for name, entry in self._entries.items() if os.path.isdir(name)}
             text = json.dumps({"format": FORMAT, "runs": entries})
@@ -82,7 +88,8 @@ class StatusCache:
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether only this user can have written a file: others may share the folder."""
+    """Return whether only this user can read and write a file: others may share the folder. False
+    without the file."""
     with suppress(OSError):
         status = path.lstat()
         return status.st_uid == os.geteuid() and not status.st_mode & 0o077
@@ -90,12 +97,15 @@ def _is_private(path: Path) -> bool:
 
 
 def _restore(values: dict[str, Any], saved_at: float | None) -> Status:
+    """Return the status of an entry, with the age of its last checkpoint (saved at `saved_at`, unix
+    seconds) as of now. Raise KeyError, TypeError or ValueError for a damaged one."""
     status = Status(**{**values, "state": RunState(values["state"])})
     return status if saved_at is None else replace(status, last_checkpoint_s=time.time() - saved_at)
 
 
 def _has_ended(status: Status, events: list[JournalEvent]) -> bool:
-    """Whether nothing more happens to a run without a new line in its journal, or a new job."""
+    """Return whether nothing more happens to a run without a new line in its journal, or a new
+    job."""
     last = last_event(events, Submitted, Started, VerdictGiven)
     has_verdict = isinstance(last, VerdictGiven)
     is_final = status.state in (RunState.FINISHED, RunState.CANCELLED)
@@ -103,7 +113,8 @@ def _has_ended(status: Status, events: list[JournalEvent]) -> bool:
 
 
 def _fingerprint(run: RunFolder) -> list[Any]:
-    """Return values that change when a file changes from which a run's status is read."""
+    """Return values that change when a file changes from which a run's status is read; [] for a run
+    that is being removed. Raise OSError where a journal can't be opened."""
     try:
         names = os.listdir(run.path)
     except OSError:  # it is just being removed

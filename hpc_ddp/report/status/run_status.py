@@ -12,6 +12,7 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.slurm_values import parse_time
 from hpc_ddp.core.journal import goodput
@@ -86,7 +87,7 @@ class Status:
 
     @property
     def progress(self) -> str | None:
-        """The step, as ``400/1000``."""
+        """The step, as ``400/1000`` or ``400``; None without one."""
         if self.step is None:
             return None
         return f"{self.step}/{self.total_steps}" if self.total_steps else str(self.step)
@@ -96,13 +97,14 @@ class Status:
 
 
 def status_of(run: RunFolder, queue: Mapping[str, QueuedJob]) -> Status:
-    """Return the status of one run; `queue` has the user's jobs in Slurm, by job id."""
+    """Return the status of one run; `queue` has the user's jobs in Slurm, by job id. Raise OSError
+    where its journal can't be read."""
     events = read_briefly(run.journal_folder)
     return summarize(run, events, run.job_ids(events), queue)
 
 
 def unreadable(run: RunFolder, why: str) -> Status:
-    """Return the status of a run whose files are damaged."""
+    """Return the status of a run whose files are damaged; `why` is the damage in words."""
     return replace(summarize(run, [], [], {}), state=RunState.UNREADABLE, why=why)
 
 
@@ -112,7 +114,8 @@ def summarize(
     jobs: Sequence[str],
     queue: Mapping[str, QueuedJob],
 ) -> Status:
-    """Return the status of a run from its journal and the ids of all its jobs."""
+    """Return the status of a run from its journal, the ids of all its jobs (oldest first), and the
+    user's jobs in Slurm by id. Raise OSError where the journal of a task of it can't be read."""
     started, rerun = last_event(events, Started), last_event(events, Rerun)
     metrics, finished = last_event(events, MetricsLine), last_event(events, Finished)
     saved = last_event(events, CheckpointSaved)
@@ -152,12 +155,14 @@ def summarize(
 
 
 def _is_running(task: RunFolder, queue: Mapping[str, QueuedJob]) -> bool:
+    """Return whether a task has a running job; raise OSError where its journal can't be read."""
     jobs = task.job_ids(read_briefly(task.journal_folder))
     return any(job in queue and queue[job].state == "RUNNING" for job in jobs)
 
 
 def _time_left_s(queued: Sequence[QueuedJob]) -> float | None:
-    """Return squeue's time left in seconds; None for a job without a limit."""
+    """Return the seconds that squeue leaves to the running job; None for a job without a limit, or
+    without one."""
     limit = next((job.time_left for job in queued if job.state == "RUNNING"), "")
     try:
         return float(parse_time(limit))
@@ -166,7 +171,8 @@ def _time_left_s(queued: Sequence[QueuedJob]) -> float | None:
 
 
 def _eta_s(events: Sequence[JournalEvent], metrics: MetricsLine | None, now: float) -> float | None:
-    """Return the seconds to the last step at the mean pace of this start, saves included."""
+    """Return the seconds to the last step at the mean pace of this start, saves included; None
+    where the last step or the pace is unknown. `now` is in unix seconds."""
     first = last_event(events, FirstStep, WorkerStarted)
     if metrics is None or not metrics.total_steps or not isinstance(first, FirstStep):
         return None
@@ -179,7 +185,8 @@ def _eta_s(events: Sequence[JournalEvent], metrics: MetricsLine | None, now: flo
 
 
 def has_ended(run: RunFolder) -> bool:
-    """Whether a run makes no more progress by itself; False where Slurm gives no answer."""
+    """Return whether a run makes no more progress by itself; False where Slurm gives no answer.
+    Raise OSError where its journal can't be read."""
     if run.finished() or run.cancelled.exists():
         return True
     started = last_event(run.events(), Started)
@@ -199,6 +206,10 @@ def cancel(run: RunFolder) -> None:
     ------
     UsageError
         the run is finished, or another user could have written the ids of its processes and jobs
+    HpcDdpError
+        Slurm gives no answer, or does not cancel its jobs
+    OSError
+        the run's folder can't be read or written
     """
     check_executable(run)
     if run.finished():
@@ -207,8 +218,9 @@ def cancel(run: RunFolder) -> None:
     for folder in (run, *run.tasks()):
         if folder.finished():
             continue
-        folder.cancelled.touch()
         events = folder.events()
+        # A first start of a job that the mark does not name is a wish to go on, and removes it.
+        write_json(folder.cancelled, {"jobs": folder.job_ids(events)})
         folder.journal("submit").write(Cancelled())
         started = last_event(events, Started)
         if started and started.pid and process.is_live(started.process):
@@ -224,7 +236,8 @@ def _live_jobs(run: RunFolder, jobs: Sequence[str]) -> list[str]:
     """Return the jobs that are not over and that run this run's script.
 
     A journal may name a job of long ago, or of another cluster, whose number is that of another job
-    of the user's now. A job that the run found itself in, by salloc, has another script.
+    of the user's now. A job that the run found itself in, by salloc, has another script. Raise
+    HpcDdpError where Slurm gives no answer.
     """
     queue = slurm.queue()
     submitted = last_event(run.events(), Submitted)
@@ -239,7 +252,8 @@ def _live_jobs(run: RunFolder, jobs: Sequence[str]) -> list[str]:
 
 
 def _jobs_of_task(task: RunFolder, jobs: Sequence[str]) -> list[str]:
-    """Return job ids that mean this task only: the last task of an array has the array's id."""
+    """Return job ids that mean this task only, of the task's own `jobs` and the array's: the last
+    task of an array has the array's id."""
     array = RunFolder(task.whole)
     array_jobs = array.job_ids(array.events())
     task_ids = [f"{job}_{task.index}" for job in array_jobs]

@@ -57,6 +57,8 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     ------
     UsageError
         no run has one of the names
+    OSError
+        the folder of the runs can't be read
     """
     queue = jobs_in_queue()
     older = 0
@@ -91,7 +93,8 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
 def select(
     root: Path, queue: Mapping[str, QueuedJob], show_all: bool
 ) -> tuple[list[RunFolder], int]:
-    """Return the newest runs and those with a live job, newest first, and the number of others."""
+    """Return the newest runs and those with a live job, newest first, and the number of others;
+    `queue` has the user's jobs by id."""
     runs = all_runs(root)
     if show_all or len(runs) <= MOST_RUNS:
         return runs, 0
@@ -106,7 +109,8 @@ def select(
 def read_statuses(
     root: Path, runs: Sequence[RunFolder], queue: Mapping[str, QueuedJob]
 ) -> list[Status]:
-    """Return the status of each run, in their order."""
+    """Return the status of each run, in their order; one that can't be read is `unreadable`. A bar
+    on stderr shows the progress."""
     cache = StatusCache(root, queue)
     statuses = []
     with ProgressBar("reading journals", len(runs)) as progress:
@@ -118,7 +122,8 @@ def read_statuses(
 
 
 def _read_status(cache: StatusCache, run: RunFolder) -> Status:
-    """Return a run's status. A run that can't be read must not hide the others."""
+    """Return a run's status; after any error that it is unreadable, since one run must not hide the
+    others."""
     try:
         return cache.status_of(run)
     except Exception as error:  # damage has many forms
@@ -162,10 +167,12 @@ def table(rows: Sequence[Status], width: int | None = None, colours: bool = Fals
 
 
 def _cut(text: str, width: int) -> str:
+    """Return a text in at most `width` characters, with … where it is cut."""
     return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
 
 
 def _cells(row: Status) -> dict[str, str]:
+    """Return the cells of a run's row by column; an unknown one is ``-``."""
     age = None if row.last_checkpoint_s is None else f"{duration(row.last_checkpoint_s)} ago"
     cells = {
         "name": row.name,
@@ -186,7 +193,8 @@ def _cells(row: Status) -> dict[str, str]:
 
 
 def _time_left(row: Status) -> str | None:
-    """Return the time to the last step, and to the time limit if that comes before it."""
+    """Return the time to the last step, and to the time limit if that comes before it; None where
+    both are unknown."""
     limit_s = row.time_left_s
     if row.eta_s is None:
         return None if limit_s is None else f"limit {duration(limit_s)}"
@@ -196,7 +204,8 @@ def _time_left(row: Status) -> str | None:
 
 
 def terminal() -> tuple[int | None, bool]:
-    """Return the terminal's width (None: stdout is no terminal), and whether it takes colours."""
+    """Return the terminal's width in characters (None: stdout is no terminal), and whether it takes
+    colours."""
     if not sys.stdout.isatty():
         return None, False
     return shutil.get_terminal_size().columns, "NO_COLOR" not in os.environ

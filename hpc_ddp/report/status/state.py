@@ -96,6 +96,8 @@ def find_state(
 ) -> tuple[RunState, str]:
     """Return the state of a run, and the reason in words (Slurm's reason while it waits).
 
+    Raise OSError where the journal of a task of it can't be read.
+
     Parameters
     ----------
     events
@@ -125,7 +127,7 @@ def find_state(
 
 
 def _is_final(last: JournalEvent | None) -> bool:
-    """Whether a verdict without a requeue is the last word of a task.
+    """Return whether a verdict without a requeue is the last word of a task.
 
     The last task of an array has the array's own job id, which is live while other tasks run.
     """
@@ -133,11 +135,13 @@ def _is_final(last: JournalEvent | None) -> bool:
 
 
 def _has_live_process(last: JournalEvent | None) -> bool:
+    """Return whether the last event is a start whose process runs on this machine."""
     return isinstance(last, Started) and process.is_live(last.process)
 
 
 def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunState, str]:
-    """Return the state of an array of which `tasks` have begun: finished once all tasks are."""
+    """Return the state of an array of which `tasks` have begun, and a count: finished once all
+    tasks are. Raise OSError where a task's journal can't be read."""
     finished = sum(task.finished() for task in tasks)
     try:
         indexes = [task.index for task in tasks]
@@ -149,6 +153,7 @@ def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunStat
 
 
 def _state_of_verdict(verdict: VerdictGiven) -> tuple[RunState, str]:
+    """Return the state after a verdict, and its reason; a cause that is no state is lost."""
     if verdict.action == Action.REQUEUE:
         return RunState.STOPPED, f"{verdict.why}; can go on with --run"
     if verdict.action == Action.GIVE_UP:
@@ -160,7 +165,8 @@ def _state_of_verdict(verdict: VerdictGiven) -> tuple[RunState, str]:
 
 
 def _state_of_process(started: Started, events: Sequence[JournalEvent]) -> tuple[RunState, str]:
-    """Return the state of a run on a machine. A standalone script has no verdict, only events."""
+    """Return the state of a run on a machine, and the reason. A standalone script has no verdict,
+    only events."""
     if process.is_live(started.process):
         return RunState.RUNNING, "on this machine"
     if started.backend == "local":
@@ -181,7 +187,7 @@ def _state_of_process(started: Started, events: Sequence[JournalEvent]) -> tuple
 
 @dataclass(frozen=True)
 class Queue:
-    """The user's jobs by id, and the name of the cluster."""
+    """The user's jobs by id, and the name of the cluster, '' where that is unknown."""
 
     jobs: Mapping[str, QueuedJob]
     cluster: str = ""
@@ -193,7 +199,7 @@ class Queue:
 
 
 def jobs_in_queue() -> Mapping[str, QueuedJob]:
-    """Return the user's jobs by id; none without a Slurm, or without an answer."""
+    """Return the user's jobs by id; {} without a Slurm, or without an answer."""
     try:
         return slurm.queue()
     except HpcDdpError:
@@ -218,8 +224,8 @@ def read_queue() -> Queue | None:
 def describe_work(run: RunFolder, queue: Queue | None) -> str:
     """Return the job or process that works on a run, or on a task of its array, or will; or ''.
 
-    Unknown counts as work: a job where there is no Slurm, or a process of another machine
-    that has journaled no end.
+    Unknown counts as work: a job where there is no Slurm (`queue` None), or a process of another
+    machine that has journaled no end. Raise OSError where a journal can't be read.
     """
     for folder in (run, *run.tasks()):
         if work := _describe_work(folder, queue):
@@ -228,6 +234,7 @@ def describe_work(run: RunFolder, queue: Queue | None) -> str:
 
 
 def _describe_work(run: RunFolder, queue: Queue | None) -> str:
+    """Return the job or process that works on one run, as `describe_work` does."""
     events = run.events()
     jobs = run.job_ids(events)
     if queue is not None:
@@ -242,6 +249,10 @@ def _describe_work(run: RunFolder, queue: Queue | None) -> str:
 def _describe_job(
     run: RunFolder, events: list[JournalEvent], jobs: Sequence[str], queue: Queue
 ) -> str:
+    """Return the live job of a run, by its `jobs` (ids), its script or its cluster; '' without one.
+
+    A job of another cluster can't be asked for, and counts as live.
+    """
     for job in jobs:
         if job in queue.jobs and queue.jobs[job].state not in OVER:
             return f"job {job}, {queue.jobs[job].state.lower()}"
@@ -258,6 +269,8 @@ def _describe_job(
 
 
 def _describe_process(events: list[JournalEvent]) -> str:
+    """Return the process of the newest start where it runs, or may run on another machine; ''
+    otherwise."""
     started = last_event(events, Started)
     if started is None or started.pid is None:
         return ""

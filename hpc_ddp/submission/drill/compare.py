@@ -67,11 +67,12 @@ class Difference:
 
     @property
     def label(self) -> str:
+        """The kind in words; an optimizer that is not tracked is one, too."""
         return "optimizer" if self.kind == "untracked" else self.kind
 
     @property
     def is_rounding(self) -> bool:
-        """Only the order of sums differs: small at first, and not much larger later."""
+        """Whether only the order of sums differs: small at first, and not much larger later."""
         return (
             not self.at_start
             and self.kind in _COMPUTED
@@ -86,7 +87,8 @@ def first_difference(
     disturbed: Sequence[DrillRecord],
     earlier: Sequence[DrillRecord] = (),
 ) -> Difference | None:
-    """Return where the records of one attempt leave those of the undisturbed run, if they do.
+    """Return where the records of one attempt leave those of the undisturbed run; None if they do
+    not.
 
     Parameters
     ----------
@@ -135,7 +137,7 @@ def _pairs(
     """Return the records of an attempt, each behind the one that it is compared with.
 
     The start is compared with the state that an earlier attempt has saved. Also returns whether
-    that state differs from the undisturbed run's.
+    that state differs from the undisturbed run's. Records without a counterpart are left out.
     """
     base_of = _by_moment(base)
     saved = _by_moment(sorted(earlier, key=lambda record: -record.attempt))
@@ -154,7 +156,8 @@ def _pairs(
 
 
 def _difference_at_end(pairs: Sequence[Pair]) -> float | None:
-    """Return the largest relative difference of values and weights at the last step.
+    """Return the largest relative difference of values and weights at the last step of `pairs`,
+    which has some.
 
     1 where any position differs, None where there are no numbers to compare.
     """
@@ -165,11 +168,13 @@ def _difference_at_end(pairs: Sequence[Pair]) -> float | None:
 
 
 def _key(record: DrillRecord) -> tuple[Any, ...]:
-    """Records with the same key are of the same moment; one of a start is of its checkpoint's."""
+    """Return what records of the same moment have in common; that of a start is its
+    checkpoint's."""
     return record.rank, record.step, record.epoch, record.samples
 
 
 def _by_moment(base: Sequence[DrillRecord]) -> dict[tuple[Any, ...], DrillRecord]:
+    """Return records by the moment of `_key`, the first of each."""
     by_moment: dict[tuple[Any, ...], DrillRecord] = {}
     for record in base:  # the end may be the moment of a step, which has more to compare
         by_moment.setdefault(_key(record), record)
@@ -178,7 +183,7 @@ def _by_moment(base: Sequence[DrillRecord]) -> dict[tuple[Any, ...], DrillRecord
 
 def _nearest(base: Sequence[DrillRecord], record: DrillRecord) -> DrillRecord | None:
     """Return the undisturbed record to compare with a step or an end at another position: that of
-    the same step, or of the last one."""
+    the same step, or of the last one. None for another record, or without steps of its rank."""
     steps = [r for r in base if r.rank == record.rank and r.at == "step"]
     if record.at not in ("step", "end") or not steps:
         return None
@@ -186,10 +191,12 @@ def _nearest(base: Sequence[DrillRecord], record: DrillRecord) -> DrillRecord | 
 
 
 def _moment(record: DrillRecord) -> tuple[Any, ...]:
+    """Return what is equal for the records of all ranks at one moment of an attempt."""
     return record.attempt, record.at, *_key(record)[1:]
 
 
 def _values(record: DrillRecord) -> dict[str, str]:
+    """Return a record's values by name, as texts that can be compared: NaN is like NaN."""
     return {name: repr(number) for name, number in record.values.items()}  # NaN is like NaN
 
 
@@ -212,7 +219,9 @@ def _parts_that_differ(reference: DrillRecord, record: DrillRecord) -> Iterator[
 
 
 def _distance(pairs: Sequence[Pair], size: str) -> float | None:
-    """Return the largest relative difference of the values, and of a size."""
+    """Return the largest relative difference of the values, and of one of the `sizes`
+    (``gradients`` or ``weights``); None without numbers. Raise KeyError for a record that lacks
+    it."""
     distances = []
     for a, b in pairs:
         numbers = [(a.values[name], v) for name, v in b.values.items() if name in a.values]
@@ -226,6 +235,8 @@ def _is_number(scalar: Any) -> bool:
 
 
 def _relative(a: float, b: float) -> float:
+    """Return the relative difference of two numbers, from 0 on: 0 where both are NaN, inf where one
+    is."""
     if a != a or b != b:
         return 0.0 if a != a and b != b else float("inf")
     return abs(a - b) / max(abs(a), abs(b), 1e-3)  # a loss of nearly nothing is all rounding
@@ -238,7 +249,7 @@ _PLURAL = ("random", "gradients", "model", "settings")
 
 
 def describe(part: str) -> str:
-    """Return the words for a part, given as kind and name."""
+    """Return the words for a part, given as ``KIND NAME`` or a kind alone."""
     kind, _, name = part.partition(" ")
     words = {
         "position": "the place in the epochs",
@@ -254,7 +265,8 @@ def describe(part: str) -> str:
 
 
 def rounding(difference: Difference) -> str:
-    """Describe a difference that comes only from another order of sums."""
+    """Return the words for a difference that comes only from another order of sums; its `relative`
+    is known."""
     return (
         f"from step {difference.step} on numbers differ by {difference.relative:.0e} of their size,"
         f" and by {difference.grown or 0:.0e} at the end: the same numbers were added up in another"
@@ -263,9 +275,9 @@ def rounding(difference: Difference) -> str:
 
 
 def explain(difference: Difference, steady: bool, before: str) -> tuple[str, str]:
-    """Return which part differs first and why, and what to do about it.
+    """Return which part differs first and why, in words, and what to do about it.
 
-    `steady`: two undisturbed runs are equal. `before` is what was done to the run before.
+    `steady`: two undisturbed runs are equal. `before` is what was done to the run before, in words.
     """
     part = describe(f"{difference.kind} {difference.name}".strip())
     if not steady:
@@ -284,6 +296,7 @@ def explain(difference: Difference, steady: bool, before: str) -> tuple[str, str
 
 
 def _reason(difference: Difference) -> tuple[str, str]:
+    """Return at which step a difference shows and why, in words, and what to do about it."""
     step, name = difference.step, difference.name
     if difference.at_start:
         return (

@@ -44,7 +44,7 @@ class Leg:
 
 
 def choose(total: int, epoch_ends: Sequence[int]) -> Points:
-    """Return when to disturb a run of `total` steps.
+    """Return when to disturb a run of `total` steps, of which those of `epoch_ends` end an epoch.
 
     The stop comes in mid-epoch, after an epoch's end where there is one. The save is at the next
     epoch's end, which is a place of its own to go on from; the kill comes well after it.
@@ -71,7 +71,8 @@ def choose(total: int, epoch_ends: Sequence[int]) -> Points:
 
 
 def legs(points: Points, end: int | None) -> list[Leg]:
-    """Return the attempts of the disturbed run, which end at step `end`, or with the script."""
+    """Return the four attempts of the disturbed run, the last one undisturbed; all end at step
+    `end` (None: with the script)."""
     plan = {} if end is None else {"end": end}
     to_stop = {**plan, "hold": "stop", "at": points.stop}
     to_kill = {**plan, "hold": "kill", "at": points.kill, "save": points.save}
@@ -85,11 +86,13 @@ def legs(points: Points, end: int | None) -> list[Leg]:
 
 
 def terminate(process: subprocess.Popen[bytes], run: RunFolder) -> None:
+    """Ask a run to stop, by SIGTERM to its launcher; `run` is not used."""
     process.terminate()
 
 
 def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
-    """Kill all of a run at once, the launcher first, so that no process is left to react."""
+    """Kill all of a run at once, the launcher first, so that no process is left to react, and wait
+    for the launcher's end."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its session: launcher and supervisors
     for attempt in run.attempts()[-1:]:
@@ -98,7 +101,8 @@ def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
 
 
 def flip(run: RunFolder) -> str:
-    """Flip a bit in the middle of the newest checkpoint's largest file; return its name."""
+    """Flip a bit in the middle of the newest checkpoint's largest file; return the checkpoint's
+    name. Raise IndexError without a checkpoint, and OSError."""
     newest = checkpoints.published(run.checkpoints)[0]
     path = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())

@@ -37,10 +37,12 @@ class DrillResult:
 
     @property
     def ok(self) -> bool:
+        """Whether the script resumes right, rounding aside."""
         return self.verdict in ("right", "sums")
 
     def text(self) -> str:
-        """Return the result as a person reads it: what was done, what came of it, the verdict."""
+        """Return the result as a person reads it: a table of disturbances, notes, the verdict, a
+        hint."""
         lines = [" ".join(cells).rstrip() for cells in _aligned([HEAD, *map(_cells, self.rows)])]
         lines += [f"note: {note}" for note in self.notes]
         name = Path(self.script).name
@@ -64,6 +66,7 @@ HEAD = ["done", "survived", "went on from", "state"]
 
 
 def _cells(row: Row) -> list[str]:
+    """Return the row of a disturbance, by `HEAD`."""
     if row.resumed_from is None:
         return [row.done, "yes" if row.survived else "NO", "", ""]
     damaged = ", ".join(text.partition(":")[0] for text in row.passed_over)
@@ -80,5 +83,6 @@ def _cells(row: Row) -> list[str]:
 
 
 def _aligned(rows: Sequence[list[str]]) -> list[list[str]]:
+    """Return rows with their cells filled up to the width of their column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [[cell.ljust(n + 1) for cell, n in zip(row, widths, strict=True)] for row in rows]

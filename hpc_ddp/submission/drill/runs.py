@@ -86,6 +86,8 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
         steps than that, or does not call start() at all, or not within `START_S`
     HpcDdpError
         the script fails undisturbed
+    OSError
+        the run folders can't be read, or a process not be started
     """
     if steps is not None and steps < LEAST_STEPS:
         raise UsageError(
@@ -104,7 +106,7 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
 
 
 class _Drill:
-    """The runs of one drill, below `folder`; `play` writes them."""
+    """The runs of one drill, below `folder`, with the parameters of `drill`; `play` writes them."""
 
     _base: PreparedRun  # the undisturbed run
     _result: DrillResult
@@ -133,7 +135,7 @@ class _Drill:
         return replace(prepared, code=code_of.code, script=code_of.script)
 
     def play(self) -> DrillResult:
-        """Play all runs and return the result; raises what `drill` raises."""
+        """Play all runs and return the result; raises as `drill`."""
         self._base = self._write_run("undisturbed")
         self._result = report = DrillResult(str(self._base.spec.script), self._folder)
         self._say(f"undisturbed: {Path(report.script).name}")
@@ -165,6 +167,12 @@ class _Drill:
         return report
 
     def _disturb(self, base: list[DrillRecord], points: Points, end: int | None) -> None:
+        """Play the attempts of the disturbed run, and take each into the result, until one is not
+        as it has to be.
+
+        `base` are the undisturbed run's records; `end` is the step to end at, None: with the
+        script.
+        """
         prepared = self._write_run("disturbed", self._base)
         run, before = prepared.run, ""
         for number, leg in enumerate(legs(points, end)):
@@ -199,7 +207,8 @@ class _Drill:
                 before += f", and a byte flipped in {flip(run)}"
 
     def _is_harmless(self, difference: Difference, base: list[DrillRecord], before: str) -> bool:
-        """Take a difference into the report; True when the drill can go on."""
+        """Take a difference into the result; True when the drill can go on. `before` is the
+        disturbance before it, in words."""
         report = self._result
         if difference.is_rounding:
             report.verdict = "sums"
@@ -222,7 +231,11 @@ class _Drill:
     def _find_fault(
         self, run: RunFolder, number: int, leg: Leg, events: list[JournalEvent], code: int
     ) -> str | None:
-        """Return in what an attempt was not what it has to be, None when it was."""
+        """Return in what an attempt was not what it has to be, None when it was.
+
+        `number` is the attempt's, `events` are its events, and `code` is its exit code, or
+        `TOO_LONG`.
+        """
         restored = last_event(events, CheckpointRestored)
         why = _why(events)
         if code == TOO_LONG:
@@ -251,7 +264,12 @@ class _Drill:
         plan: dict[str, Any],
         disturbance: Disturbance | None = None,
     ) -> int:
-        """Run until it ends, and disturb it when it is ready; return its exit code."""
+        """Run the next attempt until it ends, and disturb it when it is ready; return its exit
+        code.
+
+        `plan` is the recorder's. An attempt that takes too long is killed, and has the code
+        `TOO_LONG`.
+        """
         run, spec = prepared.run, prepared.spec
         ready = run.path / "drill" / f"ready-{len(run.attempts())}"
         env = {**spec.env, PLAN: json.dumps(plan)}
@@ -282,16 +300,19 @@ class _Drill:
         return process.returncode
 
     def _print_step(self, run: RunFolder) -> None:
+        """Say at which step the newest attempt is, or that it is starting."""
         number = len(run.attempts()) - 1
         events = [event for event in run.events() if event.attempt == number]
         step = last_step(events)
         self._say("  starting" if step is None else f"  step {step}")
 
     def _records(self, run: RunFolder) -> list[DrillRecord]:
+        """Return the recorder's records of a run, by attempt and time."""
         events = read_events(run.path / "drill")
         return [event for event in events if isinstance(event, DrillRecord)]
 
     def _failed(self) -> HpcDdpError:
+        """Print the end of the undisturbed run's log, and return the error that it failed."""
         run = self._base.run
         self._print_log(run)
         return HpcDdpError(
@@ -300,12 +321,14 @@ class _Drill:
         )
 
     def _print_log(self, run: RunFolder) -> None:
+        """Say the last `LOG_LINES` lines of a run's log."""
         lines = _log(run).read_text(errors="replace").splitlines()
         for line in lines[-LOG_LINES:]:
             self._say(f"| {line}")
 
 
 def _log(run: RunFolder) -> Path:
+    """Return the file with what a run of the drill prints."""
     return run.logs / "drill.out"
 
 

@@ -25,7 +25,8 @@ class Entry:
 
 
 def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
-    """Return how `spec`'s processes get into the container that it names, if it names one.
+    """Return how `spec`'s processes get into the container that it names; an empty entry without
+    one.
 
     The run folder, the code and the working directory are mounted under their own paths.
 
@@ -57,6 +58,8 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
         values["mounts"] = ",".join(mount.format(path=path) for path in outer)
 
     def filled(words: list[str]) -> tuple[str, ...]:
+        """Return words of a tool's file with their fields filled; a word that stands for a list
+        becomes its words."""
         return tuple(
             argument
             for word in words
@@ -67,6 +70,8 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
 
 
 def _file(tool: str) -> Path:
+    """Return the file of a container tool; raise UsageError for an unknown one, with those that
+    there are."""
     files = {path.stem: path for path in (folder("templates") / "containers").glob("*.toml")}
     if tool not in files:
         raise UsageError(

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.spec import JobSpec, directives, trial_args
+from hpc_ddp.core.job.spec import JobSpec, trial_args
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container, template
+from hpc_ddp.submission.script.directives import header_pairs, sbatch_line
 from hpc_ddp.submission.script.torchrun import torchrun_options
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
-from hpc_ddp.submission.settings.operators import comment_pairs
 
 # No limit on how long srun waits for the other nodes once the first has ended well: rank 0 may
 # evaluate and export for long. A site's own WaitTime would end it. Failed nodes end the others.
@@ -38,65 +35,34 @@ def step_options(spec: JobSpec) -> list[str]:
 
 def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]:
     """Return the command of node.py for each task of the step, and its arguments before those of
-    the script."""
+    the script.
+
+    `node` is the path of node.py, `script` that of the script, as the job sees them.
+    """
     if spec.launcher == "srun":
         return "task", [spec.python, script]
     return "supervisor", [spec.python, node, "agent", *torchrun_options(spec), script]
-
-
-def sbatch_line(name: str, value: str) -> str:
-    """Return one ``#SBATCH`` line. sbatch splits it at blanks and knows both quotes and backslash.
-
-    The value is free of line breaks: `JobSpec` has refused those.
-    """
-    if not value:
-        return f"#SBATCH --{name}"
-    plain = re.fullmatch(r"[\w./:,@%+=\[\]&|*()<>-]+", value)
-    return f"#SBATCH --{name}={value}" if plain else f'#SBATCH --{name}="{_escaped(value)}"'
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"')
-
-
-def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return all (option, value) pairs of the job: the user's, `more` of the same, and ours."""
-    warn_s = min(spec.warn_s, (spec.time_s or 3600) // 10)
-    output = str(run.slurm_out).replace("%", "%%")
-    if spec.array:
-        output = f"{output.removesuffix('.out')}-%a.out"
-    pairs = directives(replace(spec, sbatch=(*spec.sbatch, *more)))
-    continues = "requeue" if spec.continue_by == "requeue" else "no-requeue"
-    return [
-        *pairs,
-        # For a range of nodes Slurm would then give the least, since it counts tasks.
-        *([("ntasks-per-node", str(spec.tasks_per_node))] if isinstance(spec.nodes, int) else []),
-        ("output", output),
-        ("open-mode", "append"),
-        *comment_pairs((*spec.sbatch, *more)),
-        *([("no-kill", "")] if spec.elastic else []),
-        # With --sbatch=--requeue=expedite it is there already.
-        *([] if continues in dict(pairs) else [(continues, "")]),
-        ("signal", f"B:USR2@{warn_s}"),
-    ]
 
 
 def job_env(spec: JobSpec) -> dict[str, str]:
     """Return the variables written into the script: the fabric's, then the user's over them.
 
     A job of one node needs no fabric, and some are not set up for one (Slingshot on Frontier).
+    Raise UsageError for an unknown fabric.
     """
     fabric = fabric_env(spec.fabric)
     return {**(fabric if spec.node_range[1] > 1 else {}), **spec.env}
 
 
 class Rendering:
-    """A job's script, whole or by block.
+    """A job's script, whole or by block; `code` and `script` are the paths that the job runs.
 
     Raises
     ------
     UsageError
-        the user's template is missing or broken; names file and line
+        the run's path has a character that the script can't hold, or there is no such fabric or
+        container tool; `whole` and `block`: the user's template is missing or broken, with file and
+        line
     """
 
     def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:
@@ -139,13 +105,15 @@ class Rendering:
         }
 
     def whole(self) -> str:
-        """Return the whole script."""
+        """Return the whole script; raise UsageError for a broken template."""
         return template.whole(self._spec.template, self._context)
 
     def left_out(self) -> list[str]:
-        """Return what a user's template leaves out, and what follows from it."""
+        """Return sentences on what a user's template leaves out, and what follows from it; []
+        without one."""
         return template.missing(self.whole()) if self._spec.template else []
 
     def block(self, name: str) -> str:
-        """Return one named block."""
+        """Return the block of one name; raise UsageError for a broken template, or one without
+        it."""
         return template.block(name, self._spec.template, self._context)

@@ -38,14 +38,14 @@ def whole(user_template: str | None, values: Mapping[str, Any]) -> str:
     Parameters
     ----------
     user_template
-        the user's template, which extends ours
+        the path of the user's template, which extends ours; None: ours alone
     values
         the template's variables
 
     Raises
     ------
     UsageError
-        the template is missing or broken; names file and line
+        the user's template is missing, broken, or may not act for the user; names file and line
     """
     loaded = _load(user_template)
     context = loaded.new_context({**values})
@@ -53,11 +53,13 @@ def whole(user_template: str | None, values: Mapping[str, Any]) -> str:
 
 
 def block(name: str, user_template: str | None, values: Mapping[str, Any]) -> str:
-    """Return one block of the script, as `whole` has it; parameters and errors as there."""
+    """Return the block `name` of the script, with `user_template`, `values` and errors as `whole`
+    has them. A block that there is not is a UsageError too."""
     loaded = _load(user_template)
     context = loaded.new_context({**values})
 
     def text() -> str:
+        """Return the block's text; raise UsageError where the template has none of that name."""
         "".join(loaded.root_render_func(context))  # only then are the parents' blocks known
         if name not in context.blocks:
             raise _broken(
@@ -69,13 +71,15 @@ def block(name: str, user_template: str | None, values: Mapping[str, Any]) -> st
 
 
 def _load(user_template: str | None) -> jinja2.Template:
-    """Return the template of a job, checked."""
+    """Return the template of a job, checked: the user's, or ours for None. Raise UsageError for one
+    that is missing or broken."""
     path = _normal(user_template) if user_template else None
     if path and not path.is_file():
         raise UsageError(f"template {str(path)!r} does not exist", hint="--template FILE")
     environment = _environment(path.parent if path else None)
 
     def checked() -> jinja2.Template:
+        """Return the template, after a check of the user's."""
         if path:
             _check(environment, str(path))
         return environment.get_template(str(path) if path else BASE)
@@ -84,7 +88,11 @@ def _load(user_template: str | None) -> jinja2.Template:
 
 
 def _guarded(work: Callable[[], T], user_template: str | None) -> T:
-    """Do something with a template; what goes wrong in a user's is an error with file and line."""
+    """Return what `work` returns, which does something with a template.
+
+    What goes wrong in a user's becomes a UsageError with file and line; in ours it is raised as it
+    is.
+    """
     try:
         return work()
     except UsageError:
@@ -100,6 +108,8 @@ def _guarded(work: Callable[[], T], user_template: str | None) -> T:
 
 
 def _message(error: Exception) -> str:
+    """Return what is wrong with a template, in words, by the exception of jinja's or of the
+    template's own code."""
     if isinstance(error, jinja2.TemplateNotFound):
         return f"there is no template {error.name!r}; accepted: {BASE!r}, or a file beside this one"
     if isinstance(error, RecursionError):
@@ -114,6 +124,7 @@ def _message(error: Exception) -> str:
 
 
 def _broken(file: str | None, line: int | None, why: str) -> UsageError:
+    """Return the error of a template that is broken at a line; None: without a line."""
     where = f"{file}, line {line}" if line else str(file)
     return UsageError(
         f"the template is broken: {where}: {why}",
@@ -122,11 +133,13 @@ def _broken(file: str | None, line: int | None, why: str) -> UsageError:
 
 
 def _normal(user_template: str) -> Path:
+    """Return the absolute path of a user's template, without ``..``; links are kept."""
     return Path(os.path.normpath(Path(user_template).absolute()))
 
 
 def _place(trace: TracebackType | None) -> tuple[str | None, int | None]:
-    """Return file and line of the innermost template that an exception came through."""
+    """Return file and line of the innermost template that an exception came through; None for both
+    without one."""
     file, line = None, None
     while trace:
         template = trace.tb_frame.f_globals.get("__jinja_template__")
@@ -137,12 +150,12 @@ def _place(trace: TracebackType | None) -> tuple[str | None, int | None]:
 
 
 def check_used(user_template: str | None, used: Collection[str]) -> None:
-    """Refuse a template that overrides blocks which a back-end has no use for.
+    """Refuse a template that overrides blocks which a back-end has no use for; None is accepted.
 
     Raises
     ------
     UsageError
-        names the block, its line, and the used ones
+        names the block, its line, and the `used` ones
     """
     if user_template is None:
         return
@@ -160,7 +173,7 @@ def check_used(user_template: str | None, used: Collection[str]) -> None:
 
 
 def missing(script: str) -> list[str]:
-    """Return what a rendered script leaves out, and what follows from it."""
+    """Return sentences on what a rendered script leaves out, and what follows from it."""
     return [
         f"the template leaves out {word.strip('=').split('|')[0]!r}: {consequence}"
         for word, consequence in NEEDED.items()
@@ -169,7 +182,11 @@ def missing(script: str) -> list[str]:
 
 
 def _check(environment: jinja2.Environment, name: str) -> None:
-    """Refuse what jinja would pass over in silence: an unknown block, and text outside of one."""
+    """Refuse what jinja would pass over in silence: an unknown block, and text outside of one.
+
+    `name` is a template's name or path; those that it extends are checked, too. Raise UsageError
+    with file and line, or jinja's own errors.
+    """
     text, file, _ = _source(environment, name)
     tree = environment.parse(text, name, file)
     parent = _constant(tree.find(nodes.Extends))
@@ -197,7 +214,7 @@ def _check(environment: jinja2.Environment, name: str) -> None:
 
 
 def _outermost(body: Iterable[nodes.Node]) -> Iterator[nodes.Node]:
-    """Return the statements of a template that are in no block, through ``if`` and the like."""
+    """Yield the statements of a template that are in no block, through ``if`` and the like."""
     for node in body:
         yield node
         if not isinstance(node, (nodes.Block, nodes.Output, nodes.Macro, nodes.CallBlock)):
@@ -205,7 +222,7 @@ def _outermost(body: Iterable[nodes.Node]) -> Iterator[nodes.Node]:
 
 
 def _first_line(output: nodes.Output) -> int | None:
-    """Return the line of the first word or expression of a text, None if it is blank."""
+    """Return the line of the first word or expression of a template's text, None if it is blank."""
     for part in output.nodes:
         if not isinstance(part, nodes.TemplateData):
             return part.lineno
@@ -216,7 +233,8 @@ def _first_line(output: nodes.Output) -> int | None:
 
 
 def _blocks(environment: jinja2.Environment, name: str) -> list[str]:
-    """Return the blocks of a template and of those that it extends, ours first."""
+    """Return the names of the blocks of a template and of those that it extends, ours first; raises
+    jinja's errors."""
     trees = [tree for _, _, tree in _chain(environment, name)]
     names = (block.name for tree in reversed(trees) for block in tree.find_all(nodes.Block))
     return list(dict.fromkeys(names))
@@ -225,7 +243,8 @@ def _blocks(environment: jinja2.Environment, name: str) -> list[str]:
 def _chain(
     environment: jinja2.Environment, name: str
 ) -> Iterator[tuple[str, str | None, nodes.Template]]:
-    """Return name, file and content of a template and of those that it extends."""
+    """Yield name, file and content of a template and of those that it extends; raises jinja's
+    errors, and UsageError for a file that may not act for the user."""
     text, file, _ = _source(environment, name)
     tree = environment.parse(text, name, file)
     yield name, file, tree
@@ -234,12 +253,16 @@ def _chain(
 
 
 def _constant(extends: nodes.Extends | None) -> str | None:
+    """Return the name of the template that is extended; None where none is, or where it is
+    computed."""
     if extends is None or not isinstance(extends.template, nodes.Const):
         return None
     return str(extends.template.value)
 
 
 def _source(environment: jinja2.Environment, name: str) -> tuple[str, str | None, Any]:
+    """Return text, file and a check of its age of a template; raise TemplateNotFound, or UsageError
+    for a file that may not act for the user."""
     assert environment.loader
     return environment.loader.get_source(environment, name)
 
@@ -250,13 +273,15 @@ class _TrustedLoader(jinja2.FileSystemLoader):
     def get_source(
         self, environment: jinja2.Environment, template: str
     ) -> tuple[str, str, Callable[[], bool]]:
+        """Return text, file and a check of its age; raise TemplateNotFound, and UsageError for a
+        file that may not act for the user."""
         _, file, is_current = super().get_source(environment, template)
         return trust.read(Path(file)).decode(), file, is_current
 
 
 @cache  # keeps compiled templates: a job is rendered once to check it, and once to run it
 def _environment(beside: Path | None) -> jinja2.Environment:
-    """Return the environment of a user's template in a folder, or of ours alone.
+    """Return the environment of a user's template in the folder `beside`, or (None) of ours alone.
 
     Ours comes first under its name: a user's may be called the same, and extends it.
     """
@@ -277,11 +302,12 @@ def _environment(beside: Path | None) -> jinja2.Environment:
 
 
 def quoted(value: object) -> str:
-    """Quote a value for the shell."""
+    """Return a value as one word for the shell, quoted where it has to be."""
     return shlex.quote(str(value))
 
 
 def in_double_quotes(word: str) -> str:
-    """Quote a word of ours in which variables are to be expanded: ``--x="$Y"``."""
+    """Return a word of ours so that the shell expands its variables, ``--x="$Y"``; one without a
+    ``$`` as it is."""
     name, _, value = word.partition("=")
     return f'{name}="{value}"' if "$" in value else word

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +22,7 @@ from hpc_ddp.core.job.option_declaration import (
 )
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.submission.settings import operators, sites
+from hpc_ddp.submission.settings.defaults import default_python, name_for, working_directory
 from hpc_ddp.submission.settings.trust import read_toml
 
 T = TypeVar("T")
@@ -102,7 +100,10 @@ class Settings:
         return self.values.get(key, default)
 
     def layer(self, key: str, name: str | None = None) -> Layer | None:
-        """Return the layer that a key's value comes from, or one `name` of ``env``, or an item."""
+        """Return the layer that a key's value comes from, None for a default.
+
+        `name` narrows that to one variable of ``env``, or one line of a list.
+        """
         return next(
             (
                 layer
@@ -114,7 +115,7 @@ class Settings:
 
 
 def find_project_file(start: Path) -> Path | None:
-    """Return the nearest ``hpc-ddp.toml``, from `start` upwards."""
+    """Return the nearest ``hpc-ddp.toml``, from the folder `start` upwards; None without one."""
     return next(
         (p / PROJECT_FILE for p in (start, *start.parents) if (p / PROJECT_FILE).is_file()), None
     )
@@ -124,19 +125,24 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
     """Merge all layers; the first that has a key wins: option, project, own site file, the
     operators' site file, profile.
 
-    `env` is merged name by name, and a site's `setup`, `sbatch` and `srun` come before the job's;
-    all other values are taken whole. A file's tables for the job's partition and QOS come before
-    the rest of that file. The site is the one that is named, else the user's own, else one that is
-    recognised by the environment. Without `is_strict` a layer that can't be used is a warning, and
-    does not count: the commands for existing runs have to work with broken settings.
+    `options` are those of the command line, by key; the project is looked for from `cwd` upwards,
+    the user's own files in `home`. `env` is merged name by name, and a site's `setup`, `sbatch` and
+    `srun` come before the job's; all other values are taken whole. A file's tables for the job's
+    partition and QOS come before the rest of that file. The site is the one that is named, else the
+    user's own, else one that is recognised by the environment. Without `is_strict` a layer that
+    can't be used is a warning, and does not count: the commands for existing runs have to work with
+    broken settings.
 
     Raises
     ------
     UsageError
-        a file has an unknown key, a value of the wrong kind, or there is no such site
+        a file can't be read or may not act for the user, has an unknown key or a value of the wrong
+        kind, or there is no such site
     """
 
     def usable(read: Callable[[], T], default: T) -> T:
+        """Return what `read` returns; unless `is_strict`, a UsageError of it is a warning, and
+        `default` the result."""
         try:
             return read()
         except UsageError as error:
@@ -172,12 +178,13 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
 
 
 def _first(layers: Sequence[Layer], key: str) -> Any:
+    """Return the value of a key in the first layer that has it; None without one."""
     return next((layer.values[key] for layer in layers if key in layer.values), None)
 
 
 def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Layer]:
     """Return the layers, and before each those of its ``[when]`` tables that count for a job in the
-    chosen partition and QOS."""
+    `chosen` partition and QOS (names by key; '' for none)."""
     expanded: list[Layer] = []
     for layer in layers:
         when = layer.values.get("when", {})
@@ -191,7 +198,8 @@ def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Lay
 
 
 def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
-    """Merge the settings of a job with those of its site."""
+    """Return the settings of a job over those of its site, with both values of the `JOINED`
+    keys."""
     values = _over({**site, **_share(site, job)}, job)
     for key in JOINED:
         if key in job:
@@ -200,7 +208,8 @@ def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
 
 
 def _share(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
-    """Scale the site's ``cpus-per-node``, meant for all GPUs of a node, to the job's GPUs."""
+    """Return the site's ``cpus-per-node``, meant for all GPUs of a node, scaled to the job's GPUs;
+    {} where the job has all, or none."""
     all_gpus, job_gpus = _gpu_count(site), _gpu_count(job)
     if "cpus-per-node" not in site or not 0 < job_gpus < all_gpus:
         return {}
@@ -208,6 +217,7 @@ def _share(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpu_count(settings: Mapping[str, Any]) -> int:
+    """Return the number in ``gpus-per-node``; 0 without one."""
     match = re.search(r"\d+$", str(settings.get("gpus-per-node", "")))
     return int(match[0]) if match else 0
 
@@ -234,6 +244,8 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
+    """Return the layer of a site file: the operators', the user's own, or a shipped profile. Raise
+    UsageError for a bad one."""
     if path == operators_file:
         return Layer("operators", _read_layer(path, (*sites.KEYS, "limits"), is_strict=False), path)
     is_user_file = path.parent == sites.own_folder(home)
@@ -245,7 +257,10 @@ def _read_layer(
 ) -> dict[str, Any]:
     """Return a file's values; it may have `more_keys`, which are none of a job's. Without
     `is_strict` an unknown key is a warning: the operators' file may be for a newer hpc-ddp, and no
-    user can mend it."""
+    user can mend it.
+
+    Raise UsageError for a file that can't be read or may not act for the user, and for a bad value.
+    """
     read, keys = read_toml(path), known_keys()
     when = read.pop("when", {})
     layer = _checked(path, {k: v for k, v in read.items() if k not in more_keys}, keys, is_strict)
@@ -275,7 +290,10 @@ def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _checked(path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True) -> dict[str, Any]:
-    """Return a file's keys and values, or those of one of its tables.
+    """Return a file's keys and values, or those of one of its tables (`layer`), with paths made
+    absolute.
+
+    `keys` are the accepted ones; without `is_strict` another one is dropped with a warning.
 
     Raises
     ------
@@ -333,36 +351,3 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     in_container = bool(job.get("container") or job.get("image"))
     job.setdefault("python", default_python(job.get("setup", ()), in_container))
     return JobSpec(**job)
-
-
-def working_directory(cwd: Path, text: str) -> str:
-    """Return where a job is to run: here, or in the folder that ``chdir`` names.
-
-    Raises
-    ------
-    UsageError
-        it doesn't exist
-    """
-    path = (cwd / os.path.expanduser(text)).absolute()
-    if not path.is_dir():
-        raise UsageError(f"working directory {str(path)!r} does not exist", hint="--chdir DIR")
-    return str(path)
-
-
-def name_for(script: Path) -> str:
-    """Return a job name made of a script's file name, without what a job name can't have."""
-    return re.sub(r"[^\w.+=,@-]+", "-", script.stem).lstrip(".+=,@-")[:100] or "job"
-
-
-def default_python(setup: Sequence[str], in_container: bool) -> str:
-    """Return the interpreter for the workers when none is named.
-
-    The one that runs now, where it has torch and no set-up line activates another environment.
-    Else the first one on PATH, once the set-up lines are through. In a container, its own.
-    """
-    if in_container:
-        return "python3"
-    activates = any("activate" in line for line in setup)
-    if not activates and find_spec("torch"):  # looks for it without importing it
-        return sys.executable
-    return "python" if setup or shutil.which("python") else "python3"

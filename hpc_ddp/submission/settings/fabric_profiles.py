@@ -11,7 +11,7 @@ from hpc_ddp.submission.settings.trust import read_toml
 
 
 def fabric_env(name: str) -> dict[str, str]:
-    """Return the environment variables of a fabric; none of `auto`, which nodes look up.
+    """Return the environment variables of a fabric; {} for `auto`, which nodes look up.
 
     Raises
     ------
@@ -29,14 +29,17 @@ def fabric_env(name: str) -> dict[str, str]:
 
 
 def for_auto() -> dict[str, dict[str, str]]:
-    """Return the variables of the fabrics that `auto` may choose, by name: what nodes carry."""
+    """Return the variables of the fabrics that `auto` may choose, by name: what nodes carry. Raise
+    UsageError for a broken profile."""
     layers = {path.stem: read_toml(path) for path in _files()}
     return {name: _env(values) for name, values in layers.items() if values.get("by-auto", True)}
 
 
 def _files() -> list[Path]:
+    """Return the fabric profiles that come with hpc-ddp."""
     return sorted(folder("templates").joinpath("fabrics").glob("*.toml"))
 
 
 def _env(values: dict[str, Any]) -> dict[str, str]:
+    """Return the variables of a profile's content, as texts."""
     return {key: str(value) for key, value in values.get("env", {}).items()}

@@ -21,10 +21,11 @@ LIMITS = ("max-requeues", "nodes", "time", "budget-gpu-hours")
 
 
 def comment_pairs(options: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the comment by which operators find the jobs of hpc-ddp, as options of sbatch.
+    """Return the comment by which operators find the jobs of hpc-ddp, as (option, value) for
+    sbatch.
 
-    A comment of the user's, among the raw `options` or in sbatch's variable, is left alone: some
-    sites charge, or decide, by a job's comment.
+    [] for a user's own comment, among the raw `options` or in sbatch's variable: some sites charge,
+    or decide, by a job's comment.
     """
     has_comment = any(option.partition("=")[0] == "--comment" for option in options)
     return (
@@ -40,7 +41,7 @@ def site_file(environ: Mapping[str, str]) -> Path | None:
     Raises
     ------
     UsageError
-        a variable names one that does not exist
+        HPC_DDP_SITE_FILE in `environ` names one that does not exist
     """
     path = Path(environ.get(VARIABLE) or SITE_FILE)
     if path.is_file():
@@ -55,7 +56,8 @@ def site_file(environ: Mapping[str, str]) -> Path | None:
 
 @functools.cache  # one command may read a file twice
 def warn(message: str, hint: str | None) -> None:
-    """Print once on stderr which of the settings does not count."""
+    """Print once on stderr which of the settings does not count, with a hint unless that is
+    None."""
     print(f"warning: {message}", *([f"hint: {hint}"] if hint else []), sep="\n", file=sys.stderr)
 
 
@@ -69,7 +71,7 @@ class Limits:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The bounds that are the values of a job which has none.
+        """The bounds, by key, that are the values of a job which has none.
 
         Not ``max-requeues``, which would also let a script that starts over have its time limit
         anew so often: the run keeps it as a bound (`RunFolder.most_requeues`).
@@ -115,7 +117,7 @@ def read_limits(path: Path) -> Limits:
     Raises
     ------
     UsageError
-        the table has a value that no job can have
+        the file can't be read or may not act for the user, or has a value that no job can have
     """
     table = read_toml(path).get("limits", {})
     hint = f"tell the operators of this cluster: {path}"

@@ -47,8 +47,8 @@ class Origin:
 def origins(plan: Plan, settings: Settings) -> list[Origin]:
     """Return the settings of a planned job that are not empty, with the origin of each.
 
-    The lines of a list (set-up lines of a site, then of the job) and the variables of ``env``
-    have an origin each.
+    The lines of a list (set-up lines of a site, then of the job) and the variables of ``env`` have
+    an origin each. Raise UsageError for a broken fabric profile.
     """
     rows: list[Origin] = []
     for field in fields(JobSpec):
@@ -64,12 +64,14 @@ def origins(plan: Plan, settings: Settings) -> list[Origin]:
 
 
 def table(rows: list[Origin]) -> str:
-    """Return the settings as text: one line each, with the value last."""
+    """Return the settings, one or more, as text: one line each, with the value last."""
     keys, places = max(len(row.key) for row in rows), max(len(row.place) for row in rows)
     return "\n".join(f"{row.key:{keys}}  {row.place:{places}}  {row.value}" for row in rows)
 
 
 def _variables(plan: Plan, settings: Settings) -> Iterator[Origin]:
+    """Yield the origin of each environment variable of a job: its fabric's file, or the layer that
+    names it."""
     spec = plan.spec
     for name, value in plan.rendering.environment.items():
         if name not in spec.env and name in fabric_env(spec.fabric):
@@ -81,7 +83,8 @@ def _variables(plan: Plan, settings: Settings) -> Iterator[Origin]:
 
 
 def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | None) -> Origin:
-    """Return the origin of a value; `entry` names one of a list's lines or of the variables."""
+    """Return the origin of the value of a key. `entry` names one line of a list or one of the
+    variables; None: the value as a whole."""
     layer: Layer | None = settings.layer(key, entry)
     if plan.is_new or (layer and layer.kind == "option"):
         path = str(layer.path) if layer and layer.path else None
@@ -93,7 +96,8 @@ def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | N
 
 
 def _short(path: str) -> str:
-    """Return a path relative to the working directory or the home folder, where it lies there."""
+    """Return a path relative to the working directory, or to the home folder as ``~/…``, where it
+    lies there."""
     for base, sign in ((Path.cwd(), ""), (Path.home(), "~/")):
         if Path(path).is_relative_to(base):
             return sign + str(Path(path).relative_to(base))

@@ -31,18 +31,28 @@ def runs_root(settings: Settings, environ: Mapping[str, str] = os.environ) -> Pa
 
 
 def runs_folder(option: str | None, is_strict: bool = False) -> Path:
-    """Return the folder of all runs for a command that knows no other setting of a job."""
+    """Return the folder of all runs for a command that knows no other setting of a job.
+
+    `option` is the value of ``--runs-dir``, None without. Settings that can't be used are warnings;
+    with `is_strict` they raise UsageError. So does a variable in the folder's name that is not set.
+    """
     layer = {"runs-dir": option} if option else {}
     return runs_root(load(layer, Path.cwd(), Path.home(), is_strict))
 
 
 def run_of(text: str, option: str | None) -> RunFolder:
-    """Return the run that a person means, as `find_run` has it; a path needs no settings."""
+    """Return the run that a person means by `text`; a path needs no settings.
+
+    `option` is the value of ``--runs-dir``, None without. Raise UsageError where there is no such
+    run, and as `runs_folder`.
+    """
     is_path = bool(text) and "\0" not in text and (Path(text) / "job.json").is_file()
     return find_run(Path() if is_path else runs_folder(option), text)
 
 
 def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
+    """Return a folder's name with its variables filled in, as an absolute path; raise UsageError
+    for one that is not set, and for an unknown account."""
     values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
     try:
         filled = Template(text.replace("{account}", "${account}")).substitute(values)

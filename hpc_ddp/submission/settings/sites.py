@@ -22,18 +22,19 @@ KEYS = ("title", "match")  # of site files only
 
 
 def own_folder(home: Path) -> Path:
-    """Return where a user's own files are."""
+    """Return the folder of a user's own site files, which may be missing."""
     return home / ".config" / "hpc-ddp"
 
 
 def _folders(home: Path) -> tuple[Path, Path]:
+    """Return the folders of site files: the user's own, and the shipped one."""
     return own_folder(home), folder("templates") / "sites"
 
 
 def files(site: str | None, home: Path, operators_file: Path | None) -> list[Path]:
     """Return the files of a site: the user's own, the operators', then the shipped one.
 
-    Without a name the user's ``site.toml`` is the site, where there is one.
+    Without a name (None) the user's ``site.toml`` is the site, where there is one.
 
     Raises
     ------
@@ -63,7 +64,7 @@ def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None
     Raises
     ------
     UsageError
-        a ``match`` is no table of regular expressions
+        a ``match`` is no table of regular expressions, or a site file can't be read
     """
     user_folder, shipped = _folders(home)
     if (user_folder / "site.toml").is_file():
@@ -82,18 +83,19 @@ def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None
 
 
 def shipped_keys(site: str) -> set[str]:
-    """Return the keys of the shipped file of a site, empty where there is none."""
+    """Return the keys of the shipped file of a site; empty for a site without one."""
     path = folder("templates") / "sites" / f"{site}.toml"
     return set(read_toml(path)) if path.is_file() else set()
 
 
 def title(path: Path) -> str:
-    """Return the title of a site file, '' without one."""
+    """Return the title of a site file, '' without one; raise UsageError where it can't be read."""
     return str(read_toml(path).get("title", ""))
 
 
 def all_files(home: Path) -> list[Path]:
-    """Return all site files, the user's own first."""
+    """Return all site files, the user's own first; raise UsageError where the operators' is named
+    and missing."""
     user_files, shipped = (sorted(where.glob("*.toml")) for where in _folders(home))
     operators_file = operators.site_file(os.environ)
     return [*user_files, *([operators_file] if operators_file else []), *shipped]

@@ -54,6 +54,7 @@ def read(path: Path) -> bytes:
 
 
 def _hint(path: Path, status: os.stat_result) -> str:
+    """Return what to do about a file that may not act for the user."""
     if status.st_uid == os.geteuid() and file_owners.is_writable_by_others(status):
         return f"chmod go-w {_quoted(path)}; or, as it is now: hpc-ddp trust {_quoted(path)}"
     return f"read it; if it may decide what your jobs run: hpc-ddp trust {_quoted(path)}"
@@ -66,7 +67,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     ------
     UsageError
         it can't be read, or isn't TOML; the message has the line. Or it may not act for the user
-        (see `read`)
+        (see `read`); a file that came with hpc-ddp always may
     """
     try:
         content = path.read_bytes() if is_shipped(path) else read(path)
@@ -98,6 +99,8 @@ def accept(path: Path) -> None:
 
 
 def _open(path: Path) -> tuple[bytes, os.stat_result]:
+    """Return a file's content, b'' for no regular file, and the status of the opened file; raise
+    OSError."""
     # A symbolic link is followed to its end. Without O_NONBLOCK a FIFO would be waited for.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path.resolve(), flags), "rb") as file:
@@ -106,7 +109,8 @@ def _open(path: Path) -> tuple[bytes, os.stat_result]:
 
 
 def _fault(path: Path, status: os.stat_result) -> str:
-    """Return what is wrong with an opened file, or with the link that led to it."""
+    """Return what is wrong with an opened file, or with the link that led to it; '' for a good one.
+    Raise OSError where it is gone."""
     uid = os.geteuid()
     link = path.lstat()
     if file_io.is_link_of_another(link):
@@ -115,11 +119,13 @@ def _fault(path: Path, status: os.stat_result) -> str:
 
 
 def _key(path: Path) -> str:
+    """Return the name of a file in the record."""
     # However the way to it is spelt; but a link by its own name: paths in it are meant from there.
     return str(path.absolute().parent.resolve() / path.name)
 
 
 def _entry(content: bytes, status: os.stat_result) -> dict[str, Any]:
+    """Return what the record holds of a file: its owner and the digest of its content."""
     return {"owner": status.st_uid, "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -128,7 +134,7 @@ def _quoted(path: Path) -> str:
 
 
 def _accepted() -> dict[str, Any]:
-    """Return the accepted files by path.
+    """Return the accepted files by path; {} without a record.
 
     Raises
     ------
@@ -153,6 +159,7 @@ def _accepted() -> dict[str, Any]:
 
 
 def _write(values: dict[str, Any]) -> None:
+    """Replace the record in one step; raise HpcDdpError where the disk refuses."""
     path = Path.home() / RECORD
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

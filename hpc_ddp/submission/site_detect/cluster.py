@@ -87,21 +87,25 @@ def probe(environ: Mapping[str, str]) -> ClusterFacts:
 
 
 def _scratch(environ: Mapping[str, str]) -> list[tuple[str, str, bool]]:
+    """Return name, folder and whether it can be written, for each variable of `SCRATCH` that is
+    set."""
     named = [(name, environ[name]) for name in SCRATCH if environ.get(name)]
     return [(name, path, Path(path).is_dir() and os.access(path, os.W_OK)) for name, path in named]
 
 
 def _containers() -> list[str]:
+    """Return the container tools that are installed here, ``pyxis`` among them where srun has its
+    options."""
     pyxis = ["pyxis"] if slurm.takes_option("srun", "container-image") else []
     return [name for name in CONTAINERS if shutil.which(name)] + pyxis
 
 
 class NodeKind(NamedTuple):
-    """Nodes of the same make: GPUs as (type, number), with type '' where Slurm has none; MB."""
+    """Nodes of the same make: GPUs as (type, number), with type '' where Slurm has none."""
 
     gpus: tuple[tuple[str, int], ...]
     cpus: int
-    memory: int
+    memory_mb: int
 
     @property
     def gpu_requests(self) -> list[str]:
@@ -109,12 +113,14 @@ class NodeKind(NamedTuple):
         return [f"{type}:{count}" if type else str(count) for type, count in self.gpus]
 
     def __str__(self) -> str:
+        """The node in words: ``64 CPUs, 512 GB, 4 a100 GPUs``."""
         gpus = "".join(f", {count} {f'{type} GPUs'.strip()}" for type, count in self.gpus)
-        return f"{self.cpus} CPUs, {self.memory / 1000:.0f} GB{gpus}"
+        return f"{self.cpus} CPUs, {self.memory_mb / 1000:.0f} GB{gpus}"
 
 
 def gpus_of(gres: str) -> tuple[tuple[str, int], ...]:
-    """Return the GPUs in a Gres value such as ``gpu:a100:4(S:0-1),nvme:1``."""
+    """Return type and number of the GPUs in a Gres value such as ``gpu:a100:4(S:0-1),nvme:1``; the
+    type is '' where it has none."""
     gpus = []
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
         match = _GRES.match(part)
@@ -148,6 +154,7 @@ class Partition:
 
     @property
     def tier(self) -> int:
+        """The partition's priority tier; jobs of a higher one may preempt those of a lower one."""
         return int(self.values.get("PriorityTier") or 1)
 
     @property
@@ -160,6 +167,7 @@ class Partition:
         return list(dict.fromkeys(text for kind in self.kinds for text in kind.gpu_requests))
 
     def value(self, name: str) -> str:
+        """Return a value of the partition, '' where it is not set."""
         return _set_value(self.values, name)
 
     @property
@@ -179,7 +187,8 @@ class Partition:
 
 
 def partitions_of(facts: ClusterFacts) -> list[Partition]:
-    """Return the partitions with the kinds of their nodes, in Slurm's order."""
+    """Return the partitions with the kinds of their nodes, in Slurm's order; a node without a
+    number of CPUs or MB has 0."""
     partitions = []
     for values in facts.partitions:
         name = values["PartitionName"]
@@ -207,12 +216,14 @@ class Preemption:
     by: Sequence[str]
 
     def __str__(self) -> str:
+        """The preemption in words, as a part of a sentence."""
         by = f" by {', '.join(self.by)}" if self.by else ""
         return f"jobs can be preempted{by} ({self.mode}, {self.grace_s} s of grace)"
 
 
 def preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Preemption]:
-    """Return the kinds of jobs that may be preempted, in which mode, and their grace time (s)."""
+    """Return the kinds of jobs that may be preempted, in which mode, and their grace time (s); []
+    where no job is."""
     plugin = facts.value("PreemptType").rpartition("/")[2]
     if plugin == "partition_prio":
         return [row for p in partitions if (row := _of_partition(p, partitions))]
@@ -233,6 +244,8 @@ def preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Pr
 
 
 def _of_partition(partition: Partition, partitions: Sequence[Partition]) -> Preemption | None:
+    """Return how jobs of a partition may be preempted by those of others that share its nodes; None
+    where they may not."""
     mode = partition.value("PreemptMode")
     by = [p.name for p in partitions if p.tier > partition.tier and p.nodes & partition.nodes]
     if not by or mode in ("", "OFF"):
@@ -248,7 +261,8 @@ def _set_value(record: Record, name: str) -> str:
 
 
 def _seconds(text: str) -> int:
-    """Return the seconds of a number with or without ``sec``, or of a time as ``00:02:00``."""
+    """Return the seconds of a number with or without ``sec``, or of a time as ``00:02:00``; 0 for
+    anything else."""
     if match := re.fullmatch(r"(\d+)( sec)?", text):
         return int(match[1])
     with suppress(UsageError):

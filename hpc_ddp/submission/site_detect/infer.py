@@ -59,6 +59,7 @@ class Site:
 
 
 def _line(setting: Setting) -> str:
+    """Return a setting as a line of TOML, a comment where it is not certain."""
     mark = "" if setting.is_certain else "# "
     return f"{mark}{setting.key} = {json.dumps(setting.value)}  # {setting.why}"
 
@@ -100,6 +101,7 @@ def describe(facts: ClusterFacts, shipped_keys: Collection[str] = ()) -> Site:
 
 
 def _title(facts: ClusterFacts, partitions: Sequence[Partition]) -> str:
+    """Return a sentence on the cluster: name, version, partitions, nodes."""
     name = facts.value("ClusterName") or "this cluster"
     version = facts.value("SLURM_VERSION") or "of unknown version"
     gpus = sum(1 for node in facts.nodes if gpus_of(node.get("Gres", "")))
@@ -112,7 +114,8 @@ def _title(facts: ClusterFacts, partitions: Sequence[Partition]) -> str:
 def _default_partition(
     partitions: Sequence[Partition], settings: Sequence[Setting]
 ) -> list[Setting]:
-    """Name Slurm's default partition, so that its table counts for jobs that name none."""
+    """Name Slurm's default partition, so that its table counts for jobs that name none; [] where it
+    has no table."""
     for p in partitions:
         table = [setting for setting in settings if setting.scope == ("partition", p.name)]
         if p.is_default and table:
@@ -123,6 +126,8 @@ def _default_partition(
 
 
 def _accounts(facts: ClusterFacts) -> list[Setting]:
+    """Return the user's default account, as a comment; [] for a user with less than two accounts
+    here."""
     cluster = facts.value("ClusterName")
     rows = [row for row in facts.accounts if row.get("Cluster") in ("", cluster)]
     names = list(dict.fromkeys(row["Account"] for row in rows if row["Account"]))
@@ -134,7 +139,8 @@ def _accounts(facts: ClusterFacts) -> list[Setting]:
 
 
 def _chains(threats: Sequence[Preemption]) -> list[Setting]:
-    """Return the way of continuing where Slurm cancels the jobs that it preempts."""
+    """Return the way of continuing where Slurm cancels the jobs that it preempts; [] where it does
+    not."""
     why = "PreemptMode=CANCEL: a preempted job is not requeued"
     return [
         Setting("continue-by", "resubmit", why, threat.scope)
@@ -144,14 +150,15 @@ def _chains(threats: Sequence[Preemption]) -> list[Setting]:
 
 
 def _expedited(facts: ClusterFacts) -> list[Setting]:
-    """Return the request for the highest priority after a requeue (Slurm 25.11 and later)."""
+    """Return the request for the highest priority after a requeue (Slurm 25.11 and later); [] where
+    it is not enabled."""
     if "enable_expedited_requeue" not in facts.value("SlurmctldParameters"):
         return []
     return [Setting("sbatch", ["--requeue=expedite"], "a requeued job comes first, without a wait")]
 
 
 def _requests(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Setting]:
-    """Return the requests for GPUs and CPUs; certain only where jobs get whole nodes.
+    """Return the requests for GPUs and CPUs by partition; certain only where jobs get whole nodes.
 
     Measured: in a partition with whole nodes a step without a request has no GPUs.
     """
@@ -170,13 +177,14 @@ def _requests(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Sett
 
 
 def _default_cpus(facts: ClusterFacts, partition: Partition) -> str:
+    """Return the CPUs that a job gets in a partition without a request, in words."""
     defaults = f"{partition.value('JobDefaults')},{facts.value('JobDefaults')}"
     match = re.search(r"DefCpuPerGPU=(\d+)", defaults)
     return f"{match[1]} per GPU (DefCpuPerGPU)" if match else "one core for all workers"
 
 
 def _scratch(facts: ClusterFacts) -> list[Setting]:
-    """Return the disk for runs, unless it is hpc-ddp's default."""
+    """Return the disk for runs; [] where it is hpc-ddp's default, or none is known."""
     writable = [name for name, _, is_writable in facts.scratch if is_writable]
     if not writable or writable[0] == "SCRATCH" or facts.runs:
         return []
@@ -184,13 +192,14 @@ def _scratch(facts: ClusterFacts) -> list[Setting]:
 
 
 def _tool(facts: ClusterFacts) -> list[Setting]:
+    """Return the container tool that is installed; [] for hpc-ddp's default, or without one."""
     if not facts.containers or facts.containers[0] == DEFAULT_TOOL:
         return []
     return [Setting("container-tool", facts.containers[0], "installed here, for --image")]
 
 
 def _remarks(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[str]:
-    """Return what keeps jobs from starting, or needs a decision."""
+    """Return sentences on what keeps jobs from starting, or needs a decision."""
     remarks = []
     match = re.match(r"(\d+)\.(\d+)", facts.value("SLURM_VERSION"))
     if match and (int(match[1]), int(match[2])) < OLDEST:
@@ -209,6 +218,7 @@ def _remarks(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[str]:
 
 
 def _runs_folder(facts: ClusterFacts) -> list[str]:
+    """Return sentences on where runs are kept, and on disks that can't be written."""
     if facts.runs:
         return [f"Runs are kept in {facts.runs} (HPC_DDP_RUNS)."]
     remarks = [

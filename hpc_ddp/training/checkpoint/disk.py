@@ -27,10 +27,11 @@ from hpc_ddp.core.checkpoints import (
 
 
 def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
-    """Create a file, sum up what it is to hold, and make it durable; raises OSError.
+    """Create a file with the bytes of `content` in a row, make it durable, and return its size and
+    CRC32.
 
-    Writing, syncing and summing all release the interpreter lock, so a thread that does this
-    takes microseconds of it from a training beside it.
+    Writing, syncing and summing all release the interpreter lock, so a thread that does this takes
+    microseconds of it from a training beside it. Raise OSError; what was written then stays.
     """
     views = [memoryview(part).cast("B") for part in content]
     with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
@@ -46,7 +47,11 @@ def write_file(path: Path, *content: bytes | memoryview) -> FileFacts:
 
 
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFacts]) -> None:
-    """Write the manifest, which makes the folder a checkpoint, and make both durable."""
+    """Write the manifest, which makes the folder a checkpoint, and make both durable.
+
+    `facts` are plain values for readers, such as the step; `files` has size and CRC32 by file name.
+    Raise OSError if the disk refuses.
+    """
     value = {**facts, "files": {name: asdict(facts_of) for name, facts_of in sorted(files.items())}}
     value["crc32"] = manifest_crc(value)
     write_file(folder / MANIFEST, json.dumps(value, indent=1).encode())
@@ -54,7 +59,10 @@ def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, FileFac
 
 
 def check_space(folder: Path, size: int, files: int) -> None:
-    """Raise the OSError that writing would meet half-way, where the file system knows it now."""
+    """Raise the OSError (ENOSPC) that writing `size` bytes in `files` files would meet half-way.
+
+    Nothing is known where the file system reports no sizes.
+    """
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     if space.f_blocks and free < size:  # some file systems report no sizes at all
@@ -66,14 +74,16 @@ def check_space(folder: Path, size: int, files: int) -> None:
 
 
 def draft(folder: Path, step: int, attempt: int) -> Path:
+    """Return the folder into which an attempt writes the checkpoint of a step; it is not made."""
     return folder / f"step-{step}.tmp-{attempt}"
 
 
 def publish(draft_folder: Path, attempt: int) -> Path:
     """Give a complete draft its final name, durably, and return its path.
 
-    A folder that has the name already is moved aside, never written into. It is `.old-`
-    when it verifies: the same step before and after the code at the end of an epoch.
+    A folder that has the name already is moved aside, never written into. It is `.old-` when it
+    verifies: the same step before and after the code at the end of an epoch. Raise OSError if a
+    rename fails.
     """
     final = draft_folder.with_name(f"step-{step_of(draft_folder)}")
     if final.exists():
@@ -84,7 +94,11 @@ def publish(draft_folder: Path, attempt: int) -> Path:
 
 
 def set_aside(folder: Path, kind: str, attempt: int) -> Path:
-    """Rename a checkpoint to ``step-<n>.<kind>-<attempt>`` and return the new path."""
+    """Rename a checkpoint to ``step-<n>.<kind>-<attempt>`` and return the new path.
+
+    `kind` is ``old``, which replaces one of that name, or ``bad``, which gets a number beside it.
+    Raise OSError if the rename fails.
+    """
     stem = f"step-{step_of(folder)}.{kind}-{attempt}"
     path = folder.with_name(stem)
     if kind == "old":
@@ -97,16 +111,17 @@ def set_aside(folder: Path, kind: str, attempt: int) -> Path:
 
 
 def clear_drafts(folder: Path) -> None:
-    """Remove what earlier attempts, or this one's workers before a restart, left half-written."""
+    """Remove what earlier attempts, or this one's workers before a restart, left half-written. What
+    can't be removed stays; raise OSError if the folder can't be listed."""
     for path in folder.glob("step-*.tmp-*"):
         remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, also while another process removes it.
+    """Remove a folder, also while another process removes it; it raises nothing.
 
-    It loses its name first, since a kill may come in between: half a checkpoint is none. A
-    file that can't be removed, as NFS keeps one while a process has it open, stays.
+    It loses its name first, since a kill may come in between: half a checkpoint is none. A file
+    that can't be removed, as NFS keeps one while a process has it open, stays.
     """
     nameless = path.with_name(f"{path.name.partition('.')[0]}.tmp-gone")
     with suppress(OSError):
@@ -116,7 +131,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder durable; raise OSError if the disk refuses."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -26,15 +26,18 @@ def put_back(
     step: int,
     stage: bool = False,
 ) -> None:
-    """Load the state of a checkpoint (made at `step`) into the objects.
+    """Load a checkpoint of step `step` into the objects, by their names in ``run.track``.
 
-    Sharded objects take their own part of each tensor, however it was stored; with `stage` the
-    models are parts of those that were stored, and leave the rest.
+    `tree` has their stored states, `reader` the tensors. Sharded objects take their own part of
+    each tensor, however it was stored; with `stage` the models are parts of those that were stored,
+    and leave the rest. After an error some objects may have been loaded.
 
     Raises
     ------
     HpcDdpError
         the checkpoint belongs to other objects: names the keys and shapes that differ
+    UnreadableError
+        the disk does not answer
     """
     if set(objects) != set(tree):
         raise _other(
@@ -64,27 +67,14 @@ def put_back(
 def _for_module(
     name: str, module: torch.nn.Module, tree: Mapping[str, Any], reader: Reader, stage: bool
 ) -> OrderedDict[str, Any]:
-    """Return the state dict that `module` is to load.
+    """Return the state dict that `module` (unwrapped) is to load, from its part `tree` of the
+    stored one.
 
-    Parameters
-    ----------
-    name
-        of the module in ``run.track``: its tensors are stored as ``NAME.KEY``
-    module
-        unwrapped; its own state gives keys, shapes, and how each tensor is sharded
-    tree
-        the module's part of the checkpoint's tree, by key
-    reader
-        of the checkpoint's tensors
-    stage
-        the module is a part of the one that was stored: further keys of the tree are ignored
+    `name` is the module's in ``run.track``: its tensors are stored as ``NAME.KEY``. With `stage` it
+    is a part of the module that was stored: further keys of the tree are ignored.
 
-    Raises
-    ------
-    HpcDdpError
-        keys or shapes differ, which it names; or the files do not hold all of a tensor
-    UnreadableError
-        the disk does not answer
+    Raise HpcDdpError if keys or shapes differ, which it names, or the files lack a part of a
+    tensor; UnreadableError if the disk does not answer.
     """
     state = module.state_dict()
     entries = {plain_name(key): (key, value) for key, value in state.items()}
@@ -121,6 +111,12 @@ def _for_module(
 def _for_optimizer(
     name: str, optimizer: Optimizer, params: Mapping[str, torch.Tensor], tree: Any, reader: Reader
 ) -> dict[str, Any]:
+    """Return the state dict that `optimizer` is to load, from `tree`, its stored one by names.
+
+    `params` are its parameters by name, in its own order; `name` is the optimizer's in
+    ``run.track``. Raise HpcDdpError if the class, the parameters or their groups differ,
+    UnreadableError if the disk does not answer.
+    """
     names = iter(params)
     groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     stored_groups = [group["params"] for group in tree["param_groups"]]
@@ -146,7 +142,8 @@ def _for_optimizer(
 
 
 def _tensors_of(state: Any, where: str) -> dict[str, torch.Tensor]:
-    """Return the tensors in an object's state by their places, as far as it can be saved."""
+    """Return the tensors in an object's state by their places below `where`, up to the first entry
+    that can't be saved."""
     tensors: dict[str, torch.Tensor] = {}
     with suppress(HpcDdpError):
         take_apart(state, where, tensors)
@@ -160,10 +157,12 @@ def _assemble(
     templates: Mapping[str, torch.Tensor] = MappingProxyType({}),
     current: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Any:
-    """Undo `take_apart`; tensors are new ones, which an object may keep.
+    """Undo `take_apart` of a value that was stored at `where`; tensors are new ones, for an object
+    to keep.
 
     `templates` has tensors whose sharding or order in memory is wanted, `current` those whose
-    devices are.
+    devices are. Raise HpcDdpError for a tensor that is not stored for this rank, UnreadableError if
+    the disk does not answer.
     """
     if type(value) is str and value == TENSOR:
         if where not in reader:
@@ -189,10 +188,12 @@ def _assemble(
 
 
 def _shape(shape: Any) -> str:
+    """Return a shape for people; ``no tensor`` for None."""
     return "no tensor" if shape is None else str(tuple(shape))
 
 
 def _other(step: int, how: str) -> HpcDdpError:
+    """Return the error for a checkpoint of other objects; `how` tells the difference."""
     return HpcDdpError(
         f"the checkpoint of step {step} is not of this program's objects: {how}",
         hint="start another run, or undo the change to the script",

@@ -36,7 +36,11 @@ class Best:
 
 
 class CheckpointManager:
-    """Saves and restores one rank's part of the run. `position` is shared with the Run."""
+    """Saves and restores one rank's part of the run. `position` is shared with the Run.
+
+    `devices` are this rank's, `seed` the run's; with `only_finite` weights with NaN are not saved.
+    Every rank must call its public methods at the same step, but for `tracked` and `start_random`.
+    """
 
     def __init__(
         self,
@@ -71,10 +75,11 @@ class CheckpointManager:
         Raises
         ------
         UsageError
-            called twice, or the seed or the training set is not the checkpoint's
+            called twice, an object has no state_dict, or the seed or the training set is not the
+            checkpoint's
         HpcDdpError
-            the checkpoint is of other objects, or of another number of ranks that had their own
-            weights
+            a state can't be saved, the ranks' objects differ, or the checkpoint can't be read, is
+            of other objects, or of another number of ranks that had their own weights
         """
         if self._objects:
             raise UsageError("run.track was called twice", hint="name all objects in one call")
@@ -108,7 +113,11 @@ class CheckpointManager:
         self._rng = records[0]["rng"] if records else None
 
     def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
-        """Return the objects' state dicts: what all ranks share, and what this rank has had."""
+        """Return the objects' state dicts: what all ranks share, and what this rank has had.
+
+        On another number of ranks, objects that ranks had of their own are left out, with a warning
+        of rank 0; raise HpcDdpError if a model or an optimizer is among them.
+        """
         tree: dict[str, Any] = checkpoint.shared["tree"]
         trees = {rank: record.get("objects", {}) for rank, record in checkpoint.ranks.items()}
         if len(trees) == self._dims.world_size:
@@ -129,7 +138,7 @@ class CheckpointManager:
         return tree
 
     def _refuse_misfits(self, current: State) -> None:
-        """Compare the tracked objects of all ranks before the training; all ranks call it.
+        """Compare the tracked objects of all ranks before the training; it is a collective.
 
         Raises
         ------
@@ -146,7 +155,7 @@ class CheckpointManager:
         """Give the generators the state of the checkpoint, or one of this rank's own.
 
         Called at the start of the loop, so that whatever the script draws before it makes no
-        difference to a resume.
+        difference to a resume. No collective.
         """
         # First for generators that the checkpoint lacks: it may be one of a run on the CPU.
         seed = derive(self._seed, self._position.step, self._dims.stream)
@@ -158,14 +167,14 @@ class CheckpointManager:
     def save(self, *, is_last: bool = False) -> None:
         """Copy the state and begin to write it, once the save before is done.
 
-        Nothing is done where this very position is saved. A failure shows at the next call: it
-        has been printed on stderr by then. Tensors that are to be the same on all ranks are
-        compared now and then, and with `is_last`, since there may be no other save.
+        Nothing is done where this very position is saved. A failure shows at the next call: it has
+        been printed on stderr by then. Tensors that are to be the same on all ranks are compared
+        now and then, and with `is_last`, since there may be no other save.
 
         Raises
         ------
         HpcDdpError
-            three saves in a row have failed
+            as `Checkpoints.settle` for the save before; or an object's state can't be saved
         SupersededError
             a later attempt of this run has started
         """
@@ -183,7 +192,8 @@ class CheckpointManager:
         self._checkpoints.begin(replace(content, stall_s=time.monotonic() - began))
 
     def _copy(self, compares: bool) -> Content:
-        """Begin to copy the state, and with `compares` to sum up what all ranks have alike."""
+        """Begin to copy the state, and with `compares` to sum up what all ranks have alike; raise
+        HpcDdpError for a state that can't be saved."""
         current = state.collect(self._objects, self._per_rank)
         wait_for_checksums = start_checksums(current.equal if compares else {})
         parts = my_parts(current, self._dims)
@@ -209,7 +219,8 @@ class CheckpointManager:
         )
 
     def _rank_values(self, current: State) -> dict[str, Any]:
-        """Return what this rank's file of plain values is to hold."""
+        """Return the plain values for this rank's file: generators, its data file's pieces, its own
+        objects."""
         values = {
             "rank": self._dims.rank,
             "stream": self._dims.stream,
@@ -222,7 +233,11 @@ class CheckpointManager:
         return values
 
     def judge(self, value: float, higher: bool) -> bool:
-        """Compare a value (rank 0's) with the best so far; all ranks get the same answer."""
+        """Compare a value (rank 0's) with the best so far; return whether it is better, the same on
+        all ranks.
+
+        `higher`: greater values are better. The first value is the best one, NaN never is.
+        """
         best = self.best
         value = self._checkpoints.control.from_first(value)
         beats = best.value is None or (value > best.value if higher else value < best.value)
@@ -231,7 +246,15 @@ class CheckpointManager:
         return is_best
 
     def load_best(self, model: torch.nn.Module) -> int:
-        """Save what there is, then see `Run.load_best`."""
+        """Load the best checkpoint's state into a tracked model, after a save; return its step.
+
+        Raises
+        ------
+        UsageError
+            the model is not tracked, or the run has no best value
+        HpcDdpError
+            as `save_surely`; or the checkpoint is not there, damaged, or of another model
+        """
         names = [
             name for name, tracked in self._objects.items() if unwrap(tracked) is unwrap(model)
         ]
@@ -255,7 +278,8 @@ class CheckpointManager:
         return checkpoint.step
 
     def settle(self) -> bool:
-        """Wait for the save under way; False after a failure. Raises as `save` does."""
+        """Wait for the save under way; return False after a failure. Raises as
+        `Checkpoints.settle`."""
         done = self._checkpoints.settle()
         if not done:
             self._written = None
@@ -264,7 +288,8 @@ class CheckpointManager:
         return done
 
     def save_surely(self) -> None:
-        """Save and wait, trying again after a failure until the run has to give up."""
+        """Save and wait, trying again after a failure until the run has to give up; raises as
+        `save` does."""
         self.save(is_last=True)
         while not self.settle():
             time.sleep(RETRY_S)
@@ -278,4 +303,6 @@ class CheckpointManager:
         return replace(self._position), replace(self.best)
 
     def _facts(self) -> dict[str, Any]:
+        """Return the values that must be the same in a checkpoint: the seed, and those of the data
+        order."""
         return {"seed": self._seed, **self._data}

@@ -60,6 +60,7 @@ class Inventory:
 
     @property
     def digest(self) -> Digest:
+        """The inventory in five numbers, for a first comparison."""
         sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         return Digest(
             _crc(self.objects),
@@ -76,8 +77,11 @@ def inventory_of(
     parts: Mapping[str, LocalShard],
     objects: Iterable[str] = (),
 ) -> Inventory:
-    """Return the inventory of a rank that has these objects, has these tensors of them, and writes
-    these parts."""
+    """Return the inventory of a rank of a pipeline stage (0 without one), without checksums.
+
+    `tensors` are those it shares by name, `parts` those that it writes, `objects` the names of the
+    tracked objects.
+    """
     return Inventory(
         stage,
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
@@ -100,7 +104,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, int]]:
-    """Begin to sum up tensors in the current streams; return what waits for the sums by name.
+    """Begin to sum up tensors in the current streams; return a function that waits for the sums by
+    name.
 
     The training may go on meanwhile and change the tensors, and another thread may wait.
     """
@@ -111,6 +116,7 @@ def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[st
     marks = [devices.mark(device) for device in sums if devices.is_accelerator(device)]
 
     def wait() -> dict[str, int]:
+        """Wait for the devices; return the sums by name, sorted."""
         for mark in marks:
             mark.synchronize()
         pairs = (
@@ -122,7 +128,10 @@ def start_checksums(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[st
 
 
 def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
-    """Return on all ranks the error for tensors that would not make a whole, None for a whole."""
+    """Return on all ranks the error for tensors that would not make a whole, None for a whole.
+
+    Every rank must call it: it is a collective.
+    """
     digests = control.to_first(inventory.digest)
     if control.from_first(control.rank != 0 or fit_together(digests)):
         return None
@@ -144,7 +153,8 @@ def fit_together(digests: Sequence[Digest]) -> bool:
 
 
 def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
-    """Return what keeps inventories, by rank, from fitting together; names a tensor and ranks."""
+    """Return the error for inventories, by rank, that do not fit together; it names a tensor and
+    ranks."""
     objects = {rank: {*inventory.objects} for rank, inventory in enumerate(inventories)}
     fault = _different_names(objects, "shares other objects", UsageError)
     for stage in sorted({inventory.stage for inventory in inventories}):
@@ -162,9 +172,11 @@ def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
 def _different_names(
     items: Mapping[int, Set[Any]], difference: str, kind: type[HpcDdpError] = HpcDdpError
 ) -> HpcDdpError | None:
-    """Return an error that names what some rank has, and the first has not, or the reverse.
+    """Return an error that names what some rank has, and the first has not, or the reverse; None if
+    all are equal.
 
-    `items` are names, or pairs of a name and a shape.
+    `items` are names, or pairs of a name and a shape, by rank; `difference` is the verb of the
+    message.
     """
     first = min(items)
     for rank, items_of_rank in items.items():
@@ -179,6 +191,11 @@ def _different_names(
 
 
 def _different_numbers(members: Mapping[int, Inventory]) -> HpcDdpError | None:
+    """Return an error that names the first tensor with other checksums on some rank, None without
+    one.
+
+    `members` are the inventories of one stage by rank.
+    """
     first = min(members)
     for name in members[first].shapes:
         expected = members[first].checksums.get(name)
@@ -197,6 +214,8 @@ def _different_numbers(members: Mapping[int, Inventory]) -> HpcDdpError | None:
 
 
 def _uncovered(members: Mapping[int, Inventory]) -> HpcDdpError | None:
+    """Return an error for the first tensor that the ranks together would not write once, None
+    without one."""
     counts = Counter[str]()
     for inventory in members.values():
         counts.update(inventory.written)
@@ -212,6 +231,7 @@ def _uncovered(members: Mapping[int, Inventory]) -> HpcDdpError | None:
 
 
 def _listed(values: Sequence[object]) -> str:
+    """Return the first `_SHOWN` values for people, with commas, and ``…`` for more."""
     more = ", …" if values[_SHOWN:] else ""
     return ", ".join(map(str, values[:_SHOWN])) + more
 

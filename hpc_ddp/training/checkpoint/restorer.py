@@ -53,7 +53,8 @@ class Restored:
 
 
 def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
-    """Return the first damage that a rank reports; an error comes first, and is raised."""
+    """Return the first damage that a rank reports, None without any; raise a rank's error before
+    that."""
     for answer in answers:
         if isinstance(answer, HpcDdpError):
             raise answer
@@ -62,7 +63,8 @@ def _damage_in(answers: list[str | HpcDdpError | None]) -> str | None:
 
 @contextmanager
 def _reading(folder: Path, rank: int = 0) -> Iterator[None]:
-    """Raise a DiskError that names the folder and the rank in place of an OSError."""
+    """Raise a DiskError that names the folder and the rank in place of an OSError inside the
+    block."""
     try:
         yield
     except OSError as error:
@@ -78,13 +80,15 @@ def _reading(folder: Path, rank: int = 0) -> Iterator[None]:
 def open_checkpoint(folder: Path, rank: int = 0, world_size: int = 0) -> Restored:
     """Open a checkpoint that has been verified, on the CPU.
 
-    Where ranks had tensors of their own (see `state.my_parts`), they are this rank's if as many
-    ranks wrote it as there are now, and else rank 0's.
+    Where ranks had tensors of their own (see `state.my_parts`), they are those of `rank` if
+    `world_size` ranks wrote it, and else rank 0's.
 
     Raises
     ------
     HpcDdpError
         another version of hpc-ddp has written it
+    OSError
+        it can't be read
     """
     manifest = checkpoints.read_manifest(folder)
     if (version := manifest.get("format")) != checkpoints.FORMAT:
@@ -105,6 +109,10 @@ def open_checkpoint(folder: Path, rank: int = 0, world_size: int = 0) -> Restore
 
 
 def _load(path: Path) -> dict[str, Any]:
+    """Return the dict in a file of `torch.save`, on the CPU, never with pickled code.
+
+    Raise OSError if it can't be read for a minute.
+    """
     # On the CPU, and never pickled code.
     content = io.BytesIO(patiently(path.read_bytes))
     value: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
@@ -112,7 +120,11 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 class Restorer:
-    """Opens the checkpoints of a run, as this attempt sees them."""
+    """Opens the checkpoints of a run, as this attempt sees them.
+
+    Its public methods are collectives: every rank must call them, and gets the same answer or
+    error.
+    """
 
     def __init__(self, run: RunFolder, attempt: int, control: Control, journal: Journal) -> None:
         self._run, self._attempt = run, attempt
@@ -166,7 +178,10 @@ class Restorer:
         return self._open(folder)
 
     def _find_names(self) -> list[str]:
-        """Return the names of what may be a checkpoint, newest first; on rank 0."""
+        """On rank 0: return the names of what may be a checkpoint, newest first.
+
+        Raise DiskError if the folder can't be listed for a minute.
+        """
         # A disk that is gone for a moment must not look like a run without checkpoints.
         folder = self._run.checkpoints
         with _reading(folder):
@@ -174,7 +189,11 @@ class Restorer:
             return [path.name for path in patiently(partial(checkpoints.candidates, folder))]
 
     def _refuse_step_0(self, damaged: list[str]) -> None:
-        """Raise an error on a run that has had checkpoints; on rank 0, which has no good one."""
+        """On rank 0, which has no good checkpoint: raise HpcDdpError if the run has had one, or
+        `damaged` names one.
+
+        Raise DiskError if that can't be read.
+        """
         with _reading(self._run.checkpoints):
             lost = damaged or checkpoints.lost(self._run)
         if lost:
@@ -186,17 +205,21 @@ class Restorer:
             )
 
     def _open(self, folder: Path) -> Restored:
+        """Open a checkpoint for this rank; raises as `open_checkpoint`, with DiskError for
+        OSError."""
         rank, world_size = self.control.rank, self.control.world_size
         with _reading(folder, rank):
             return open_checkpoint(folder, rank, world_size)
 
     def _damage_of(self, folder: Path) -> str | None:
-        """Return what is damaged in a checkpoint, None where nothing is; the same on all ranks."""
+        """Return what is damaged in a checkpoint, None where nothing is; the same on all ranks. A
+        collective, which raises DiskError on all of them."""
         # Asked again after damage, since it may have been the disk's and not the file's.
         return self._find_damage(folder) and self._find_damage(folder)
 
     def _find_damage(self, folder: Path) -> str | None:
-        """Let the ranks verify a checkpoint together; all get the same answer, or error."""
+        """Let the ranks verify a checkpoint together; all return the same damage, or None, or raise
+        the same DiskError."""
         rank, world_size = self.control.rank, self.control.world_size
         answer: str | HpcDdpError | None
         try:
@@ -208,22 +231,28 @@ class Restorer:
         return on_first(self.control, partial(_damage_in, answers))
 
     def _set_aside(self, folder: Path, why: str) -> None:
+        """Rename a damaged checkpoint to `.bad-`, and print why; one that can't be renamed
+        stays."""
         try:
             target = disk.set_aside(folder, "bad", self._attempt).name
         except OSError as error:  # a folder that can be read only: the next start passes it over
             target = f"{folder.name}: {error}"
         say(f"PASSED OVER the checkpoint {folder.name}: {why}; kept as {target}")
 
-    def _report_restore(self, chosen: Path | None, passed_over: list[str], took: float) -> None:
+    def _report_restore(self, chosen: Path | None, passed_over: list[str], took_s: float) -> None:
+        """Journal and print the step of the chosen checkpoint, and those passed over."""
         step = checkpoints.step_of(chosen) if chosen else 0
         if chosen or passed_over:
-            self._journal.write(CheckpointRestored(step, passed_over, round(took, 3)))
+            self._journal.write(CheckpointRestored(step, passed_over, round(took_s, 3)))
         if chosen:
             say(f"going on from step {step} of {self._run.path}")
 
 
 def non_finite_error(run: RunFolder, step: int) -> HpcDdpError:
-    """Return the error that ends a run whose weights can't be gone on from."""
+    """Return the error that ends a run whose weights have NaN or infinity in them at `step`.
+
+    It names the newest checkpoint; raise OSError if the folder can't be listed.
+    """
     newest_first = checkpoints.candidates(run.checkpoints)
     last = newest_first[0].name if newest_first else "none"
     return HpcDdpError(

@@ -115,7 +115,7 @@ class Claim(NamedTuple):
 
 
 class Checkpoints(Restorer):
-    """The checkpoints of a run, as this attempt sees them.
+    """The checkpoints of a run, as this attempt sees them; those that `keep` names stay.
 
     `control` is for the training's thread, `background` for the one that saves.
     """
@@ -149,6 +149,7 @@ class Checkpoints(Restorer):
 
     @property
     def in_flight(self) -> bool:
+        """Whether a save has begun that has no outcome yet."""
         return not self._done.is_set()
 
     @property
@@ -157,7 +158,7 @@ class Checkpoints(Restorer):
         return not self.in_flight and bool(self._outcome.failure or self._outcome.error)
 
     def begin(self, content: Content) -> None:
-        """Start to write; the one before has been settled."""
+        """Start to write in a thread; the save before has been settled. Every rank must call it."""
         self.tidy()
         self._done.clear()
         self._is_unsettled = True
@@ -166,14 +167,14 @@ class Checkpoints(Restorer):
         self._thread.start()
 
     def tidy(self) -> None:
-        """Wait until old checkpoints are removed, too."""
+        """Wait until old checkpoints are removed, too; without a save, nothing."""
         if self._thread is not None:
             self._thread.join()
 
     def settle(self) -> bool:
         """Wait until what was begun is durable; False when it failed and is worth another try.
 
-        All ranks call it at the same step, and get the same answer.
+        All ranks call it at the same step, and get the same answer; True where nothing was begun.
 
         Raises
         ------
@@ -197,21 +198,21 @@ class Checkpoints(Restorer):
     # -- the thread that saves -------------------------------------------------------------
 
     def _save(self, content: Content) -> None:
-        """Take part in a save, and report it."""
+        """Take part in a save, and report it; it raises nothing."""
         began = time.monotonic()
         try:
             outcome = self._write_together(content)
         except Exception as error:  # a peer is gone: the training will find that out, too
             outcome = self._fail(f"the ranks could not agree: {error}", PATIENCE_S)
-        took = time.monotonic() - began
+        took_s = time.monotonic() - began
         self._outcome = outcome
-        self.slowest_save_s = max(self.slowest_save_s, content.stall_s + took)
+        self.slowest_save_s = max(self.slowest_save_s, content.stall_s + took_s)
         is_saved = not (outcome.failure or outcome.error)
         if is_saved:
             self._failed_at.clear()
             self.saves += 1
         if self._is_first:
-            self._report(content, took)
+            self._report(content, took_s)
         self._done.set()
         # Only now, with the new one durable; no rank waits for it, and the next start repairs a
         # kill in between.
@@ -221,7 +222,8 @@ class Checkpoints(Restorer):
     def _write_together(self, content: Content) -> Outcome:
         """Write, where all ranks have what belongs together and there is room for all of it.
 
-        Every rank answers each time, be it by a `Failure`, since its peers wait for it.
+        Every rank answers each time, be it by a `Failure`, since its peers wait for it. Raise
+        RuntimeError if a peer is gone.
         """
         draft = disk.draft(self._run.checkpoints, content.step, self._attempt)
         try:
@@ -247,9 +249,10 @@ class Checkpoints(Restorer):
         content: Content,
         answer: object,
     ) -> Outcome | None:
-        """Return on all ranks the decision of rank 0, which has the answers of all of them.
+        """Return on all ranks the decision of rank 0, which has the `answer` of each of them.
 
-        It is `decide`'s, unless that raises an error, or a rank's answer is a `Failure`.
+        It is `decide`'s, or `_drop`'s if that raises an error, or a rank's answer is a `Failure`;
+        None: go on.
         """
         answers = self._background.to_first(answer)
         outcome: Outcome | None = None
@@ -257,13 +260,13 @@ class Checkpoints(Restorer):
             is_failed = any(isinstance(reply, Failure) for reply in answers)
             try:
                 outcome = (self._drop if is_failed else decide)(draft, content, answers)
-            except Exception as error:  # as above
+            except Exception as error:  # the peers wait for an answer
                 outcome = self._drop(draft, content, [_failure(error)])
         outcome = self._background.from_first(outcome)
         return outcome
 
     def _prepare(self, content: Content) -> Files:
-        """Return what this rank's files are to hold, by name."""
+        """Wait for the copied state; return what this rank's files are to hold, by name."""
         rank = self._background.rank
         files: Files = {f"rank-{rank}.pt": [_dump(content.rank_values)]}
         self.stall_s = content.stall_s + content.buffer.wait()
@@ -274,7 +277,10 @@ class Checkpoints(Restorer):
         return files
 
     def _open_draft(self, draft: Path, content: Content, claims: list[Claim]) -> None:
-        """On rank 0: make the draft's folder; raise OSError where there is no room for all."""
+        """On rank 0: make the draft's folder; raise OSError where there is no room for all.
+
+        With too little, old checkpoints give way first.
+        """
         size, files = sum(claim.size for claim in claims), sum(claim.files for claim in claims)
         draft.mkdir(parents=True, exist_ok=True)
         try:
@@ -286,17 +292,19 @@ class Checkpoints(Restorer):
     def _write(
         self, draft: Path, files: Files, content: Content
     ) -> dict[str, FileFacts] | str | Failure:
-        """Write this rank's files of a draft; return what goes into the manifest."""
+        """Write this rank's files of a draft; return their facts for the manifest, `NON_FINITE`, or
+        a `Failure`."""
         try:
             with ThreadPoolExecutor(1) as pool:  # while the disk is busy
                 is_finite = pool.submit(content.buffer.is_finite, content.trained)
                 facts = {n: disk.write_file(draft / n, *parts) for n, parts in files.items()}
             return facts if is_finite.result() else NON_FINITE
-        except Exception as error:  # as above
+        except Exception as error:  # the peers wait for an answer
             return _failure(error)
 
     def _publish(self, draft: Path, content: Content, answers: list[Any]) -> Outcome:
-        """On rank 0: complete and publish a draft, or remove it."""
+        """On rank 0: publish a draft, of whose ranks `answers` has the files; or remove it where
+        weights are not finite or the attempt is superseded. Raise OSError if the disk refuses."""
         if NON_FINITE in answers:
             disk.remove(draft)
             return Outcome(error=non_finite_error(self._run, content.step))
@@ -319,7 +327,7 @@ class Checkpoints(Restorer):
         return Outcome(sum(file_facts.size for file_facts in files.values()))
 
     def _drop(self, draft: Path, content: Content, answers: Sequence[object]) -> Outcome:
-        """On rank 0: remove a draft of which a rank has failed; see to room if that was why."""
+        """On rank 0: remove a draft of which a rank has failed; make room if that was why."""
         disk.remove(draft)
         rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
         if failure.code in NO_ROOM:
@@ -327,7 +335,8 @@ class Checkpoints(Restorer):
         return self._fail(f"rank {rank}: {failure.text}")
 
     def _fail(self, why: str, lasted_s: float = 0.0) -> Outcome:
-        """Count a failure, which has lasted for `lasted_s` already; it may be one too many."""
+        """Count a failure, which has lasted for `lasted_s` already; return it, with an error if it
+        is one too many."""
         now = time.monotonic()
         self._failed_at.append(now - lasted_s)
         error: HpcDdpError | None = None
@@ -339,7 +348,10 @@ class Checkpoints(Restorer):
         return Outcome(failure=why, error=error)
 
     def _prune(self, content: Content, keep: Retention) -> None:
-        """On rank 0: remove old checkpoints, but for the best and what `keep` names."""
+        """On rank 0: remove old checkpoints, but for the best and those that `keep` names.
+
+        A disk that refuses is passed over.
+        """
         best = content.facts.get("best") or {"step": content.step}
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
             schedule.prune(self._run.checkpoints, keep, [content.step, best["step"]])
@@ -350,12 +362,14 @@ class Checkpoints(Restorer):
             self._prune(content, Retention(schedule.LEAST, self._keep.every))
 
     def _superseded_error(self) -> SupersededError:
+        """Return the error of an attempt that a later one has superseded."""
         return SupersededError(
             f"attempt {self._attempt} of {self._run.path} has been superseded by a later one"
             " and leaves the run alone"
         )
 
-    def _report(self, content: Content, took: float) -> None:
+    def _report(self, content: Content, took_s: float) -> None:
+        """On rank 0: journal a save, or journal and print its failure."""
         outcome = self._outcome
         if outcome.failure:
             self._journal.write(SaveFailed(content.step, outcome.failure))
@@ -365,11 +379,12 @@ class Checkpoints(Restorer):
             waited = 0.0 if since is None else time.monotonic() - since
             stall = self.stall_s + waited
             self._journal.write(
-                CheckpointSaved(content.step, round(stall, 4), round(took, 4), outcome.size)
+                CheckpointSaved(content.step, round(stall, 4), round(took_s, 4), outcome.size)
             )
 
 
 def _failure(error: Exception) -> Failure:
+    """Return an error in the form in which a rank sends it."""
     return Failure(getattr(error, "errno", None), str(error) or repr(error))
 
 

@@ -42,7 +42,8 @@ def young_daly(stall_s: float, between_failures_s: float) -> float:
 
 
 def between_failures(events: Sequence[JournalEvent]) -> float:
-    """Return the mean time between failures in seconds, from a run's earlier attempts.
+    """Return the mean time between failures in seconds, from a run's earlier attempts; `PRIOR_S`
+    without any.
 
     A failure is an attempt that ended without a stop: it lost what came after its last save.
     """
@@ -56,20 +57,21 @@ def between_failures(events: Sequence[JournalEvent]) -> float:
 
 
 def slowest_save(events: Sequence[JournalEvent]) -> float:
-    """Return how long the slowest save of a run's earlier attempts took, in seconds."""
+    """Return how long the slowest save of a run's earlier attempts took, in seconds; `FIRST_SAVE_S`
+    without any."""
     saves = [event.write_s for event in events if isinstance(event, CheckpointSaved)]
     return max(saves, default=FIRST_SAVE_S)
 
 
 class SaveSchedule:
-    """The clock of the saves. Rank 0's counts.
+    """Decides when a save is due, by rank 0's clock.
 
     Parameters
     ----------
     every
         seconds between saves, ``"auto"`` for the best interval, None for no clock
     every_steps
-        a save after every so many optimizer steps as well
+        a save after every so many optimizer steps as well; None: no such saves
     slowest_save_s
         seconds to expect of a save until one has been measured; only rank 0 uses it
     failure_interval_s
@@ -98,7 +100,8 @@ class SaveSchedule:
         return self._steps is not None and step % self._steps == 0
 
     def is_due(self) -> bool:
-        """Return whether rank 0 wants a save. One that has failed is tried again soon.
+        """Return whether rank 0's clock wants a save; False on other ranks. A failed one is tried
+        again soon.
 
         Not while one is under way: a clock that runs faster than the disk skips beats.
         """
@@ -113,7 +116,8 @@ class SaveSchedule:
         return every is not None and since >= every
 
     def saved(self) -> None:
-        """Start the clock anew after a save has begun."""
+        """Start the clock anew after a save has begun; with ``"auto"``, choose the interval once
+        one is measured."""
         self._last = time.monotonic()
         if self._auto and self._rank == 0 and self._checkpoints.slowest_save_s:
             self._auto = False
@@ -125,6 +129,8 @@ class SaveSchedule:
         return slowest * (2 if self._checkpoints.in_flight else 1)
 
     def _choose(self, stall_s: float) -> None:
+        """Set the interval by the measured saves, each of which holds the training up for
+        `stall_s`; print it."""
         best = young_daly(stall_s, self._between_failures_s)
         # The disk is to be idle for most of the time, whatever the formula says.
         self._every = every = min(max(best, 4 * self._checkpoints.slowest_save_s), LONGEST_AUTO_S)
@@ -150,7 +156,8 @@ class Retention:
 def prune(folder: Path, keep: Retention, pinned: Iterable[int] = ()) -> None:
     """Remove what `keep` does not name; call it after a newer one is durable.
 
-    `pinned` are steps that stay whatever their age: the best one.
+    `pinned` are steps that stay whatever their age: the best one. Raise OSError if the folder can't
+    be listed.
     """
     newest_first = published(folder)
     stays = set(newest_first[: keep.last])

@@ -53,17 +53,22 @@ class LocalShard(NamedTuple):
 
 
 def whole(tensor: torch.Tensor) -> LocalShard:
+    """Return a tensor as its own and only part."""
     shape = tuple(tensor.shape)
     return LocalShard(tensor, shape, (0,) * len(shape), shape)
 
 
 def shard(tensor: Any) -> LocalShard:
-    """Return this rank's part of a DTensor."""
+    """Return this rank's part of a DTensor, which may be empty."""
     return LocalShard(tensor.to_local(), tuple(tensor.shape), *local_box(tensor))
 
 
 def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
-    """Return the rows of a tensor that begin between two of its bytes, if any."""
+    """Return the rows of a tensor that begin between byte `low` and byte `high` of it, None without
+    any.
+
+    The tensor has at least one byte; `low` may be below 0 and `high` beyond its end.
+    """
     if low <= 0 and tensor.nbytes <= high:
         return whole(tensor)
     count = tensor.shape[0] if tensor.dim() else 1
@@ -79,9 +84,9 @@ def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
 class StagingBuffer:
     """Memory for one rank's parts: the bytes of its data file, in blocks.
 
-    It is allocated anew only when the parts change, in practice at the first save. Where there is
-    an accelerator the blocks are pinned. All but the last have a power of two as their size: torch
-    rounds pinned memory up to one, and keeps for good what it has once had.
+    It is allocated anew only when the parts change, in practice at the first save. Where the rank's
+    `device` is an accelerator the blocks are pinned. All but the last have a power of two as their
+    size: torch rounds pinned memory up to one, and keeps for good what it has once had.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -109,7 +114,8 @@ class StagingBuffer:
         self._copies = list(zip(begins, ends, strict=True))
 
     def wait(self) -> float:
-        """Wait until the parts are here, in any thread; return how long a device copied, in s."""
+        """Wait until the parts are here, in any thread; return how long a device copied, in s, 0 on
+        the CPU."""
         if self._copies:
             devices.use(self._device)  # a thread begins with the node's first one
         for _, end in self._copies:
@@ -117,6 +123,7 @@ class StagingBuffer:
         return max((begin.elapsed_time(end) / 1000 for begin, end in self._copies), default=0.0)
 
     def _allocate(self, pieces: list[StoredShard], size: int) -> None:
+        """Replace the memory by blocks for `size` bytes, in which the pieces have their places."""
         self._segments, self._blocks = [], []  # free the old ones first
         for first in range(0, size, BLOCK):
             self._blocks.append(_allocate(min(BLOCK, size - first), self._device))
@@ -124,7 +131,8 @@ class StagingBuffer:
         self.pieces = pieces
 
     def is_finite(self, names: Container[str]) -> bool:
-        """Return whether the numbers of these tensors are; takes about the time of reading them."""
+        """Return whether the numbers of these tensors are, after `wait`; takes about the time of
+        reading them."""
         for piece, segments in zip(self.pieces, self._segments, strict=True):
             if piece.name.partition(OWN)[0] in names and not all(map(_is_finite, segments)):
                 return False
@@ -142,7 +150,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _allocate(size: int, device: torch.device) -> torch.Tensor:
-    """Return bytes of the host, shape (size,), for copies from a device."""
+    """Return `size` bytes of the host, uint8 of shape (size,), for copies from a device: pinned, if
+    it can be."""
     # Named, since torch's default device may be another one.
     memory = partial(torch.empty, size, dtype=torch.uint8, device="cpu")
     if devices.is_accelerator(device):
@@ -152,7 +161,8 @@ def _allocate(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the memory of a piece: as many numbers as each block has of it, shapes (numbers,)."""
+    """Return the memory of a piece: a tensor of shape (numbers,) for each block that has some of
+    it."""
     dtype = dtype_named(piece.dtype)
     begin, end = piece.offset, piece.offset + math.prod(piece.size) * dtype.itemsize
     segments, first = [], 0
@@ -165,7 +175,10 @@ def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tens
 
 
 def _copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
-    """Begin to copy a tensor into its memory, in the current stream of its device."""
+    """Begin to copy a tensor into its memory, in the current stream of its device.
+
+    The segments together have as many numbers as the tensor.
+    """
     if len(segments) == 1:
         segments[0].view(numbers.shape).copy_(numbers, non_blocking=True)
         return
@@ -176,7 +189,8 @@ def _copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
 
 
 def _is_finite(numbers: torch.Tensor) -> bool:
-    """Return whether there is no NaN or infinity, by the sum, which these survive."""
+    """Return whether there is no NaN or infinity, by the sum, which these survive; True for
+    integers."""
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers)
     if not numbers.is_floating_point():
@@ -188,7 +202,7 @@ def _is_finite(numbers: torch.Tensor) -> bool:
 
 
 def _lay_out(parts: Mapping[str, LocalShard]) -> tuple[list[StoredShard], int]:
-    """Return where each part goes in the data file, and the file's size."""
+    """Return where each part goes in the data file, and the file's size in bytes."""
     pieces, offset = [], 0
     for name, (numbers, shape, start, size) in parts.items():
         dtype = str(numbers.dtype).removeprefix("torch.")
@@ -198,6 +212,8 @@ def _lay_out(parts: Mapping[str, LocalShard]) -> tuple[list[StoredShard], int]:
 
 
 def dtype_named(name: str) -> torch.dtype:
+    """Return torch's type of a name such as ``float32``; raise AttributeError for an unknown
+    one."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -216,7 +232,7 @@ class Reader:
     Parameters
     ----------
     files
-        data files, and the pieces in each
+        data files, and the pieces in each, as tuples of `StoredShard`; opened at the first read
     rank
         whose copy is read of what each rank has a copy of its own; None for rank 0's
     """
@@ -248,7 +264,10 @@ class Reader:
         return name in self._pieces
 
     def describe(self, name: str) -> torch.Tensor:
-        """Return a tensor of the stored shape and type that holds nothing (on ``meta``)."""
+        """Return a tensor of the stored shape and type that holds nothing (on ``meta``).
+
+        Raise KeyError for a name that is not stored for this rank.
+        """
         _, piece = self._pieces[name][0]
         return torch.empty(piece.shape, dtype=dtype_named(piece.dtype), device="meta")
 
@@ -268,7 +287,7 @@ class Reader:
         return self._box(name, (0,) * len(shape), shape)
 
     def _box(self, name: str, start: Shape, size: Shape) -> torch.Tensor:
-        """Return a box of a tensor, from all pieces that have some of it."""
+        """Return a box of a tensor, from all pieces that have some of it; raises as `read`."""
         dtype = dtype_named(self._pieces[name][0][1].dtype)
         box = torch.empty(size, dtype=dtype, device="cpu")
         count = 0
@@ -283,7 +302,10 @@ class Reader:
         return box
 
     def _fill(self, part: torch.Tensor, path: Path, piece: StoredShard, low: Shape) -> None:
-        """Read the part of a tensor that begins at `low` from a piece, whole rows at a time."""
+        """Read the part of a tensor that begins at `low` from a piece, whole rows at a time.
+
+        Raise UnreadableError if the disk does not answer for a minute.
+        """
         shape = (*part.shape[:1], *piece.size[1:])
         is_direct = part.is_contiguous() and part.shape == shape
         rows = part if is_direct else torch.empty(shape, dtype=part.dtype, device="cpu")
@@ -301,7 +323,8 @@ class Reader:
             part.copy_(rows[inner])
 
     def _read(self, path: Path, offset: int, memory: memoryview) -> None:
-        """Fill memory from a file; raises OSError, and opens the file anew at the next call."""
+        """Fill memory from byte `offset` of a file on; after an OSError the next call opens it
+        anew."""
         file = self._files.pop(path, None) or FileIO(path)
         try:
             file.seek(offset)
@@ -319,6 +342,7 @@ class Reader:
 
 
 def _close(files: dict[Path, FileIO]) -> None:
+    """Close all files, and empty the dict."""
     while files:
         files.popitem()[1].close()
 
@@ -334,4 +358,5 @@ def _overlap(piece: StoredShard, start: Shape, size: Shape) -> tuple[Shape, Shap
 
 
 def _slices(low: Shape, extent: Shape, base: Shape) -> tuple[slice, ...]:
+    """Return the box that begins at `low` as slices of a tensor that begins at `base`."""
     return tuple(slice(a - b, a - b + n) for a, n, b in zip(low, extent, base, strict=True))

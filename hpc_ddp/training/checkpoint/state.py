@@ -32,7 +32,8 @@ SHOWN = 8
 
 
 def unwrap(thing: Any) -> Any:
-    """Return the module inside wrappers, so that its names have no ``module.`` in front."""
+    """Return the module inside wrappers, so that its names have no ``module.`` in front; others
+    unchanged."""
     while True:
         if isinstance(thing, (DistributedDataParallel, DataParallel)):
             thing = thing.module
@@ -95,6 +96,8 @@ def collect(objects: Mapping[str, Any], per_rank: Container[str] = ()) -> State:
 
     Raises
     ------
+    UsageError
+        an object has no state_dict or load_state_dict
     HpcDdpError
         names an entry that ``weights_only`` would refuse to load again
     """
@@ -145,13 +148,14 @@ def _content_of(name: str, plain: Any, labels: Mapping[int, str], state: State) 
 
 
 def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
-    """Return what a rank writes of the tensors, which have the same names on all of its stage.
+    """Return the parts of the tensors that this rank writes; a stage's ranks have the same names.
 
-    - sharded (FSDP2, tensor parallel): its own shard, where ranks hold the same the first of them
-    - what each rank has its own of: all of that
-    - replicated: its share; the ranks' shares of all bytes together are equal, cut between rows
-    - buffers: its own; a run on another number of ranks goes on from the first rank's
-    - anything else: the first rank of the stage all of it
+    - sharded (FSDP2, tensor parallel): its own shard, where ranks hold the same the first of them -
+    what each rank has its own of: all of that - replicated: its share; the ranks' shares of all
+    bytes together are equal, cut between rows - buffers: its own; a run on another number of ranks
+    goes on from the first rank's - anything else: the first rank of the stage all of it
+
+    Raise HpcDdpError for a DTensor with a pending reduction.
     """
     shared = {name: tensor.nbytes for name, tensor in state.equal.items()}
     rank, size = dims.stage_rank, dims.stage_size
@@ -189,9 +193,10 @@ def _ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[str]:
 
 
 def joined(first: Any, second: Any, key: object = None) -> Any:
-    """Return the tree of a whole model from those of two of its stages.
+    """Return the tree of a whole model from the trees `first` and `second` of two of its stages.
 
-    An entry of both is the same in both; the parameters in an optimizer's groups are put together.
+    `key` is where they lie in their parents. An entry of both is the same in both; the parameters
+    in an optimizer's groups are put together.
     """
     if isinstance(first, dict):
         common = {k: joined(first[k], item, k) for k, item in second.items() if k in first}
@@ -209,7 +214,8 @@ def plain_name(key: str) -> str:
 
 
 def labels_of(objects: Mapping[str, Any]) -> dict[int, str]:
-    """Return the name of each parameter of the tracked modules, by its id."""
+    """Return the name of each parameter of the modules among `objects`, tracked ones by name, by
+    its id."""
     labels: dict[int, str] = {}
     for name, wrapped in objects.items():
         plain = unwrap(wrapped)
@@ -220,7 +226,10 @@ def labels_of(objects: Mapping[str, Any]) -> dict[int, str]:
 
 
 def params_of(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torch.Tensor]:
-    """Return an optimizer's parameters by name, in the order of its state dict's numbers."""
+    """Return an optimizer's parameters by name, in the order of its state dict's numbers.
+
+    One of no tracked module is ``parameter <number>``.
+    """
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {
         labels.get(id(parameter), f"parameter {i}"): parameter for i, parameter in enumerate(params)
@@ -230,7 +239,8 @@ def params_of(optimizer: Optimizer, labels: Mapping[int, str]) -> dict[str, torc
 def _by_label(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state dict with names in place of its numbers.
 
-    The numbers depend on which parameters a rank has; the names do not.
+    The numbers depend on which parameters a rank has; the names do not. `params` has the names in
+    the order of the numbers.
     """
     names = dict(enumerate(params))
     groups = [[names[number] for number in group["params"]] for group in state["param_groups"]]
@@ -240,14 +250,18 @@ def _by_label(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any
 def by_number(
     state: dict[str, Any], params: Mapping[str, Any], groups: list[list[str]]
 ) -> dict[str, Any]:
-    """Undo `_by_label`; `groups` has the names in the order of the groups they are to go to,
-    since torch pairs them by their places."""
+    """Return an optimizer's state dict with numbers in place of names, as torch loads it.
+
+    `params` has the names in the order of the numbers, `groups` those of the groups they are to go
+    to, since torch pairs them by their places.
+    """
     numbers = {label: number for number, label in enumerate(params)}
     return _with_keys(state, numbers, [[numbers[label] for label in group] for group in groups])
 
 
 def part_of(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with the parameters of one stage, by their names."""
+    """Return an optimizer's state dict by names with the parameters of one stage only, those in
+    `params`."""
     groups = [[n for n in group["params"] if n in params] for group in state["param_groups"]]
     return _with_keys(state, {name: name for name in params}, groups)
 
@@ -255,7 +269,11 @@ def part_of(state: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
 def _with_keys(
     state: dict[str, Any], keys: Mapping[Any, Any], groups: list[list[Any]]
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict with other keys, and these parameters in its groups."""
+    """Return an optimizer's state dict with the new keys in `keys`, by old ones, and these
+    parameters in its groups.
+
+    State whose key is not in `keys` is left out.
+    """
     return {
         **state,
         "state": {keys[old]: value for old, value in state["state"].items() if old in keys},
@@ -275,7 +293,12 @@ def _like_parameters(name: str, optimizer: Optimizer, labels: Mapping[int, str])
 
 
 def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return `value` with its tensors moved to `tensors`, by their place."""
+    """Return `value` with `TENSOR` for each tensor, which goes to `tensors` under its place below
+    `where`.
+
+    Raise HpcDdpError for what ``weights_only`` would refuse to load again; what was before it is in
+    `tensors`.
+    """
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized:
             raise _refused(where, f"a tensor of layout {value.layout}")
@@ -301,7 +324,7 @@ def take_apart(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _is_of_numbers(row: list[Any]) -> bool:
-    """Return whether all are floats, or whole numbers that can be loaded again."""
+    """Return whether all are floats, or whole numbers that can be loaded again; False for none."""
     kinds = set(map(type, row))
     if kinds == {int}:
         return bool(min(row) > -_LARGEST and max(row) < _LARGEST)
@@ -309,7 +332,8 @@ def _is_of_numbers(row: list[Any]) -> bool:
 
 
 def _check_atom(value: Any, where: str) -> None:
-    """Refuse what could be saved, but not be loaded again by ``weights_only``."""
+    """Raise HpcDdpError for what could be saved at `where`, but not be loaded again by
+    ``weights_only``."""
     if type(value) not in _ATOMS:
         raise _refused(where, _kind(value))
     if type(value) is bytes and not value:
@@ -321,10 +345,12 @@ def _check_atom(value: Any, where: str) -> None:
 
 
 def _kind(value: Any) -> str:
+    """Return the type of a value for people, as ``a numpy.float32``."""
     return f"a {type(value).__module__}.{type(value).__name__}"
 
 
 def _refused(where: str, kind: str) -> HpcDdpError:
+    """Return the error for an entry at `where` that can't be saved; `kind` says what it is."""
     return HpcDdpError(
         f"{where} is {kind}; accepted in a state_dict: tensors, numbers, text, bytes, None, and"
         " lists and dicts of them",
@@ -333,7 +359,7 @@ def _refused(where: str, kind: str) -> HpcDdpError:
 
 
 def metadata_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield torch's facts on each part of a module beside its state dict: its key there, its
-    plain name, and the facts."""
+    """Yield torch's facts on each part of a module beside its state dict: its key there, its plain
+    name, and the facts; nothing for a dict without them."""
     for key, facts in getattr(state, "_metadata", {}).items():
         yield key, plain_name(f"{key}.")[:-1], facts

@@ -14,7 +14,8 @@ from hpc_ddp.training.devices import CPU, is_accelerator
 
 
 def rows_of(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Return rows of a tensor; the host does not wait for a device that has it."""
+    """Return the rows of a tensor at some indices, on its device; the host does not wait for
+    that."""
     if not is_accelerator(tensor.device):
         return tensor[indices]
     index = torch.tensor(indices, device="cpu").pin_memory()
@@ -22,7 +23,7 @@ def rows_of(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on `device`.
+    """Return a batch with its tensors on `device`; what holds none is returned as it is.
 
     They are looked for in tuples, lists, dicts, other mappings and dataclasses. An object with a
     method ``to`` moves itself: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
@@ -31,11 +32,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def pinned(batch: Any) -> Any:
-    """Return a batch with its tensors in pinned memory, where they can be."""
+    """Return a batch with its tensors in pinned memory, where they can be. Looks where `to_device`
+    does."""
     return _changed(batch, _pinned)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
+    """Return a value on a device by its own method ``to``; None for a value without one."""
     if not callable(getattr(value, "to", None)):
         return None
     try:
@@ -45,7 +48,8 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _pinned(value: Any) -> Any:
-    """Return a copy in pinned memory, where the value is in memory that can be."""
+    """Return a copy in pinned memory, where the value is in memory that can be; None for one
+    without ``pin_memory``."""
     if isinstance(value, torch.Tensor):
         is_plain = value.device == CPU and value.layout == torch.strided
         return value.pin_memory() if is_plain else value
@@ -53,7 +57,10 @@ def _pinned(value: Any) -> Any:
 
 
 def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a batch whose parts are changed; `change` returns None for what is not one of them."""
+    """Return a batch whose parts are changed; other objects in it stay the same.
+
+    `change` returns the new part, or None for an object that is none.
+    """
     changed = change(batch)
     if changed is not None:
         return changed

@@ -42,6 +42,10 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         self._position, self._collate = position, collate
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield this worker's pairs of micro-batch and collated samples, to the end of the epoch.
+
+        Errors of the data set and of `collate` come through.
+        """
         worker = get_worker_info()
         turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
         # The data set must not see the worker: many then yield only a part of themselves.
@@ -53,7 +57,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
                     yield micro_batch, self._batch(micro_batch, samples)
 
     def _blocks(self) -> Iterator[tuple[range, dict[int, Any], bool]]:
-        """Yield each global batch, the samples that this rank may need, and if it is the last."""
+        """Yield each global batch, the samples that this rank may need by place, and whether it is
+        the last."""
         source = self._open()
         block, samples = self._read(source, self._position.samples)
         while self._plan.steps(len(block)):
@@ -62,7 +67,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
             block, samples = later, its_samples
 
     def _open(self) -> Iterator[Any]:
-        """Return the rest of the stream, from the current position on."""
+        """Return the rest of the stream, from the current position on; without a ``skip`` it is
+        read up to there."""
         epoch, start = self._position.epoch, self._position.samples
         stream: Any = self._dataset
         skips = start > 0 and hasattr(stream, "skip")
@@ -78,7 +84,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         return source
 
     def _read(self, source: Iterator[Any], first: int) -> tuple[range, dict[int, Any]]:
-        """Read one global batch, less at the end; return its numbers and what may be needed."""
+        """Read one global batch from place `first` on, less at the end; return its places and the
+        samples that this rank may need by place."""
         plan, samples, number = self._plan, dict[int, Any](), first
         with rng.untouched():
             while number < first + plan.size:
@@ -92,6 +99,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         return range(first, number), samples
 
     def _next(self, source: Iterator[Any], number: int) -> Any:
+        """Return the sample at place `number`, drawn with a seed of its own; `_END` after the
+        last."""
         rng.seed_all(order.derive(self._seed, self._position.epoch, number))
         return next(source, _END)
 
@@ -105,5 +114,6 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
 
 
 def _set_epoch(stream: Any, epoch: int) -> None:
+    """Tell a stream the epoch, if it has ``set_epoch``."""
     if hasattr(stream, "set_epoch"):
         stream.set_epoch(epoch)

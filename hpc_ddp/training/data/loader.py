@@ -33,7 +33,9 @@ class Loader:
     """Yields this rank's micro-batches of the current epoch, from the current position on.
 
     Made by `Run.loader`. Batches are on the run's device; `micro_batch` describes the one last
-    yielded in the epoch. `samples` is the size of the data set, None for a stream.
+    yielded in the epoch. `samples` is the size of the data set, None for a stream. `check` is
+    called at each iteration, `sync` before each micro-batch with whether it ends a step; `timed`
+    wraps the batches.
     """
 
     def __init__(
@@ -50,6 +52,10 @@ class Loader:
         shuffle: bool | None = None,
         **options: Any,
     ) -> None:
+        """Take the options of `batches_of`; `shuffle` is None for: all but a stream.
+
+        Raise UsageError for refused options, and a data set too small for one step.
+        """
         self.samples = size_of(dataset)
         self.micro_batch = NO_BATCH
         self._plan, self._position, self._device = plan, position, device
@@ -66,7 +72,10 @@ class Loader:
         self._batches = batches_of(dataset, plan, seed, position, device, shuffle, **options)
 
     def __len__(self) -> int:
-        """Optimizer steps of a whole epoch, wherever in it the run is (for a scheduler)."""
+        """Optimizer steps of a whole epoch, wherever in it the run is (for a scheduler).
+
+        Raise UnknownLengthError for a stream.
+        """
         return self._plan.steps(known(self.samples))
 
     @property
@@ -75,10 +84,17 @@ class Loader:
         return {"size of the training set": self.samples, "shuffle": self._shuffle}
 
     def steps(self, start: int) -> int | None:
-        """Return the steps from position `start` (in samples) to the end of an epoch, if known."""
+        """Return the steps from place `start` (in samples) to the end of an epoch, None for a
+        stream."""
         return None if self.samples is None else self._plan.steps(self.samples - start)
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield batches on the device, and move the run's position on with the last one of each
+        step.
+
+        Raise UsageError outside of `Run.epochs`, HpcDdpError for a loader worker that died; errors
+        of the data set come through.
+        """
         self._check()
         for micro_batch, batch in self._timed(watched(self._batches)):
             self.micro_batch = micro_batch
@@ -108,6 +124,7 @@ class Shard:
         even: bool = False,
         **options: Any,
     ) -> None:
+        """Take the options of `batches_of`; raise UsageError for those that a shard can't have."""
         self.counts, self._even = True, even
         if options.pop("shuffle", False) or options.pop("drop_last", False):
             raise UsageError("a shard has every sample once, in order: no shuffle, no drop_last")
@@ -115,12 +132,15 @@ class Shard:
         self._batches = batches_of(dataset, plan, seed, Position(), device, False, **options)
 
     def __len__(self) -> int:
+        """Return the number of batches that this rank yields; raise UnknownLengthError for a
+        stream."""
         if self._even:
             return self._plan.steps(known(self._samples))
         numbers = range(self._plan.rank, known(self._samples), self._plan.world_size)
         return len(numbers[:: self._plan.batch_size])
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield batches on the device; raise HpcDdpError for a loader worker that died."""
         for micro_batch, batch in watched(self._batches):
             beat()
             self.counts = micro_batch.weight > 0
@@ -160,7 +180,8 @@ def batches_of(
     worker_init_fn: Callable[[int], None] | None = None,
     **options: Any,
 ) -> DataLoader[_Batch]:
-    """Return what yields the rest of the epoch of `position`, a new one at each iteration."""
+    """Return torch's loader of the rest of the epoch of `position`, a new one at each iteration;
+    raise UsageError for a keyword of DataLoader's that the run or a stream can't have."""
     if refused := options.keys() & {"sampler", "batch_sampler", "generator", "in_order"}:
         raise UsageError(
             f"{min(refused)} was given; the run has its own, so that the order can be resumed",
@@ -189,8 +210,7 @@ def batches_of(
             num_workers=num_workers,
             worker_init_fn=partial(_begin_worker, worker_init_fn) if num_workers else None,
             in_order=True,
-            # Without a generator of its own an iterator draws from the global one.
-            generator=torch.Generator(),
+            generator=torch.Generator(),  # else an iterator draws from the global one
             **{"pin_memory": is_accelerator(device), **options},
         )
     except (TypeError, ValueError) as error:
@@ -219,6 +239,7 @@ class _Keys:
         self._position, self._shuffle = position, shuffle
 
     def __iter__(self) -> Iterator[tuple[int, list[int], MicroBatch]]:
+        """Yield the rest of the epoch; the permutation is made anew at each call."""
         epoch = self._position.epoch
         micro_batches = self._plan.micro_batches(self._samples, self._position.samples)
         if not self._shuffle:
@@ -248,6 +269,8 @@ class _Seeded(Dataset[tuple[MicroBatch, Any]]):
             self._tensors = dataset.tensors if collate is default_collate else None
 
     def __getitem__(self, key: tuple[int, list[int], MicroBatch]) -> tuple[MicroBatch, Any]:
+        """Return the batch of a key of `_Keys`; errors of the data set and of `collate` come
+        through."""
         epoch, indices, micro_batch = key
         if self._tensors is not None:  # nothing is drawn, so all come at once
             return micro_batch, [rows_of(tensor, indices) for tensor in self._tensors]
@@ -257,6 +280,8 @@ class _Seeded(Dataset[tuple[MicroBatch, Any]]):
             return micro_batch, self._batch(epoch, indices)
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
+        """Return the collated samples of an epoch at some indices; changes the global
+        generators."""
         samples = [self._sample(epoch, index) for index in indices]
         rng.seed_all(order.derive(self._seed, epoch, indices[0], len(indices)))
         return self._collate(samples)
@@ -284,6 +309,7 @@ def _as_batch(pair: Any) -> _Batch:
 
 
 def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    """Begin loader worker `worker`: ignore notices, then call the script's ``worker_init_fn``."""
     ignore_in_loader(worker)
     if then is not None:
         then(worker)

@@ -68,18 +68,21 @@ class BatchPlan:
         return samples // self.size if self.drop_last else _ceil(samples, self.size)
 
     def micro_batches(self, samples: int, start: int) -> Iterator[MicroBatch]:
-        """Yield what is left of an epoch of `samples` from position `start` on."""
+        """Yield what is left of an epoch of `samples` from place `start` on; nothing where no step
+        is left."""
         stop = min(start + self.steps(samples - start) * self.size, samples)
         for first in range(start, stop, self.size):
             block = range(first, min(first + self.size, stop))
             yield from self.pieces(block, ends_epoch=block.stop == stop)
 
     def pieces(self, block: range, ends_epoch: bool) -> list[MicroBatch]:
-        """Return what this rank takes of one global batch, given as places in the epoch's order.
+        """Return this rank's micro-batches of one global batch, given as places in the epoch's
+        order.
 
-        DistributedDataParallel divides the sum of the ranks' gradients by the number of ranks.
-        With each micro-batch's mean loss weighted by n * ranks / n_total, the sum over them is
-        the mean over the samples of the global batch, however unevenly they are spread.
+        DistributedDataParallel divides the sum of the ranks' gradients by the number of ranks. With
+        each micro-batch's mean loss weighted by n * ranks / n_total, the sum over them is the mean
+        over the samples of the global batch, however unevenly they are spread. `ends_epoch`: it is
+        the last one.
         """
         total = len(block)
         places = block[self.rank :: self.world_size]
@@ -106,12 +109,15 @@ def make_plan(
     world_size: int,
     drop_last: bool = False,
 ) -> BatchPlan:
-    """Return the plan for a batch size per rank and micro-batch, or for one of all ranks' steps.
+    """Return the plan of `rank` for samples per rank and micro-batch, or for samples of all ranks'
+    steps.
+
+    `accumulate` counts micro-batches per step; `drop_last` drops an incomplete global batch.
 
     Raises
     ------
     UsageError
-        not exactly one of the two is given, or a number is below 1
+        not exactly one of the two sizes is given, or a number is below 1
     """
     if (batch_size is None) == (global_batch_size is None):
         which = "neither" if batch_size is None else "both"
@@ -128,6 +134,7 @@ def make_plan(
 
 
 def _ceil(number: int, divisor: int) -> int:
+    """Return a quotient, rounded up."""
     return -(-number // divisor)
 
 
@@ -138,7 +145,8 @@ def derive(*parts: int) -> int:
 
 
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order of an epoch, of shape (samples,), leaving global generators alone."""
+    """Return the order of an epoch, int32 or int64 of shape (samples,), leaving global generators
+    alone."""
     generator = torch.Generator().manual_seed(derive(seed, epoch))
     # The order is the same in either type, and takes half the memory in int32.
     dtype = torch.int32 if samples < 2**31 else torch.int64

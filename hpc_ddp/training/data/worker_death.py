@@ -30,7 +30,7 @@ _REPORT = re.compile(
 
 
 def watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
-    """Yield each batch with its place in the order.
+    """Yield each micro-batch with its batch; errors of the data set come through.
 
     Raises
     ------
@@ -47,6 +47,7 @@ def watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
 
 
 def _watched(batches: DataLoader[Any]) -> Iterator[tuple[MicroBatch, Any]]:
+    """Do what `watched` does; raise RuntimeError if torch's handler interrupts the explanation."""
     # Workers that persist may fail before there is an iterator.
     iterator: Any = getattr(batches, "_iterator", None)
     try:
@@ -70,7 +71,7 @@ def _explain(error: BaseException, workers: Sequence[BaseProcess]) -> HpcDdpErro
 
     torch's handler of SIGCHLD names the signal, also of another loader's worker, if it is the first
     to notice. It raises wherever the main thread happens to be, also where Python drops the
-    exception; then the exit codes of this loader's workers show it.
+    exception; then the exit codes of this loader's `workers` show it.
     """
     report = _REPORT.match(str(error.__cause__)) or _REPORT.match(str(error))
     if report is not None:
@@ -86,7 +87,7 @@ def _explain(error: BaseException, workers: Sequence[BaseProcess]) -> HpcDdpErro
 
 
 def _exit_of(workers: Sequence[BaseProcess]) -> str:
-    """Return how a worker has failed, "" where none fails within `DEATH_S`.
+    """Return how a worker has failed, for a sentence; "" where none fails within `DEATH_S`.
 
     One that has reached the end of its part of a stream ends with 0.
     """

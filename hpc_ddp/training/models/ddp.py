@@ -10,7 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def compile_for_resume(model: torch.nn.Module) -> None:
-    """Compile a model in place, so that a resumed process computes with the same kernels."""
+    """Compile a model in place, so that a resumed process computes with the same kernels.
+
+    The first forward with a shape compiles.
+    """
     # Static shapes: a kernel for any shape, made at the epoch's shorter last batch, would take over
     # from then on. Deterministic: kernels that are chosen by their speed add up in other orders.
     can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
@@ -25,6 +28,7 @@ class _StandIn(torch.nn.Module):
         self._parameters_of_model = tuple(parameters)  # a tuple, so nothing is registered
 
     def forward(self, _: None) -> torch.Tensor:
+        """Return 0 as a sum over all parameters; the argument is ignored."""
         first, *later = self._parameters_of_model
         total = first.sum() * 0
         for parameter in later:

@@ -26,7 +26,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def gathered(value: Any) -> Any:
-    """Return a tensor without its graph, a DTensor's as each rank has it whole; all ranks call it.
+    """Return a tensor without its graph, a DTensor's as each rank has it whole: a collective then.
 
     Other values are returned as they are.
     """
@@ -37,7 +37,8 @@ def gathered(value: Any) -> Any:
 
 
 def fsdp_modules(model: torch.nn.Module) -> list[Any]:
-    """Return the parts of a model that FSDP2 gathers, one at a time."""
+    """Return the parts of a model that FSDP2 gathers, one at a time; [] for a model that is not
+    sharded so."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return (
         [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
@@ -47,17 +48,17 @@ def fsdp_modules(model: torch.nn.Module) -> list[Any]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Let FSDP2 have its shards for parameters again.
+    """Let FSDP2 have its shards for parameters again; other models stay as they are.
 
-    After a forward without a backward, an evaluation's, the outermost module has the gathered
-    ones, which no optimizer knows.
+    After a forward without a backward, an evaluation's, the outermost module has the gathered ones,
+    which no optimizer knows.
     """
     for module in fsdp_modules(model):
         module.reshard()
 
 
 def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return start and size of this rank's part of a DTensor."""
+    """Return start and size of this rank's part of a DTensor, each with a number per dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, start = compute_local_shape_and_global_offset(
@@ -70,8 +71,9 @@ def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:
     """Return whether this rank is the first of those of its stage that hold a part of a DTensor.
 
     All ranks of a stage have the tensor, on this mesh or on one of other ranks, and each mesh has
-    all of it. So the mesh counts that has the stage's first rank, whatever made it and whatever
-    its dimensions are called; and of that, along the dimensions that replicate, the first ranks.
+    all of it. So the mesh counts that has the stage's first rank, whatever made it and whatever its
+    dimensions are called; and of that, along the dimensions that replicate, the first ranks. Raise
+    HpcDdpError for a tensor with a pending reduction.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise HpcDdpError("a tensor with a pending reduction (Partial) can't be saved")
@@ -89,11 +91,13 @@ def holds_first_copy(tensor: Any, dims: ParallelDims) -> bool:
 
 @lru_cache(maxsize=64)  # there are few meshes, and thousands of tensors
 def _ranks_of(mesh: Any) -> frozenset[int]:
+    """Return the global ranks of a DeviceMesh."""
     return frozenset(mesh.mesh.flatten().tolist())
 
 
 def reduced(tensor: Any) -> torch.Tensor:
-    """Return a gradient with its reduction done where that is pending (Partial)."""
+    """Return a gradient with its reduction done where that is pending (Partial), which is a
+    collective."""
     if not is_sharded(tensor) or not any(placement.is_partial() for placement in tensor.placements):
         plain: torch.Tensor = tensor
         return plain
@@ -115,6 +119,7 @@ def step_apart(optimizer: torch.optim.Optimizer) -> None:
     changed: list[dict[str, Any]] = []
 
     def is_mixed(group: dict[str, Any]) -> bool:
+        """Return whether a group has DTensors and plain tensors."""
         count = len(group["params"])
         if mixed.get(id(group), (-1,))[0] != count:
             mixed[id(group)] = (
@@ -124,12 +129,14 @@ def step_apart(optimizer: torch.optim.Optimizer) -> None:
         return mixed[id(group)][1]
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Switch foreach off in mixed groups that leave the choice to torch."""
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused") and is_mixed(group):
                 group["foreach"] = False
                 changed.append(group)
 
     def after(*_: Any) -> None:
+        """Give the groups back their choice."""
         while changed:
             changed.pop()["foreach"] = None
 
@@ -138,7 +145,7 @@ def step_apart(optimizer: torch.optim.Optimizer) -> None:
 
 
 def from_local(local: torch.Tensor, template: Any) -> torch.Tensor:
-    """Return a DTensor with this rank's part, sharded as another one is.
+    """Return a DTensor with `local` as this rank's part, sharded as the DTensor `template` is.
 
     The part stays where it is. `DTensor.from_local` would move it to the mesh's device, which may
     have no room for what FSDP2 keeps on the CPU.
@@ -156,7 +163,11 @@ def from_local(local: torch.Tensor, template: Any) -> torch.Tensor:
 def clip_(
     parameters: Sequence[torch.Tensor], limit: float, dims: ParallelDims, device: torch.device
 ) -> torch.Tensor:
-    """Scale the gradients down to a norm over all ranks; return the one before, a scalar."""
+    """Scale the gradients down to the norm `limit` over all ranks; return the norm before, a
+    scalar.
+
+    With parameters over several ranks it is a collective.
+    """
     if not _is_spread(parameters, dims):
         return clip_grad_norm_(parameters, limit)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -171,18 +182,25 @@ def clip_(
 def total_norm(
     tensors: Sequence[torch.Tensor], dims: ParallelDims, device: torch.device
 ) -> torch.Tensor:
-    """Return the norm of all tensors of all ranks, each counted once: a scalar, equal on all."""
+    """Return the norm of all tensors of all ranks, each counted once: a scalar, equal on all.
+
+    With tensors over several ranks it is a collective.
+    """
     return _norm(tensors, dims, device) if _is_spread(tensors, dims) else get_total_norm(tensors)
 
 
 def _is_spread(tensors: Sequence[torch.Tensor], dims: ParallelDims) -> bool:
+    """Return whether parts of the tensors lie on other ranks."""
     return dims.pp > 1 or any(map(is_sharded, tensors))
 
 
 def _norm(
     tensors: Sequence[torch.Tensor], dims: ParallelDims, device: torch.device
 ) -> torch.Tensor:
-    """One number travels, whatever the mix: each rank adds up what it has the first copy of."""
+    """Return the norm over all ranks, a scalar on `device`; it is a collective.
+
+    One number travels, whatever the mix: each rank adds up what it has the first copy of.
+    """
     first_copies = [_local(tensor) for tensor in tensors if _is_first(tensor, dims)]
     filled = [tensor for tensor in first_copies if tensor.numel()]
     norm = get_total_norm(filled) if filled else torch.zeros((), device=device)
@@ -192,9 +210,12 @@ def _norm(
 
 
 def _is_first(tensor: torch.Tensor, dims: ParallelDims) -> bool:
+    """Return whether this rank counts a tensor: of equal copies in a stage the first rank's
+    counts."""
     return holds_first_copy(tensor, dims) if is_sharded(tensor) else dims.stage_rank == 0
 
 
 def _local(tensor: Any) -> torch.Tensor:
+    """Return what this rank has of a tensor, without its graph."""
     local: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return local.detach()

@@ -31,7 +31,8 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def averaged(model: torch.nn.Module, decay: float) -> AveragedModel:
     """Return a copy whose ``update_parameters`` averages weights and running statistics.
 
-    Buffers that are no floating-point numbers (counters, masks) are copied.
+    Buffers that are no floating-point numbers (counters, masks) are copied. Raise UsageError for a
+    `decay` that is not from 0 to 1, and for a model that FSDP2 has sharded.
     """
     if not 0 <= decay <= 1:
         raise UsageError(f"decay is {decay}; accepted: a number from 0 to 1, such as 0.999")
@@ -53,13 +54,17 @@ class Average(AveragedModel):
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        """Copy a model; at each update the average keeps the share `decay` of itself."""
         super().__init__(model, use_buffers=True)
         self.n_averaged = self.n_averaged.cpu()  # made on torch's default device
         self._decay = decay
 
     @torch.no_grad()
     def update_parameters(self, model: torch.nn.Module) -> None:
-        """Average the weights, and the statistics, of a model in; the first time copy them."""
+        """Average the weights, and the statistics, of a model in; the first time copy them.
+
+        Raise ValueError for a model with another number of tensors.
+        """
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for mean, new in zip(_tensors(self.module), _tensors(model), strict=True):
             key = mean.device, mean.dtype, is_sharded(mean)

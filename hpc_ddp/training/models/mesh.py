@@ -21,6 +21,7 @@ class ParallelDims:
     pp: int = 1
 
     def __post_init__(self) -> None:
+        """Raise UsageError for sizes whose product does not divide the number of ranks."""
         if self.world_size % (self.tp * self.pp):
             raise UsageError(
                 f"tp={self.tp} and pp={self.pp} with {self.world_size} workers; accepted: sizes"
@@ -43,10 +44,12 @@ class ParallelDims:
 
     @property
     def pp_rank(self) -> int:
+        """The number of this rank's stage, from 0."""
         return self.rank // self.stage_size
 
     @property
     def stage_size(self) -> int:
+        """The number of ranks of a stage."""
         return self.dp * self.tp
 
     @property

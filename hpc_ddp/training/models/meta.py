@@ -15,11 +15,12 @@ NEITHER = 2  # as a boolean's byte: not False, not True
 
 
 def materialize(module: nn.Module, device: torch.device, init: Init | None = None) -> None:
-    """Give what is on ``meta`` in a module memory on a device, and its first numbers.
+    """Give the ``meta`` tensors of a module memory on a device, and their first numbers.
 
     The numbers are those of a module that is made on the device: each submodule's
-    ``reset_parameters`` draws them, as its constructor would, and then `init`. They are whole
-    tensors, so they do not depend on the number of ranks that will share them.
+    ``reset_parameters`` draws them, as its constructor would, and then `init`, called with the
+    submodule. They are whole tensors, so they do not depend on the number of ranks that will share
+    them. Modules without ``meta`` tensors stay as they are.
 
     Raises
     ------
@@ -52,12 +53,14 @@ def materialize(module: nn.Module, device: torch.device, init: Init | None = Non
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names, parameters and buffers that are a module's own, not a submodule's."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def _allocate(old: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory full of what no initialisation leaves behind."""
+    """Return a tensor like `old` on a device, full of a value that no initialisation leaves
+    behind."""
     new = torch.empty_like(old, device=device)
     if new.is_floating_point() or new.is_complex():
         new.data.fill_(torch.nan)
@@ -69,6 +72,7 @@ def _allocate(old: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _lacks_numbers(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor still has a number of `_allocate`'s."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.detach().isnan().any())
     if tensor.dtype is torch.bool:

@@ -19,7 +19,7 @@ LEAST_SCALE = 2.0**-16  # 32 skipped steps in a row from where GradScaler starts
 
 
 class Precision:
-    """Autocast, loss scaling, the update of the weights, and the look whether they are sound.
+    """Autocast, loss scaling, the update of the weights, and the check that they are finite.
 
     Its state, the scale of fp16's gradients, belongs into every checkpoint. It is empty for the
     other precisions, so that a run can go on with another one.
@@ -28,6 +28,11 @@ class Precision:
     def __init__(
         self, kind: str, device: torch.device, stop_on_nan: bool, dims: ParallelDims | None = None
     ) -> None:
+        """Take a `kind` of `DTYPES`; without `dims`, this rank is alone. `stop_on_nan` switches
+        `look` on.
+
+        Raise UsageError for fp16 on a device without float64.
+        """
         self._device, self._dims, self.dtype = device, dims or ParallelDims(), DTYPES[kind]
         if kind == "fp16" and not has_float64(device):
             raise UsageError(
@@ -46,18 +51,21 @@ class Precision:
         self._overflowed = self._lost_overflow = False
 
     def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context that computes in the precision; one that does nothing for fp32."""
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, self.dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
+        """Run backward of a scalar loss, scaled with fp16."""
         self._left_scaled = self._scaler is not None
         torch.autograd.backward(self._scaler.scale(loss) if self._scaler else loss)
 
     def update(
         self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scheduler: Any
     ) -> torch.Tensor | None:
-        """See `Run.update`."""
+        """Clip, step and zero the gradients, and step the scheduler; return as `Run.update`
+        documents it."""
         norm = None
         if self._scaler and id(optimizer) in self._updated:  # twice in a step: a GAN's critic
             self._lost_overflow = self._lost_overflow or self._overflowed
@@ -77,7 +85,7 @@ class Precision:
         return norm
 
     def _step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step the optimizer; False when the scaler has skipped that."""
+        """Step the optimizer; return False when the scaler has skipped that."""
         if self._scaler is None:
             optimizer.step()
             return True
@@ -90,7 +98,7 @@ class Precision:
         return not skipped
 
     def _choose_scale(self) -> None:
-        """Choose the next scale, once all optimizers of a step have unscaled by this one."""
+        """Choose fp16's next scale, once all optimizers of a step have unscaled by this one."""
         if self._scaler is None or not self._updated:
             return
         self._scaler.update()
@@ -100,7 +108,8 @@ class Precision:
         self._overflowed = self._lost_overflow = False
 
     def end_step(self) -> None:
-        """Refuse gradients that an ``optimizer.step()`` of the script's own took as they were."""
+        """End a step; raise UsageError if an ``optimizer.step()`` of the script's own took scaled
+        gradients."""
         if self._left_scaled:
             raise UsageError(
                 "with precision='fp16' the gradients are scaled, and run.update was not called",
@@ -109,16 +118,17 @@ class Precision:
         self._choose_scale()
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Name a model at whose weights `look` looks, on all ranks; twice is once."""
+        """Add a model to those whose weights `look` reads, on all ranks; twice is once."""
         if not any(watched is model for watched in self._watched):
             self._watched.append(model)
 
     def look(self) -> None:
-        """Begin to look whether training has left the finite numbers; all ranks at one step.
+        """Begin to read whether training has left the finite numbers; every rank must call it, at
+        one step.
 
-        Looks at the weights, not at each step's gradients: what is not finite there ends up in
-        the weights and stays. A look costs the device the time of reading them once. The host
-        waits for nothing: the answer is `poisoned`'s, some steps later.
+        It reads the weights, not each step's gradients: what is not finite there ends up in the
+        weights and stays. That costs the device the time of reading them once. The host waits for
+        nothing: `has_non_finite` has the answer, some steps later.
         """
         parameters = (weight for model in self._watched for weight in model.parameters())
         # Those in 8 bits, of which torch has no norm, are looked at by each save alone.
@@ -131,7 +141,8 @@ class Precision:
     def has_non_finite(self) -> bool:
         """Return whether the last `look` found NaN or infinity; the same answer on all ranks.
 
-        With fp16 the scaler keeps the weights sound by skipping steps; then it is skipping alone.
+        With fp16 the scaler keeps the weights finite by skipping steps: True once it does nothing
+        else.
         """
         if not self._stop_on_nan:
             return False
@@ -142,9 +153,11 @@ class Precision:
         return norm is not None and not math.isfinite(norm)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return fp16's scale and its counters, {} for other precisions."""
         return self._scaler.state_dict() if self._scaler else {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take over a scale that was saved; one of another precision is passed over."""
         if self._scaler and saved:
             self._scaler.load_state_dict(saved)
 

@@ -18,7 +18,8 @@ from hpc_ddp.training.data.order import derive
 
 
 def seed_all(seed: int, places: Sequence[torch.device] = ()) -> None:
-    """Seed python, torch's CPU generator, numpy, and the generators of a worker's own devices.
+    """Seed python, torch's CPU generator, numpy, and the generators of a worker's own devices,
+    `places`.
 
     Not `torch.manual_seed`, which would seed every GPU of the node. Each device has a seed of its
     own: a layer on the second one must not draw what the same layer on the first one draws.
@@ -32,7 +33,8 @@ def seed_all(seed: int, places: Sequence[torch.device] = ()) -> None:
 
 
 def snapshot(places: Sequence[torch.device] = ()) -> dict[str, Any]:
-    """Return the state of the generators, loadable with ``weights_only=True``."""
+    """Return the state of the generators, with those of the devices in `places`, for ``torch.load``
+    with ``weights_only``."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, torch.tensor(words, device="cpu"), gauss],
@@ -47,7 +49,10 @@ def snapshot(places: Sequence[torch.device] = ()) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], places: Sequence[torch.device] = ()) -> None:
-    """Put the generators into a state that `snapshot` returned, as far as it has them."""
+    """Put the generators into a state that `snapshot` returned, as far as it has them.
+
+    Devices are paired in order; those without a state stay as they are.
+    """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"])
@@ -61,12 +66,13 @@ def restore(state: dict[str, Any], places: Sequence[torch.device] = ()) -> None:
 
 
 def _accelerators(places: Sequence[torch.device]) -> list[torch.device]:
+    """Return the devices that are no CPU."""
     return [device for device in places if devices.is_accelerator(device)]
 
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Leave the CPU generators as they were, whatever happens inside."""
+    """Put the CPU generators back as they were at the end of the block, also after an error."""
     python, torch_state = random.getstate(), torch.get_rng_state()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None

@@ -60,6 +60,7 @@ class ModelSetup(Worker):
 
         `options` go to DDP as they are. A model with nothing to train is only moved; one over
         several devices of the worker stays where it is. A pipeline's `model` is this rank's stage.
+        All ranks call it.
 
         Parameters
         ----------
@@ -98,6 +99,8 @@ class ModelSetup(Worker):
         return self._in_ddp(model, {"process_group": group, **options})
 
     def _in_ddp(self, model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
+        """Wrap a model in DDP with its options, and fix its bucket order; every rank must call
+        it."""
         if is_accelerator(self.device) and len(self.devices) == 1:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
@@ -108,7 +111,8 @@ class ModelSetup(Worker):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks as torch's mesh with the dimensions "pp", "dp", "tp". All ranks ask for it."""
+        """The ranks as torch's mesh with the dimensions "pp", "dp", "tp". Every rank must ask for
+        it: the first time makes groups."""
         if self._mesh is None:
             from hpc_ddp.training.models.sharding import make_mesh
 
@@ -125,7 +129,7 @@ class ModelSetup(Worker):
         """Split a model's layers among the tensor parallel ranks, on the device.
 
         `fully_shard` comes after it, and is needed where there are data parallel ranks as well:
-        what the plan does not name stays where it is until then.
+        what the plan does not name stays where it is until then. All ranks call it.
 
         Parameters
         ----------
@@ -161,7 +165,7 @@ class ModelSetup(Worker):
         In place, and in the run's precision: with "bf16" computing gathers the weights in bf16, and
         the optimizer sees fp32. One unit after the other comes to the device, so the model may be
         larger than that. If it is made on ``torch.device("meta")``, it does not need the CPU's
-        memory either: its numbers are drawn here, on all ranks the same.
+        memory either: its numbers are drawn here, on all ranks the same. All ranks call it.
 
         Parameters
         ----------
@@ -236,17 +240,23 @@ class ModelSetup(Worker):
         Raises
         ------
         UsageError
-            `decay` is not from 0 to 1
+            `decay` is not from 0 to 1, or the model is in fully_shard already
         """
         return averaged(unwrap(model), decay)
 
     def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard:
         """Return this rank's part of an evaluation set, every sample on exactly one rank.
 
-        In order. An iterable data set is read by every rank. `options`: ``num_workers``,
-        ``collate_fn``, and others of torch's DataLoader; and ``even=True``, with which all ranks
-        get the same number of batches, for a forward with collectives, as FSDP's has (see
-        `Shard`). Ranks that share a model's layers or stages get the same batches.
+        In order. An iterable data set is read by every rank. `batch_size` counts samples per rank.
+        `options`: ``num_workers``, ``collate_fn``, and others of torch's DataLoader; and
+        ``even=True``, with which all ranks get the same number of batches, for a forward with
+        collectives, as FSDP's has (see `Shard`). Ranks that share a model's layers or stages get
+        the same batches.
+
+        Raises
+        ------
+        UsageError
+            the batch size is below 1, or an option is refused
         """
         dims = self._dims
         plan = make_plan(batch_size, None, 1, dims.dp_rank, dims.dp)
@@ -305,7 +315,7 @@ class ModelSetup(Worker):
     def _sync_gradients(self, on: bool) -> None:
         """Choose whether the gradients of the coming micro-batch are averaged over ranks.
 
-        For DDP by what its `no_sync` switches, which counts in forward already.
+        For DDP by the flag of its `no_sync`, which counts in forward already.
         """
         for model in self._wrapped:
             if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
@@ -316,15 +326,15 @@ class ModelSetup(Worker):
     def load_best(self, model: torch.nn.Module) -> int:
         """Put the weights of the best checkpoint (see `best`) into the model; return its step.
 
-        All ranks call it, behind the loop. The last state is saved first, so a run that is
-        stopped from here on starts behind the loop, and can be given more epochs later.
+        All ranks call it, behind the loop. The last state is saved first, so a run that is stopped
+        from here on starts behind the loop, and can be given more epochs later.
 
         Raises
         ------
         UsageError
             `best` was never called, or `track` does not know the model
         HpcDdpError
-            the best checkpoint is not there any more, or damaged
+            the best checkpoint is gone or damaged, or three saves in a row have failed
         """
         step = self._manager.load_best(model)
         beat()

@@ -34,7 +34,10 @@ SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
 
 
 def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> DeviceMesh:
-    """Return the ranks as torch's mesh; all ranks make it at the same time."""
+    """Return the ranks as torch's mesh; all ranks make it at the same time.
+
+    `timeout` is that of the run's collectives.
+    """
     sizes = {"pp": dims.pp, "dp": dims.dp, "tp": dims.tp}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if devices.is_accelerator(device):
@@ -65,7 +68,11 @@ def share_layers(
     device: torch.device,
     init: Init | None,
 ) -> None:
-    """See `Run.parallelize`. One module of the plan after the other comes to the device."""
+    """Split the layers in a plan among the ranks of `mesh`; see `Run.parallelize`.
+
+    One module of the plan after the other comes to the device. Raise UsageError for a name that no
+    module has, and as `materialize`.
+    """
     for pattern, style in plan.items():
         modules = list(_matching(model, pattern))
         if not modules:
@@ -79,6 +86,7 @@ def share_layers(
 
 
 def _matching(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
+    """Yield the modules whose dotted name has the parts of a pattern, in which ``*`` may stand."""
     parts = pattern.split(".")
     for name, module in model.named_modules():
         names = name.split(".")
@@ -133,7 +141,8 @@ def shard_fully(
 class Pipeline:
     """A model in stages, each on a rank of its own (see `Run.pipeline`).
 
-    All ranks call `step`, or the pipeline itself, with the same batch, and get the same answer.
+    All ranks call `step`, or the pipeline itself, with the same batch, and get the same answer:
+    both are collectives.
     """
 
     def __init__(
@@ -144,6 +153,8 @@ class Pipeline:
         schedule: str,
         n_microbatches: int,
     ) -> None:
+        """Connect this rank's `stage` with those of the other ranks; arguments as in
+        `Run.pipeline`."""
         self.stage = stage
         self._schedule, self._count = schedule, n_microbatches
         self._device, self._autocast = run.device, run.autocast
@@ -155,6 +166,7 @@ class Pipeline:
         self._schedules: dict[Any, Any] = {}
 
         def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            """Return a micro-batch's loss with its weight, and keep the plain one for `step`."""
             loss = loss_fn(output, target)
             self._losses.append(loss.detach())
             return run._weighted(loss)
@@ -162,7 +174,8 @@ class Pipeline:
         self._loss_fn = weighted
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Run forward and backward of a batch, as `Run.backward` would; return its mean loss.
+        """Run forward and backward of a batch, as `Run.backward` would; return its mean loss, a
+        scalar.
 
         Raises
         ------
@@ -191,7 +204,7 @@ class Pipeline:
         return loss
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the whole model's output, without gradients."""
+        """Return the whole model's output, without gradients, on all ranks."""
         between = self._between(inputs)
         if self._index:
             inputs = torch.empty_like(between[self._index], device=self._device)
@@ -204,6 +217,7 @@ class Pipeline:
         return output
 
     def _make(self, inputs: torch.Tensor) -> Any:
+        """Return torch's schedule for micro-batches like `inputs`; it is a collective."""
         between = self._between(inputs)
         stage = PipelineStage(
             self.stage,
@@ -219,7 +233,8 @@ class Pipeline:
         return get_schedule_class(self._schedule)(stage, self._count, loss_fn=self._loss_fn)
 
     def _between(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Return what goes into the first stage and what comes out of each, on ``meta``.
+        """Return what goes into the first stage and what comes out of each, on ``meta``, for inputs
+        like these; a collective for a new shape.
 
         torch would find out by training steps on made-up numbers, which draw random ones: then a
         resumed run would not be the undisturbed one.
@@ -241,6 +256,7 @@ class Pipeline:
         ]
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the output of this rank's stage, in eval mode and without gradients."""
         plain = unwrap(self.stage)
         with in_eval_mode(plain), self._autocast():
             output: torch.Tensor = plain(inputs).contiguous()
@@ -248,7 +264,8 @@ class Pipeline:
 
 
 def check_schedule(name: str, n_microbatches: int, stages: int, device: torch.device) -> None:
-    """Raise UsageError for a schedule that can't be had, with this backend or at all."""
+    """Raise UsageError for a schedule of this `name` that torch, this backend or so many stages
+    can't have."""
     if devices.is_accelerator(device) and dist.get_backend() == "gloo" and stages > 1:
         raise UsageError(
             f"the backend is 'gloo' on {device.type} with pp={stages}; accepted: the device's own,"

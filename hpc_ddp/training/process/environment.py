@@ -43,9 +43,12 @@ class DistEnv:
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """The variables of hpc-ddp's launcher and supervisor; all None under a plain start.
+    """The variables of hpc-ddp's launcher and supervisor; under a plain start None, but for `node`,
+    `runs` and `stem`.
 
     `end_time` is in unix seconds, `save_every` in seconds or ``"auto"``, `hang_after` in seconds.
+    `runs` is the folder of plain starts' runs, `stem` the script's name for them, `notice` the file
+    in which the supervisor gives notice.
     """
 
     run: Path | None
@@ -82,6 +85,7 @@ class LaunchEnv:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
+    """Return a variable as a whole number; raise UsageError if it is none, or is not set."""
     try:
         return int(environ[name])
     except (KeyError, ValueError):
@@ -92,16 +96,23 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+    """Return a variable in seconds, None where it is empty or not set; UsageError if it is no
+    number."""
     return _parse(environ, name, float, "a number of seconds")
 
 
 def _window(text: str) -> tuple[int, ...]:
+    """Return the steps of a text like ``10:15``; raise ValueError for other texts than numbers."""
     return tuple(int(step) for step in text.split(":"))
 
 
 def _parse(
     environ: Mapping[str, str], name: str, parse: Callable[[str], T], accepted: str
 ) -> T | None:
+    """Return a variable as `parse` reads it, None where it is empty or not set.
+
+    Raise UsageError, which names the `accepted` values, where `parse` raises ValueError.
+    """
     text = environ.get(name)
     if not text:
         return None

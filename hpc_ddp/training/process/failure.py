@@ -26,6 +26,7 @@ from hpc_ddp.training.process.environment import DistEnv
 
 class _Patient(io.FileIO):
     def write(self, data: Any) -> int:
+        """Write bytes; after an error of the disk their text is lost, and their number returned."""
         try:
             return super().write(data)
         except OSError:  # the text is lost
@@ -35,7 +36,7 @@ class _Patient(io.FileIO):
 def make_patient() -> None:
     """Let this process's prints pass over an error of the disk, which holds the log under hpc-ddp.
 
-    A stream of the script's own in their place is left alone.
+    It replaces stdout and stderr; a stream of the script's own in their place is left alone.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name)
@@ -70,6 +71,10 @@ class FailureHook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        """Report the error, and exit at once with 1, or with an HpcDdpError's own code.
+
+        In a forked process, only print it.
+        """
         if os.getpid() != self._pid:
             # A forked process, as of a loader, is no rank: what ends a thread of it, when the
             # rank has left, is no failure of the run.
@@ -82,7 +87,8 @@ class FailureHook:
             os._exit(code)
 
     def report(self, error: BaseException, text: str) -> None:
-        """Journal and print an error and its traceback, unless another one came before it."""
+        """Journal and print an error with the traceback `text`, unless another one came before
+        it."""
         if self._is_reported:
             return
         self._is_reported = True
@@ -93,6 +99,8 @@ class FailureHook:
         sys.stderr.flush()
 
     def _write(self, error: BaseException, text: str) -> None:
+        """Journal an error; `text` is its traceback. A superseded attempt writes nothing: the files
+        belong to its successor."""
         # A superseded attempt writes nothing: the files belong to its successor.
         if self.journal is None or isinstance(error, SupersededError):
             return
@@ -104,6 +112,8 @@ class FailureHook:
         self.journal.drain()
 
     def _show(self, error: BaseException, text: str) -> None:
+        """Print an error to stderr: an HpcDdpError's message and hint, else the traceback
+        `text`."""
         if isinstance(error, HpcDdpError):
             text = f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else "")
         if self.info.world_size > 1:  # they may all write to one terminal
@@ -112,9 +122,11 @@ class FailureHook:
 
 
 def leave_quickly() -> None:
-    """Arrange for an exit that runs all exit functions, the script's own too, but no more."""
+    """Have the exit run all exit functions, the script's own too, and then end with 0 without a
+    teardown."""
 
     def leave() -> None:
+        """Call the exit functions registered before, and exit with 0."""
         atexit.unregister(leave)
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -125,7 +137,8 @@ def leave_quickly() -> None:
 
 
 def _report_to_torchrun(error: BaseException) -> None:
-    """Leave the error where torchrun's own summary of a failure finds it."""
+    """Leave the error where torchrun's own summary of a failure finds it; without torchrun,
+    nothing."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler

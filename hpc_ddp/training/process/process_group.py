@@ -32,25 +32,17 @@ def join(
     hang_after_s: float | None,
     requested: str | None = None,
 ) -> Control:
-    """Create the default process group and return the control group beside it.
+    """Create the default process group and return the control group beside it; every rank must call
+    it.
 
-    Parameters
-    ----------
-    rank_devices
-        the devices of this rank; the first one is the current one
-    hang_after_s
-        collectives wait longer: the watchdog comes first, and reports more; None: they wait for
-        20 days
-    requested
-        name of the backend, None for the device's own
+    The first of `rank_devices`, this rank's, is the current one. Collectives wait longer than
+    `hang_after_s`: the watchdog comes first, and reports more; without one (None) 20 days.
+    `requested` is the name of a backend, None for the device's own.
 
-    Raises
-    ------
-    UsageError
-        there is a group already; or there was one that met in torchrun's store, in which a second
-        group of the same process would read the first one's keys, and hang
-    HpcDdpError
-        the backend can't be used, or MPI counts another number of processes than were started
+    Raise UsageError if there is a group already, or there was one that met in torchrun's store, in
+    which a second group of the same process would read the first one's keys, and hang. Raise
+    HpcDdpError if the backend can't be used, or MPI counts another number of processes;
+    RuntimeError if the peers do not come.
     """
     if dist.is_initialized():
         raise UsageError(
@@ -85,8 +77,9 @@ def join(
 class Control:
     """Messages of the ranks on the CPU, over a gloo group of its own.
 
-    Its own group, so that a flag never waits behind gradients, needs no GPU, and can travel
-    while a step computes. All ranks make it at the same time, one for each thread.
+    Its own group, so that a flag never waits behind gradients, needs no GPU, and can travel while a
+    step computes. All ranks make it at the same time, one for each thread. Its methods are
+    collectives: all ranks call them in the same order; RuntimeError is raised when a peer is gone.
     """
 
     def __init__(self, info: DistEnv, timeout: timedelta) -> None:
@@ -96,12 +89,16 @@ class Control:
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
 
     def start_max(self, values: torch.Tensor) -> Any:
-        """Begin to replace a CPU tensor by its maximum over ranks; `wait` on what is returned."""
+        """Begin to replace a CPU tensor by its maximum over ranks; return work whose `wait` ends
+        it."""
         return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        """Begin to send a CPU tensor to rank 0: every rank's there, none elsewhere; `wait` on the
-        second before reading the first."""
+        """Begin to send a CPU tensor to rank 0; return all ranks' tensors there ([] elsewhere), and
+        work.
+
+        Call the work's `wait` before reading the tensors.
+        """
         tensors = [
             torch.empty_like(values) for _ in range(self.world_size if self.rank == 0 else 0)
         ]
@@ -113,29 +110,34 @@ class Control:
         dist.all_reduce(values, group=self._group)
 
     def from_first(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+        """Return rank 0's value, which can be pickled, on every rank."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def to_first(self, value: Any) -> list[Any]:
-        """Return every rank's value on rank 0, and an empty list elsewhere."""
+        """Return every rank's value (it can be pickled) on rank 0, by rank; an empty list
+        elsewhere."""
         box: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         dist.gather_object(value, box, dst=0, group=self._group)
         return box or []
 
     def first_copy(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor with rank 0's."""
+        """Overwrite a tensor, of the same shape on all ranks, with rank 0's."""
         on_cpu = tensor.detach().cpu().contiguous()
         dist.broadcast(on_cpu, src=0, group=self._group)
         tensor.data.copy_(on_cpu)
 
     def barrier(self) -> None:
+        """Wait until all ranks are here."""
         dist.barrier(group=self._group)
 
 
 def on_first(control: Control, act: Callable[[], T]) -> T:
-    """Return on all ranks what `act` returns on rank 0; an HpcDdpError of it is raised on all."""
+    """Return on all ranks what `act` returns on rank 0; an HpcDdpError of it is raised on all.
+
+    Every rank must call it. Any other error is raised on rank 0 alone, and the others wait in vain.
+    """
     answer: Any = None
     if control.rank == 0:
         try:
@@ -150,14 +152,15 @@ def on_first(control: Control, act: Callable[[], T]) -> T:
 
 
 def leave(control: Control, device: torch.device, then_exit: bool) -> None:
-    """Tear the process group down once all ranks are here; never longer than `TEARDOWN_S`.
+    """Tear the process group down once all ranks are here; return after `TEARDOWN_S` at the latest.
 
-    A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by
-    now, so after that time a process that is to exit does so, on the spot and with code 0, and
-    one that has more to do goes on without it.
+    A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by now,
+    so after that time, with a message, a process that is to exit (`then_exit`) does so, on the spot
+    and with code 0; one that has more to do goes on without it. Errors of torch are printed.
     """
 
     def tear_down() -> None:
+        """Wait for all ranks, then destroy the group."""
         devices.use(device)  # NCCL would open the first GPU, whose current one a new thread has
         control.barrier()
         dist.destroy_process_group()

@@ -22,12 +22,14 @@ from hpc_ddp.training.process.process_group import Control, on_first
 
 
 def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder, int]:
-    """Return the run's folder and this attempt's number, the same on all ranks.
+    """Return the run's folder and this attempt's number, the same on all ranks; it is a collective.
 
     Raises
     ------
     HpcDdpError
-        another process is at work in the folder
+        another process is at work in the folder, or it is another script's
+    OSError
+        on rank 0: the folder can't be made
     """
     if env.run is not None and env.attempt is not None:
         return RunFolder(env.run), env.attempt
@@ -36,7 +38,10 @@ def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder
 
 
 def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
-    """Make ``<runs>/<script's name>/local``, or take it up again where it is unfinished."""
+    """On rank 0: make ``<runs>/<script's name>/local``, or take it up again where it is unfinished.
+
+    Return the folder and the attempt's number; raises as `find`.
+    """
     run = RunFolder(env.runs / env.stem / "local")
     finished = _move_away(run.path) if run.path.exists() and run.finished() else None
     run.make()
@@ -60,8 +65,12 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
 
 
 def _compare(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
-    """Refuse to go on with another script's run. Other arguments are the run's from here on:
-    the script has them in any case; with a checkpoint a warning names the earlier ones."""
+    """Refuse to go on with another script's run. Other arguments are the run's from here on: the
+    script has them in any case; with a checkpoint a warning names the earlier ones.
+
+    `begun` is the job in the run's folder. Raise UsageError for another script, OSError if the new
+    arguments can't be written.
+    """
     if begun.script != job.script:
         raise UsageError(
             f"{run.path} is a run of {begun.script}, and this is {job.script}",
@@ -79,6 +88,10 @@ def _compare(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
 
 
 def _move_away(path: Path) -> Path:
+    """Rename a folder to the first free ``<name>-<number>``; return that path.
+
+    Raise OSError if the disk refuses.
+    """
     number = 1
     while (target := path.with_name(f"{path.name}-{number}")).exists():
         number += 1

@@ -20,9 +20,12 @@ P = ParamSpec("P")
 def _with_parameters_of(
     make_options: Callable[P, Options],
 ) -> Callable[[Callable[[Options], Run]], Callable[P, Run]]:
-    """Return a decorator: the function's parameters are the fields of the `Options` it takes."""
+    """Return a decorator: the function's parameters are those of `make_options`, whose result it
+    takes."""
 
     def decorate(function: Callable[[Options], Run]) -> Callable[P, Run]:
+        """Return `function` with the parameters of `make_options`, and their signature for help."""
+
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Run:
             return function(make_options(*args, **kwargs))
@@ -37,9 +40,9 @@ def _with_parameters_of(
 def start(options: Options) -> Run:
     """Join the process group, listen for notices, and open the run's folder.
 
-    Call it first, on every rank: until then a SIGTERM just ends the process. Seeds all
-    generators with `seed`, the same on all ranks, so that they build the same model and data;
-    `Run.epochs` then gives each rank its own. `Options` documents the parameters::
+    Call it first, on every rank: until then a SIGTERM just ends the process. Seeds all generators
+    with `seed`, the same on all ranks, so that they build the same model and data; `Run.epochs`
+    then gives each rank its own. `Options` documents the parameters::
 
         run = start(seed=1, precision="bf16", save_every=600)
 
@@ -47,7 +50,7 @@ def start(options: Options) -> Run:
     ------
     UsageError
         a variable of the environment, or a parameter, makes no sense; or multiprocessing runs the
-        script again, in a process that it starts
+        script again, in a process that it starts; or there is a process group already
     HpcDdpError
         more workers than GPUs on this node, the backend can't be used, or another process works
         in the run's folder

@@ -33,13 +33,16 @@ _shown: int | None = None  # the file of the stacks for `hpc-ddp attach`
 
 
 def beat() -> None:
-    """Say that the training goes on. Costs less than a microsecond."""
+    """Say that the training goes on, to the process's `Watchdog`. Costs less than a microsecond."""
     global _last_beat
     _last_beat = time.monotonic()
 
 
 def show_stacks_when_asked() -> None:
-    """Have a signal write the stacks to where `hpc-ddp attach --py-spy` reads them."""
+    """Have a signal write the stacks to the file in memory that `hpc-ddp attach --py-spy` reads.
+
+    Once per process, on Linux only.
+    """
     global _shown
     if sys.platform == "linux" and _shown is None:
         _shown = os.memfd_create(process.STACKS)  # on no disk, which may be why it stands still
@@ -74,6 +77,8 @@ class Watchdog:
         device: torch.device,
         report: Callable[[BaseException, str], None],
     ) -> None:
+        """Prepare the watch, which begins with the first step; `node` is the folder for the
+        stacks."""
         self._hang_after_s = hang_after_s or 0.0
         # The ranks' last beats lie up to a step apart, and the first one to exit ends all.
         self._grace_s = min(60.0, 2.0 + self._hang_after_s / 30)
@@ -86,7 +91,8 @@ class Watchdog:
         show_stacks_when_asked()
 
     def step_done(self) -> None:
-        """Beat; the first time also start to watch."""
+        """Beat; the first time also start to watch. A disk that refuses the file of stacks is tried
+        again at the next step."""
         beat()
         if self._stacks is None and self._hang_after_s > 0:
             # Opened now, since nothing can be opened once Python's lock is gone.
@@ -102,7 +108,7 @@ class Watchdog:
             self._thread.start()
 
     def end(self) -> None:
-        """Watch no more: what comes now is not training."""
+        """Watch no more, and remove the file of stacks: what comes now is not training."""
         self._ended.set()
         if self._thread is None or self._stacks is None:
             return
@@ -113,12 +119,16 @@ class Watchdog:
             self._node.stacks(self._rank).unlink()
 
     def _arm(self, quiet_s: float) -> None:
-        """Have C write the stacks and exit with code 1, should our thread not do so in time."""
+        """Have C write the stacks and exit with code 1, should our thread not do so in time.
+
+        `quiet_s` is the time since the last beat, in seconds.
+        """
         left_s = max(self._hang_after_s - quiet_s, 0.0) + self._grace_s + self._poll_s
         assert self._stacks is not None
         faulthandler.dump_traceback_later(left_s, exit=True, file=self._stacks)
 
     def _watch(self) -> None:
+        """Check now and then how long the last beat is ago; run by the thread."""
         while not self._ended.wait(self._poll_s):
             quiet_s = time.monotonic() - _last_beat
             self._arm(quiet_s)
@@ -126,6 +136,10 @@ class Watchdog:
                 self._hung()
 
     def _hung(self) -> None:
+        """Write the stacks, report the hang, dump the last collectives, and exit with 1.
+
+        It exits only after the grace time, so that the peers do the same.
+        """
         ends_at = time.monotonic() + self._grace_s
         assert self._stacks is not None
         faulthandler.dump_traceback(self._stacks)

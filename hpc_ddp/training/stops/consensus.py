@@ -37,10 +37,11 @@ class Decision:
 
 
 def next_period(current: int, step_us: int) -> int:
-    """Return the number of steps until the next exchange: about 0.2 s of `step_us` each.
+    """Return the number of steps until the next exchange: about 0.2 s of `step_us` microseconds
+    each.
 
-    It at most doubles, so that some quick steps in a row do not make the ranks deaf for long
-    should the following ones be slow.
+    It at most doubles `current`, so that some quick steps in a row do not make the ranks deaf for
+    long should the following ones be slow.
     """
     return max(1, min(2 * current, PERIOD_US // max(step_us, LEAST_STEP_US)))
 
@@ -65,12 +66,14 @@ class StepTimes:
         self.add_pause(seconds)
 
     def add_pause(self, seconds: float) -> None:
+        """Count a pause, in seconds."""
         self.longest_pause_s = max(self.longest_pause_s, seconds)
 
     def expect(self, steps: int, longest_pause_s: float) -> float:
         """Return the seconds that `steps` steps and a pause may take, as the last ones did.
 
-        The pause is as long as the longest so far, and at most `longest_pause_s`.
+        The pause is as long as the longest so far, and at most `longest_pause_s`. Without earlier
+        steps only the pause counts.
         """
         recent = list(islice(reversed(self._recent), steps))
         slowest_s = max(recent, default=0.0)
@@ -107,7 +110,8 @@ class StopConsensus:
         self._times = StepTimes()
 
     def step_done(self, step: int, wait_for_all: bool = False) -> Decision:
-        """Count a step, and return what all ranks do after it.
+        """Count a step, `step` of the run, and return the decision of all ranks after it; all ranks
+        call it.
 
         `wait_for_all` see `decide_now`: before the last step of an epoch, where a stop would have
         to wait for what the script does at the epoch's end.
@@ -126,8 +130,8 @@ class StopConsensus:
         return decision
 
     def decide_now(self) -> Decision:
-        """Return what all ranks do by all that any of them knows; they wait for each other, some
-        0.2 ms."""
+        """Return the decision of all ranks by all that any of them knows; it is a collective, of
+        some 0.2 ms."""
         first = self._exchange()
         second = self._read()
         return Decision(max(first.reason, second.reason), first.save or second.save)
@@ -142,7 +146,7 @@ class StopConsensus:
         self.restart_step()
 
     def _exchange(self) -> Decision:
-        """Read the last exchange and send the next."""
+        """Return the result of the last exchange, and begin the next; it is a collective."""
         decision = self._read()
         self.exchanges += 1
         # A save that has just been decided is not due once more.
@@ -156,8 +160,11 @@ class StopConsensus:
         return decision
 
     def _read(self) -> Decision:
-        """Return the result of the last exchange; here, at the same step on all ranks, they gather
-        figures."""
+        """Return the result of the last exchange, an empty decision without one.
+
+        Here, at the same step on all ranks, they gather figures. Raise RuntimeError if a peer is
+        gone.
+        """
         decision = Decision()
         if self._pending is not None:
             values, work = self._pending
@@ -173,6 +180,8 @@ class StopConsensus:
         return decision
 
     def _reason(self) -> int:
+        """Return this rank's reason to stop, `DEADLINE` where a later stop would come too late, or
+        `NONE`."""
         end_time = self._notices.end_time
         if self._notices.reason == NONE and end_time is not None:
             # The stop comes at most two exchanges after it is requested.

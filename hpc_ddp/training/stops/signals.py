@@ -42,9 +42,10 @@ TORN_DOWN = 143  # what a shell shows for a death by SIGTERM
 class Notices:
     """Listens for notices. `reason` is one of the numbers above, `source` its sender.
 
-    The signal handler sets nothing but a flag; a thread does the rest, since the main thread
-    may sit in a collective for as long as its peers like. The thread also looks at the files
-    once a second, so a notice without a signal works, and no step ever reads a file.
+    The signal handler sets nothing but a flag; a thread does the rest, since the main thread may
+    sit in a collective for as long as its peers like. The thread also looks at the files once a
+    second, so a notice without a signal works, and no step ever reads a file. `notice` is the
+    supervisor's file, None without a supervisor.
 
     `end_time`, in unix seconds, is when the attempt's time is over: None without a limit, and on a
     rank that does not watch the time.
@@ -61,7 +62,8 @@ class Notices:
         self._first_s = 0.0  # when the first signal came, on the monotonic clock
 
     def install(self) -> None:
-        """Take the signals over and start listening; main thread only."""
+        """Take the signals over and start listening; main thread only, else ValueError is
+        raised."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -72,12 +74,13 @@ class Notices:
         threading.Thread(target=self._listen, name="hpc-ddp notices", daemon=True).start()
 
     def watch_for_cancel(self, path: Path) -> None:
-        """Take the file's existence for a cancel; it may exist already."""
+        """Take the file's existence for a cancel, from now on; it may exist already."""
         self._cancelled = path
         self._look()
 
     def watch_end_time(self, end_time: float | None, path: Path) -> None:
-        """Know when the time is over; a file at `path` has another time as soon as Slurm does."""
+        """Note when the time is over, in unix seconds; the file at `path` has another time once
+        Slurm does."""
         self.end_time, self._end_time_file = end_time, path
         self._look()
 
@@ -96,6 +99,7 @@ class Notices:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _listen(self) -> None:
+        """Look at the files each second, and at each signal; run by the thread."""
         while not self._ended:
             self._look()
             ready, _, _ = select.select([self._reader], [], [], POLL_S)
@@ -104,6 +108,12 @@ class Notices:
                     self._signalled(signal.Signals(number))
 
     def _signalled(self, number: signal.Signals) -> None:
+        """Take a signal for a notice where no supervisor is there; else look for the supervisor's
+        file.
+
+        Without that within `WORD_S`, a SIGTERM or SIGINT exits with `TORN_DOWN`: a peer has failed.
+        Without a supervisor a second Ctrl-C exits, too.
+        """
         if self._notice is None:
             again = time.monotonic() - self._first_s > AGAIN_S  # not torchrun's copy of a Ctrl-C
             if self.reason != NOTICE:
@@ -123,6 +133,7 @@ class Notices:
             os._exit(TORN_DOWN)
 
     def _look(self) -> None:
+        """Read the files of notice, cancel and end time; those absent or unreadable say nothing."""
         text = read_word(self._notice) if self._notice and self.reason != NOTICE else ""
         if text:
             self._note(NOTICE, _source(text))
@@ -134,6 +145,7 @@ class Notices:
             self.end_time = read_seconds(self._end_time_file) or self.end_time
 
     def _note(self, reason: int, source: str) -> None:
+        """Set the reason and its source, unless there is one as urgent."""
         if reason > self.reason:
             self.source, self.reason = source, reason
 
@@ -151,10 +163,10 @@ def _give_back() -> None:
 
 
 def ignore_in_loader(worker: int) -> None:
-    """``worker_init_fn``: outlive a notice, since the rank still needs its batches until it stops.
+    """Have a loader worker (a number) outlive a notice: the rank needs its batches until it stops.
 
-    A loader worker ends when its parent is gone, or ends it: multiprocessing does that by a
-    SIGTERM, for which it then waits without end.
+    It ends when its parent is gone, or ends it: multiprocessing does that by a SIGTERM, for which
+    it then waits without end.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -163,13 +175,15 @@ def ignore_in_loader(worker: int) -> None:
 
 
 def _obey(parent: int) -> None:
+    """Exit at a SIGTERM of the process `parent`; others do nothing."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
 
 
 def _source(text: str) -> str:
-    """Return the ``source`` of a notice file; a file that holds a plain word is its own source."""
+    """Return the ``source`` of a notice file's text; a text that is a plain word is its own
+    source."""
     try:
         value = json.loads(text)
     except ValueError:

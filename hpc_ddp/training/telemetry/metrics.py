@@ -34,6 +34,11 @@ class Metrics:
         use_per_sample_s: float | None = None,  # one sample per second, as a share of the peak
         listeners: Sequence[Callable[[dict[str, Any]], None]] = (),  # each gets the lines
     ) -> None:
+        """Take the number of ranks and the names of their nodes, for `first_step`.
+
+        `use_per_sample_s` is the share of the GPUs' peak that one sample per second takes, None
+        where it is not known; each of the `listeners` is called with the fields of each line.
+        """
         self._journal, self._use_per_sample_s = journal, use_per_sample_s
         self._listeners = listeners
         self._first: dict[str, Any] = {"world_size": world_size, "hosts": hosts}
@@ -50,7 +55,11 @@ class Metrics:
         values: dict[str, Any],
         total_steps: int | None = None,
     ) -> None:
-        """Take in a step's values; `samples` is the size of its global batch."""
+        """Take in a step's values; `samples` is the size of its global batch, 0 where it is not
+        known.
+
+        `total_steps` of the run are None where they are not known.
+        """
         if self._first:
             self._journal.write(FirstStep(position.step, **self._first))
             self._first = {}
@@ -63,7 +72,7 @@ class Metrics:
             self._write_line()
 
     def flush(self) -> None:
-        """Write what was added last, unless that has been done."""
+        """Write the values that were added last, unless that has been done; waits for a device."""
         self._begin_line()
         self._write_line()
 
@@ -82,6 +91,8 @@ class Metrics:
         self._due = now + min(max(EVERY_S, (now - self._began) / 1000), SELDOM_S)
 
     def _write_line(self) -> None:
+        """Pass the fields on to the journal and the listeners; waits for values that are not
+        here."""
         if self._line is None:
             return
         numbers = self._line.numbers()
@@ -111,7 +122,8 @@ def check_values(values: dict[str, Any]) -> None:
 
 
 def number(call: str, name: str, value: Any) -> float:
-    """Return a number or a tensor of one as a float, or raise UsageError for what is none."""
+    """Return a number or a tensor of one as a float; raise UsageError, which names `call`, for
+    others."""
     try:
         return float("no number" if isinstance(value, str) else plain(value))
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's

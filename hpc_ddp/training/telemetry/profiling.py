@@ -27,13 +27,17 @@ PEAKS = {
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the peak of a GPU in FLOP/s, None for a name that is not in the table."""
+    """Return the dense peak of a GPU in FLOP/s, None for a name that has none in the table.
+
+    `precision` is one of ``start``'s: fp32, bf16 or fp16.
+    """
     peaks = next((pair for model, pair in PEAKS.items() if model in name), None)
     return peaks and 1e12 * peaks[precision == "fp32"]
 
 
 def use_per_sample(options: Options, device: torch.device, world_size: int) -> float | None:
-    """Return what share of all GPUs' peak one sample per second is; None where not known."""
+    """Return the share of all GPUs' peak that one sample per second takes; None where the peak, or
+    the FLOPs of a sample, are not known."""
     peak = options.peak_flops
     if peak is None:
         peak = peak_flops(devices.name(device), options.precision)
@@ -49,12 +53,14 @@ class Profiler:
     """
 
     def __init__(self, window: tuple[int, ...] | None, path: Path, announces: bool) -> None:
+        """Trace the steps of a window, none without one."""
         self._first, self._last = window or (0, 0)
         self._path, self._announces = path, announces
         self._steps = 0
         self._profile: torch.profiler.profile | None = None
 
     def step_done(self) -> None:
+        """Count a step; begin or end the trace where it is time to. Raises as `end`."""
         self._steps += 1
         if self._steps == self._first - 1:
             self._profile = torch.profiler.profile()
@@ -63,7 +69,10 @@ class Profiler:
             self.end()
 
     def end(self) -> None:
-        """Write what has been traced, if anything; also when the run stops inside the window."""
+        """Write what has been traced, if anything; also when the run stops inside the window.
+
+        Raise OSError if the folder can't be made.
+        """
         if self._profile is None:
             return
         self._profile.stop()

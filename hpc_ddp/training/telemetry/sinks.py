@@ -39,12 +39,16 @@ class ProgressLines:
             print(self._text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Print the last state."""
+        """Print the last state, if a line was printed before."""
         if self._is_begun:
             print(self._text, file=sys.stderr, flush=True)
 
 
 def _line(fields: dict[str, Any], now: float, first_s: float, first_step: int) -> str:
+    """Return the line of a step with `fields` of a metrics line, for people.
+
+    `now` and `first_s`, the time of step `first_step`, are in monotonic seconds.
+    """
     step, total = fields["step"], fields.get("total_steps")
     parts = [f"step {step}/{total}" if total else f"step {step}"]
     for name, number in _scalars(fields).items():
@@ -56,6 +60,7 @@ def _line(fields: dict[str, Any], now: float, first_s: float, first_step: int) -
 
 
 def _scalars(fields: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers among the fields of a metrics line, without the steps."""
     steps = {"step", "total_steps"}
     return {k: v for k, v in fields.items() if k not in steps and isinstance(v, (int, float))}
 
@@ -72,6 +77,8 @@ class TensorBoardSink:
 
     @property
     def writer(self) -> SummaryWriter:
+        """The writer; made, with its folder, at the first use. Raises OSError if the disk
+        refuses."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # a second or two
 
@@ -80,10 +87,11 @@ class TensorBoardSink:
         return self._writer
 
     def show(self, fields: dict[str, Any]) -> None:
-        """Take in the fields of a metrics line."""
+        """Write the numbers of a metrics line; raises as `writer`."""
         for name, number in _scalars(fields).items():
             self.writer.add_scalar(name, number, fields["step"])
 
     def end(self) -> None:
+        """Close the writer, if it was used."""
         if self._writer is not None:
             self._writer.close()

@@ -58,6 +58,7 @@ class StepTimer:
         self._clear()
 
     def _clear(self) -> None:
+        """Begin the means anew."""
         self._steps = self._samples = 0
         self._wall_s = self._forward_s = self._data_s = 0.0
 
@@ -74,6 +75,7 @@ class StepTimer:
             self._forward_start = self._mark()
 
     def end_step(self) -> None:
+        """Count the step; nothing where `start_step` was not called since the last one."""
         if not self._step_start:
             return
         self._steps += 1
@@ -82,7 +84,7 @@ class StepTimer:
         self._add_forwards()
 
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
-        """Pass batches on, and count the time that they are waited for."""
+        """Yield the batches of `source`, and count the seconds that they are waited for."""
         while True:
             start = time.perf_counter()
             try:
@@ -102,6 +104,7 @@ class StepTimer:
             self._forward_start = mark
 
     def _mark(self) -> Mark:
+        """Return this moment: seconds, or on a GPU an event in its stream."""
         return devices.mark(self._device, timed=True) if self._on_gpu else time.perf_counter()
 
     def _add_forwards(self) -> None:
@@ -113,15 +116,17 @@ class StepTimer:
         self._forwards = []
 
     def _between(self, start: Mark, end: Mark) -> float:
+        """Return the seconds between two marks."""
         return float(start.elapsed_time(end) / 1000 if self._on_gpu else end - start)
 
     def is_due(self) -> bool:
-        """Return whether it is time to gather; rank 0's answer counts."""
+        """Return whether it is time to gather; False but on rank 0, whose answer counts."""
         several = self._control.world_size > 1 and self._control.rank == 0
         return several and time.monotonic() >= self._due_at
 
     def gather(self) -> None:
-        """Send the means since the last time to rank 0. All ranks call it at the same step."""
+        """Begin to send the means since the last time to rank 0; every rank must call it, at the
+        same step."""
         now = time.monotonic()
         self._due_at = now + min(max(EVERY_S, (now - self._began) / 100), SELDOM_S)
         steps = max(self._steps, 1)
@@ -133,7 +138,10 @@ class StepTimer:
         self._clear()
 
     def report(self) -> None:
-        """Journal what was gathered, some steps later, so that no step waits for it."""
+        """Journal on rank 0 what was gathered, some steps later, so that no step waits for it.
+
+        Nothing where nothing is under way. Raise RuntimeError if a peer is gone.
+        """
         if self._gathered is None:
             return
         step, rows, work = self._gathered
@@ -160,10 +168,11 @@ class StepTimer:
 
 
 def _excess(seconds: Sequence[float]) -> list[float]:
-    """Return how much longer than the median each rank takes."""
+    """Return how many seconds longer than the median each rank takes."""
     usual = statistics.median_low(seconds)
     return [rank_s - usual for rank_s in seconds]
 
 
 def _round(seconds: float) -> float:
+    """Return seconds with `DIGITS` digits, 0 for less."""
     return float(f"{max(seconds, 0.0):.{DIGITS}g}")

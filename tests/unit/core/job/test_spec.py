@@ -6,7 +6,8 @@ import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import array_indexes, parse_time
-from hpc_ddp.core.job.spec import JobSpec, directives
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.submission.script.directives import directives
 
 
 def test_survives_json() -> None:

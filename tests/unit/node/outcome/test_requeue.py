@@ -57,6 +57,19 @@ def test_a_first_start_lifts_the_mark_of_the_whole_array(tmp_path: Path) -> None
     assert not task.cancelled.exists()
 
 
+@pytest.mark.parametrize("ids", [{"job_id": "8"}, {"job_id": "9", "array_id": "8"}])
+def test_a_cancel_refuses_the_job_that_starts_meanwhile(
+    tmp_path: Path, ids: dict[str, str]
+) -> None:
+    run = RunFolder(tmp_path / "run").make()
+    write_json(run.cancelled, {"jobs": ["7", "8"]})
+    with pytest.raises(HpcDdpError, match="was cancelled as it started"):
+        check_wanted(run, restarts=0, is_link=False, **ids)
+    assert run.cancelled.exists()
+    check_wanted(run, restarts=0, is_link=False, job_id="10")
+    assert not run.cancelled.exists()
+
+
 # --- what is wanted ------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import MetricsLine
 from hpc_ddp.core.journal.goodput import account
@@ -122,3 +123,4 @@ def test_only_jobs_of_the_runs_script_are_cancelled(slurm_commands: Slurm, tmp_p
     cancel(run)
     (call,) = slurm_commands.calls("scancel")
     assert call[-1:] == ["14"]
+    assert read_json(run.cancelled) == {"jobs": ["14", "15", "16"]}

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.spec import LAUNCHERS, JobSpec
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submission.script.render import Rendering, sbatch_line
+from hpc_ddp.submission.script.directives import sbatch_line
+from hpc_ddp.submission.script.render import Rendering
 from tests.accept import is_accepted
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -9,8 +9,9 @@ import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.slurm_values import parse_signal
-from hpc_ddp.core.job.spec import JobSpec, directives
+from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.submission.script import container
+from hpc_ddp.submission.script.directives import directives
 from hpc_ddp.submission.settings.config import Settings
 from hpc_ddp.submission.settings.runs_dir import runs_root
 

@@ -1,0 +1,85 @@
+"""The ``#SBATCH`` lines of a job: the user's options and ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hpc_ddp.core.job import checks
+from hpc_ddp.core.job.spec import OPTIONS, JobSpec
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.submission.settings.operators import comment_pairs
+
+
+def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Return all (option, value) pairs of the job: the user's, `more` of the same, and ours.
+
+    `more` are raw options, ``--name=value``; a flag's value is ''. Raise UsageError for a raw
+    option of another form.
+    """
+    warn_s = min(spec.warn_s, (spec.time_s or 3600) // 10)
+    output = str(run.slurm_out).replace("%", "%%")
+    if spec.array:
+        output = f"{output.removesuffix('.out')}-%a.out"
+    pairs = directives(replace(spec, sbatch=(*spec.sbatch, *more)))
+    continues = "requeue" if spec.continue_by == "requeue" else "no-requeue"
+    return [
+        *pairs,
+        # For a range of nodes Slurm would then give the least, since it counts tasks.
+        *([("ntasks-per-node", str(spec.tasks_per_node))] if isinstance(spec.nodes, int) else []),
+        ("output", output),
+        ("open-mode", "append"),
+        *comment_pairs((*spec.sbatch, *more)),
+        *([("no-kill", "")] if spec.elastic else []),
+        # With --sbatch=--requeue=expedite it is there already.
+        *([] if continues in dict(pairs) else [(continues, "")]),
+        ("signal", f"B:USR2@{warn_s}"),
+    ]
+
+
+def directives(spec: JobSpec) -> list[tuple[str, str]]:
+    """Return the (option, value) pairs for sbatch that the user sets, without dashes; a flag's
+    value is ''."""
+    pairs = [("job-name", spec.job_name)]
+    for name, declared in OPTIONS.items():
+        value = getattr(spec, name.replace("-", "_"))
+        if declared.is_sbatch and value is not None:
+            pairs.append((name, str(value)))
+        elif name == "gpus-per-node":
+            pairs += _gpu_request(spec)
+        elif name == "cpus-per-task" and spec.task_cpus is not None:
+            pairs.append((name, str(spec.task_cpus)))
+    if spec.exclusive:
+        pairs.append(("exclusive", ""))
+    return pairs + [checks.split_raw(raw, "sbatch", "--network=x") for raw in spec.sbatch]
+
+
+def _gpu_request(spec: JobSpec) -> list[tuple[str, str]]:
+    """Return the request for a node's GPUs in the form that the site accepts, as (option, value);
+    empty for a job without GPUs, or a site without requests."""
+    if spec.gpus_per_node is None or spec.gpu_request == "none":
+        return []
+    if spec.gpu_request == "gres":
+        return [("gres", f"gpu:{spec.gpus_per_node}")]
+    if spec.gpu_request == "gpus-per-task":
+        of_task = str(max(1, spec.gpu_count // spec.tasks_per_node))
+        return [("gpus-per-task", f"{spec.gpu_type}:{of_task}" if spec.gpu_type else of_task)]
+    return [("gpus-per-node", spec.gpus_per_node)]
+
+
+def sbatch_line(name: str, value: str) -> str:
+    """Return one ``#SBATCH`` line; a flag's value is ''. sbatch splits it at blanks and knows both
+    quotes and backslash.
+
+    The value is free of line breaks: `JobSpec` has refused those.
+    """
+    if not value:
+        return f"#SBATCH --{name}"
+    plain = re.fullmatch(r"[\w./:,@%+=\[\]&|*()<>-]+", value)
+    return f"#SBATCH --{name}={value}" if plain else f'#SBATCH --{name}="{_escaped(value)}"'
+
+
+def _escaped(value: str) -> str:
+    """Return a value with its backslashes and double quotes escaped."""
+    return value.replace("\\", "\\\\").replace('"', '\\"')
