@@ -18,6 +18,7 @@ from hpc_ddp.slurm_text import QueuedJob, Record
 
 NOW = time.time()
 
+
 # What torch, CUDA, NCCL and Python print.
 GLOO_TIMEOUT = (
     "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78]"
@@ -102,9 +103,11 @@ class Written:
         self.run.slurm_out.write_text(text)
         return self
 
-    def explain(self, record: Record | None = None, **known: Any) -> Explanation:
+    def explain(self, record: Record | None = None, **more_facts: Any) -> Explanation:
         """Explain it, with what Slurm would say of its job 7."""
-        facts = replace(gather(self.run), job_id="7" if record else None, record=record, **known)
+        facts = replace(
+            gather(self.run), job_id="7" if record else None, record=record, **more_facts
+        )
         return explain(facts)
 
 
@@ -141,3 +144,9 @@ def make_run(root: Path, number: int = 7, ended: bool = False) -> RunFolder:
             run, "batch", "verdict", 0, cause="finished", action="none", why="", exit_code=0
         )
     return run
+
+
+def write_step_times(run: RunFolder, busy_s: list[float], data_s: list[float], **more: Any) -> None:
+    slowest = busy_s.index(max(busy_s))
+    fields = {"step": 9, "steps": 9, "step_s": 0.3, "slowest": slowest, "node": f"n{slowest}"}
+    write_event(run, "rank-0", "ranks", 1, busy_s=busy_s, data_s=data_s, **{**fields, **more})

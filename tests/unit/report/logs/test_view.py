@@ -1,59 +1,19 @@
-"""The logs of many ranks in one: order, marks, what is folded and what is left out."""
+"""Logs of many ranks are merged, marked and folded into one."""
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.log_offsets import Growth
 from hpc_ddp.report.logs.files import LogQuery
-from hpc_ddp.report.logs.merge import spans
 from hpc_ddp.report.logs.view import follow, show
+from unit.report.logs.fakes import Logs
 
-NOW = time.time()
 GLOO = "[W1121 20:48:17.333 socket.cpp:207] [c10d] The hostname of the client socket cannot be"
 NOISE = f"{GLOO} retrieved. err=-3\n"
-
-
-class Logs:
-    """A run's logs, written line by line as its ranks and supervisors would; one second each."""
-
-    def __init__(self, root: Path, name: str = "run") -> None:
-        self.run = RunFolder(root / "n" / name).make()
-        self.run.job_json.write_text("{}")
-        self.second = 0
-
-    def attempt(self, number: int) -> Logs:
-        self.number = number
-        self.run.attempt(number).path.mkdir()
-        (self.run.attempt(number).path / "attempt.json").write_text("{}")
-        return self.event("started", nodes=["a", "b"], job_id="7")
-
-    def event(self, name: str, **fields: Any) -> Logs:
-        line = {"time": NOW + self.second, "event": name, "attempt": self.number, **fields}
-        with open(self.run.journal_folder / "batch.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
-        return self
-
-    def say(self, text: str, *ranks: int, indexed: bool = True) -> Logs:
-        """Have ranks (two a node) print a text, in the next second."""
-        self.second += 1
-        for rank in ranks:
-            node = self.run.attempt(self.number).node("ab"[rank // 2])
-            node.path.mkdir(exist_ok=True)
-            with open(node.rank_log(rank), "a") as file:
-                file.write(text)
-            if indexed:
-                size = node.rank_log(rank).stat().st_size
-                with open(node.printed, "a") as file:
-                    file.write(f"{NOW - 1000 + self.second:.3f} {rank} {size}\n")
-        return self
 
 
 @pytest.fixture
@@ -61,15 +21,15 @@ def logs(tmp_path: Path) -> Logs:
     return Logs(tmp_path).attempt(0)
 
 
-def shown(logs: Logs, capfd: Any, **asked: Any) -> list[str]:
+def shown(logs: Logs, capfd: Any, **options: Any) -> list[str]:
     capfd.readouterr()
-    told: dict[str, Any] = {
+    query: dict[str, Any] = {
         **dict.fromkeys(("rank", "attempt")),
         "job": False,
         "raw": False,
     }
-    told |= asked
-    show(logs.run, LogQuery(**told))
+    query |= options
+    show(logs.run, LogQuery(**query))
     return [line.rstrip() for line in capfd.readouterr().out.splitlines()]
 
 
@@ -140,13 +100,13 @@ def test_attempts_follow_each_other_with_how_they_ended(logs: Logs, capfd: Any) 
         shown(logs, capfd, attempt=2)
 
 
-def test_the_jobs_own_output(logs: Logs, capfd: Any) -> None:
+def test_the_jobs_own_output_is_shown(logs: Logs, capfd: Any) -> None:
     logs.say("x\n", 0)
     logs.run.slurm_out.write_text("setting up\nslurmstepd: error\nx\n")
     assert shown(logs, capfd, job=True) == ["setting up", "slurmstepd: error", "x"]
 
 
-def test_where_no_rank_got_as_far_the_jobs_output_is_shown(logs: Logs, capfd: Any) -> None:
+def test_the_jobs_output_is_shown_if_no_rank_printed(logs: Logs, capfd: Any) -> None:
     logs.run.slurm_out.write_text("module: command not found\n")
     assert shown(logs, capfd)[1:] == ["module: command not found"]
 
@@ -170,7 +130,7 @@ def test_tasks_of_an_array_are_told_apart(tmp_path: Path, capfd: Any) -> None:
     assert [line for line in lines if "of 1" in line] == ["task 1 all ranks | of 1"]
 
 
-def test_following_goes_on_over_attempts(logs: Logs, capfd: Any, monkeypatch: Any) -> None:
+def test_following_continues_over_attempts(logs: Logs, capfd: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("hpc_ddp.report.logs.view.ASK_EVERY", 1)
     monkeypatch.setattr("hpc_ddp.report.logs.view.POLL_S", 0.01)
     story = [
@@ -193,26 +153,3 @@ def test_following_goes_on_over_attempts(logs: Logs, capfd: Any, monkeypatch: An
         *("--- attempt 0", "x", "half", "--- attempt 0"),
         *("--- attempt 1", "all ranks | y", "--- attempt 1"),
     ]
-
-
-def test_growth_is_noted_where_there_is_some(tmp_path: Path) -> None:
-    logs = Logs(tmp_path).attempt(0)
-    node = logs.run.attempt(0).node("a")
-    node.path.mkdir()
-    growth = Growth(node)
-    growth.note()
-    assert not node.printed.exists()
-    for text, ranks in (("x\n", (0, 1)), ("y\n", (1,)), ("", (0, 1))):
-        logs.say(text, *ranks, indexed=False)
-        growth.note()
-    assert [line.split()[1:] for line in node.printed.read_text().splitlines()] == [
-        *(["0", "2"], ["1", "2"], ["1", "4"]),
-    ]
-    node.printed.unlink()
-    node.printed.mkdir()  # a disk in trouble
-    logs.say("z\n", 0, indexed=False)
-    growth.note()
-
-
-def test_spans() -> None:
-    assert spans([3, 0, 1, 2, 7]) == "0-3,7"

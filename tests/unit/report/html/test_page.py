@@ -1,5 +1,3 @@
-"""Pages of runs: well-formed, self-contained, safe, and honest with few points and bad ones."""
-
 from __future__ import annotations
 
 import json
@@ -25,7 +23,7 @@ EVIL = '"><script>alert(1)</script><img src=http://evil.example/x onerror=alert(
 
 
 class Page(HTMLParser):
-    """Reads a page, and fails where a tag is not closed, or fetches something."""
+    """A parser of a page that fails where a tag is not closed, or fetches something."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -103,8 +101,8 @@ class Written:
 
     def steps(self, first: int, last: int, attempt: int = 0, **values: Any) -> Written:
         for step in range(first, last + 1):
-            told = {"loss": 2.0 / step, "lr": 0.1, "samples_per_s": 100.0} | values
-            self.event("metrics", attempt, step=step, total_steps=100, epoch=0, **told)
+            metrics = {"loss": 2.0 / step, "lr": 0.1, "samples_per_s": 100.0} | values
+            self.event("metrics", attempt, step=step, total_steps=100, epoch=0, **metrics)
         return self
 
     def preempted(self, attempt: int = 0, step: int = 0) -> Written:
@@ -122,7 +120,7 @@ class Written:
         return check(page.render(self.run, TEMPLATES))
 
 
-def test_a_run_that_was_preempted_twice(tmp_path: Path) -> None:
+def test_the_page_of_a_run_that_was_preempted_twice(tmp_path: Path) -> None:
     written = Written(tmp_path, args=("--lr", "0.1"), nodes=2)
     written.event("submitted").start().steps(1, 40).preempted(0, 40)
     written.start(1, 40).steps(41, 70, 1).preempted(1, 70).start(2, 70).steps(71, 100, 2)
@@ -138,7 +136,7 @@ def test_a_run_that_was_preempted_twice(tmp_path: Path) -> None:
     assert parsed.count("p-training") == 3 + 1  # in the strip and in the table
 
 
-def test_runs_of_which_little_is_known(tmp_path: Path) -> None:
+def test_pages_of_runs_with_few_events(tmp_path: Path) -> None:
     assert "never submitted" in Written(tmp_path / "rendered").page().text
     waits = Written(tmp_path / "never").event("submitted").page()
     assert "Curves" not in waits.headings()
@@ -172,14 +170,14 @@ def test_steps_that_were_done_again_are_dotted(tmp_path: Path) -> None:
     assert parsed.count("redone") == 3
 
 
-def test_restarts_within_an_attempt(tmp_path: Path) -> None:
+def test_restarts_within_an_attempt_are_marked(tmp_path: Path) -> None:
     written = Written(tmp_path).start().steps(1, 10)
     written.event("worker", began=written.clock, called=written.clock).event("training", step=5)
     assert written.steps(6, 20).finished(0, 20).page().count("mark") == 3  # one in each chart
 
 
 @pytest.mark.parametrize("loss", [NAN, math.inf, -math.inf, 1e308, -1e308, 10**400, 5e-324, 0])
-def test_numbers_that_no_axis_can_hold(tmp_path: Path, loss: float) -> None:
+def test_numbers_that_no_axis_can_hold_are_drawn(tmp_path: Path, loss: float) -> None:
     written = Written(tmp_path).start().steps(1, 20).steps(21, 21, loss=loss).steps(22, 30)
     parsed = written.finished().page()
     assert sorted(step for step, _ in parsed.points[0]) == list(range(1, 31))
@@ -198,7 +196,7 @@ def test_a_text_is_no_curve(tmp_path: Path) -> None:
     assert parsed.points[1] == [[1, "0.1"], [2, "0.1"], [3, "0.1"]]
 
 
-def test_hostile_words_stay_words(tmp_path: Path) -> None:
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
     written = Written(tmp_path, args=(EVIL, f"--x={EVIL}"), env={"A": EVIL})
     written.run.script.write_text(f"#!/bin/bash\n{EVIL}</pre></details>")
     hostile: dict[str, Any] = {EVIL: 1.0, "</script><b>": 2.0}
@@ -213,7 +211,7 @@ def test_hostile_words_stay_words(tmp_path: Path) -> None:
     assert EVIL in parsed.text
 
 
-def test_a_damaged_journal_and_job(tmp_path: Path) -> None:
+def test_the_page_of_a_damaged_journal_and_job(tmp_path: Path) -> None:
     written = Written(tmp_path).start().steps(1, 5)
     for event in ("ranks", "checkpoint", "preflight", "notice", "failed", "first_step"):
         for value in (None, "x", [], {}, [None], {"a": 1}):
@@ -239,7 +237,7 @@ def test_a_long_run_with_many_metrics_stays_small(tmp_path: Path) -> None:
     assert all(len(chart) < 400 for chart in parsed.points)
 
 
-def test_many_attempts(tmp_path: Path) -> None:
+def test_marks_of_many_attempts_do_not_overlap(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = []
     for step in range(0, 6_000, 2):
         attempt = step // 60

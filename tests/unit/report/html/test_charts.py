@@ -1,4 +1,4 @@
-"""Charts: axes for any numbers, lines, bands and dots."""
+"""Charts have axes for any numbers, lines, bands and dots."""
 
 from __future__ import annotations
 

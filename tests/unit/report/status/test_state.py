@@ -1,4 +1,4 @@
-"""Live runs by Slurm's queue, as `clean` and others need them; its commands are stand-ins."""
+"""Live runs are found in Slurm's queue; its commands are stand-ins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> RunFolder:
     return run
 
 
-def test_the_queue_is_asked(slurm_commands: Slurm) -> None:
+def test_the_queue_is_read(slurm_commands: Slurm) -> None:
     slurm_commands.answer("scontrol", "ClusterName = here\n")
     rows = "5|5|RUNNING|None|n1|9:00|/w|job.sbatch\n6|6|COMPLETED|None|n1|9:00|/w|over\n"
     slurm_commands.answer("squeue", rows)
@@ -30,7 +30,7 @@ def test_the_queue_is_asked(slurm_commands: Slurm) -> None:
     assert (queue.scripts, queue.cluster) == ({"/w/job.sbatch"}, "here")
 
 
-def test_without_an_answer_nothing_is_known(
+def test_a_controller_without_an_answer_gives_no_queue(
     slurm_commands: Slurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm_commands.answer("scontrol", err="Access denied", code=1)
@@ -53,7 +53,7 @@ def test_without_an_answer_nothing_is_known(
     ],
 )
 @pytest.mark.parametrize("is_queued", [False, True])
-def test_what_works_on_a_run(
+def test_the_work_on_a_run_is_described(
     slurm_commands: Slurm, run: RunFolder, jobs: str, cluster: str, work: str, is_queued: bool
 ) -> None:
     if is_queued:  # on the other cluster it may be waiting still

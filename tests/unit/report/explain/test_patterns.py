@@ -1,17 +1,14 @@
-"""Failures of ranks and of jobs, by their messages, and Slurm's reasons for waiting.
-
-The messages are those that torch 2.15, Python, bash, srun and slurmstepd really print; those of
-CUDA and NCCL are as they stand in reports and in torch's own libraries.
-"""
-
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpc_ddp.report.explain.patterns import FAILURES, explain_pending, recognise
+from hpc_ddp.report.explain.patterns import FAILURES, PENDING_REASONS, explain_pending, recognise
+from tests.accept import is_accepted
 from unit.report.written_runs import (
     CUDA_OOM,
     GLOO_CLOSED,
@@ -66,11 +63,11 @@ from unit.report.written_runs import (
         ("WaitingForTheMoon", "Slurm gives the reason WaitingForTheMoon"),
     ],
 )
-def test_reasons_in_plain_words(written: Written, reason: str, words: str) -> None:
-    found = written.event("queued", job_id="7").explain(record("PENDING", reason, nodes=""))
-    assert found.kind == "waiting"
-    assert words in found.text
-    assert found.hint == explain_pending(reason, "7")[1]
+def test_slurms_reasons_have_plain_words(written: Written, reason: str, words: str) -> None:
+    explanation = written.event("queued", job_id="7").explain(record("PENDING", reason, nodes=""))
+    assert explanation.kind == "waiting"
+    assert words in explanation.text
+    assert explanation.hint == explain_pending(reason, "7")[1]
 
 
 @pytest.mark.parametrize(
@@ -156,23 +153,25 @@ def test_reasons_in_plain_words(written: Written, reason: str, words: str) -> No
         ),
     ],
 )
-def test_errors_of_a_rank(written: Written, error: str, kind: str, words: str) -> None:
-    found = written.attempt(0, steps=20, saved=12).failure(error).explain()
-    assert (found.kind, found.node, found.rank) == (kind, "n2", 3)
-    assert words in found.text
-    assert "rank 3 on n2" in found.text
-    assert "It was given up: it came before the first step. The newest" in found.text
-    assert "8 steps (11 s) are to be done again" in found.text
-    assert found.hint
-    assert not set("{}") & set(found.hint)
+def test_errors_of_a_rank_are_recognised(
+    written: Written, error: str, kind: str, words: str
+) -> None:
+    explanation = written.attempt(0, steps=20, saved=12).failure(error).explain()
+    assert (explanation.kind, explanation.node, explanation.rank) == (kind, "n2", 3)
+    assert words in explanation.text
+    assert "rank 3 on n2" in explanation.text
+    assert "It was given up: it came before the first step. The newest" in explanation.text
+    assert "8 steps (11 s) are to be done again" in explanation.text
+    assert explanation.hint
+    assert not set("{}") & set(explanation.hint)
 
 
 def test_a_node_with_another_interconnect_is_named(written: Written) -> None:
     written.attempt(0, steps=20)
     for node, name in {"n1": "infiniband", "n2": "", "n3": "infiniband"}.items():
         written.event("fabric", node=node, name=name, cards=[], trouble="", env={})
-    told = "The interconnect was infiniband, but not on n2 (none)."
-    assert told in written.failure(NCCL_SYSTEM).explain().text
+    sentence = "The interconnect was infiniband, but not on n2 (none)."
+    assert sentence in written.failure(NCCL_SYSTEM).explain().text
 
 
 @pytest.mark.parametrize(
@@ -193,11 +192,13 @@ def test_a_node_with_another_interconnect_is_named(written: Written) -> None:
         ),
     ],
 )
-def test_errors_of_torchrun(written: Written, error: str, kind: str, words: str) -> None:
-    found = written.attempt(0).failure(error, rank=None).explain()
-    assert (found.kind, found.node, found.rank) == (kind, "n2", None)
-    assert words in found.text
-    assert "torchrun on n2" in found.text
+def test_errors_of_torchrun_are_recognised(
+    written: Written, error: str, kind: str, words: str
+) -> None:
+    explanation = written.attempt(0).failure(error, rank=None).explain()
+    assert (explanation.kind, explanation.node, explanation.rank) == (kind, "n2", None)
+    assert words in explanation.text
+    assert "torchrun on n2" in explanation.text
 
 
 @pytest.mark.parametrize(
@@ -223,15 +224,15 @@ def test_errors_of_torchrun(written: Written, error: str, kind: str, words: str)
         ),
     ],
 )
-def test_ends_without_an_exception(
+def test_ends_without_an_exception_are_recognised(
     written: Written, code: int, log: str, kind: str, words: str
 ) -> None:
-    found = written.attempt(0, steps=20).failure(code=code, log=log).explain()
-    assert found.kind == kind
-    assert words in found.text
+    explanation = written.attempt(0, steps=20).failure(code=code, log=log).explain()
+    assert explanation.kind == kind
+    assert words in explanation.text
 
 
-def test_where_in_the_script_it_was_raised(written: Written) -> None:
+def test_the_line_of_the_script_is_named(written: Written) -> None:
     log = (
         "[rank3]: Traceback (most recent call last):\n"
         '[rank3]:   File "/run/code/0/t.py", line 31, in <module>\n'
@@ -240,18 +241,18 @@ def test_where_in_the_script_it_was_raised(written: Written) -> None:
         '[rank3]:   File "/env/lib/python3.11/site-packages/torch/x.py", line 9, in f\n'
         "[rank3]: ValueError: boom\n"
     )
-    found = written.attempt(0, steps=20).failure("ValueError: boom", log=log).explain()
-    assert "raised ValueError: boom, in t.py line 12." in found.text
-    assert found.hint == f"fix it, then hpc-ddp submit --run {written.run.path}"
+    explanation = written.attempt(0, steps=20).failure("ValueError: boom", log=log).explain()
+    assert "raised ValueError: boom, in t.py line 12." in explanation.text
+    assert explanation.hint == f"fix it, then hpc-ddp submit --run {written.run.path}"
 
 
-def test_who_was_late_is_named(written: Written) -> None:
-    found = written.attempt(0, steps=20).failure(GLOO_TIMEOUT).explain()
-    assert "Until then rank 0 had said nothing." in found.text
-    assert "--rank 0 --attempt 0" in found.hint
+def test_a_late_rank_is_named(written: Written) -> None:
+    explanation = written.attempt(0, steps=20).failure(GLOO_TIMEOUT).explain()
+    assert "Until then rank 0 had said nothing." in explanation.text
+    assert "--rank 0 --attempt 0" in explanation.hint
 
 
-def test_where_the_ranks_of_a_hang_stood(written: Written) -> None:
+def test_the_lines_of_hanging_ranks_are_named(written: Written) -> None:
     written.attempt(0, steps=20).failure("HangError: no step for 9 s at step 20; stacks in x")
     for rank, line in ((0, 40), (1, 40), (2, 44)):
         written.run.attempt(0).node("n2").stacks(rank).write_text(
@@ -267,7 +268,7 @@ def test_where_the_ranks_of_a_hang_stood(written: Written) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "kind", "words"),
+    ("output", "kind", "words"),
     [
         (
             "slurmstepd: error: execve(): /no/python: No such file or directory\n"
@@ -306,18 +307,18 @@ def test_where_the_ranks_of_a_hang_stood(written: Written) -> None:
     ],
 )
 @pytest.mark.parametrize("verdict", [False, True])
-def test_what_only_the_jobs_output_tells(
-    written: Written, said: str, kind: str, words: str, verdict: bool
+def test_causes_in_the_jobs_output_are_recognised(
+    written: Written, output: str, kind: str, words: str, verdict: bool
 ) -> None:
-    written.event("queued", job_id="7").said(said)
+    written.event("queued", job_id="7").said(output)
     if verdict:
         written.attempt(0).verdict("node lost", "give up", why="nothing was heard")
-    found = written.explain(record("FAILED", code="1:0"))
-    assert found.kind == kind
-    assert words in found.text
+    explanation = written.explain(record("FAILED", code="1:0"))
+    assert explanation.kind == kind
+    assert words in explanation.text
     if verdict:
         again = written.event("submitted", first_attempt=1).explain(record("PENDING", "Priority"))
-        assert (again.kind, again.hint) == ("waiting", found.hint)
+        assert (again.kind, again.hint) == ("waiting", explanation.hint)
 
 
 def test_only_the_newest_attempts_output_counts(written: Written) -> None:
@@ -333,11 +334,56 @@ def test_only_the_newest_attempts_output_counts(written: Written) -> None:
 def test_every_row_can_be_filled_in(written: Written, cause: Any) -> None:
     """Words and hints name only what is there to be filled in."""
     groups = dict.fromkeys(re.compile(cause.pattern).groupindex, "x")
-    known = dict.fromkeys(("again", "python", "logs", "path"), "y")
+    replacements = dict.fromkeys(("again", "python", "logs", "path"), "y")
     assert cause.words.format(**groups, when_size="")
-    assert cause.hint.format(**groups, **known)
+    assert cause.hint.format(**groups, **replacements)
 
 
 def test_ordinary_output_is_no_cause() -> None:
-    said = "epoch 1  step 24  loss 0.8\ntest accuracy 0.93\nhpc-ddp: goodput 6 %\n"
-    assert recognise(said) is None
+    output = "epoch 1  step 24  loss 0.8\ntest accuracy 0.93\nhpc-ddp: goodput 6 %\n"
+    assert recognise(output) is None
+
+
+PAGE = Path(__file__).parents[4] / "docs" / "troubleshooting.md"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def _filled(text: str, name: str, table: str) -> str:
+    pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"
+    new, count = re.subn(pattern, lambda match: f"{match[1]}{table}{match[2]}", text, flags=re.S)
+    assert count == 1, f"the page has {count} places for the table of {name}"
+    return new
+
+
+def _words(text: str) -> str:
+    """Fill in what `explain` would of a run."""
+    replacements = {"again": "`hpc-ddp submit --run RUN`", "logs": "`hpc-ddp logs RUN --rank 3`"}
+    replacements |= {"python": "the job's Python", "job": "JOB"}
+    text = re.sub(r"\{(\w+)\}", lambda match: replacements.get(match[1], "…"), text)
+    return text.replace("<", "&lt;").replace("*", "\\*")
+
+
+def _reason(pattern: str) -> str:
+    """Return a pattern of Slurm's reasons for a reader."""
+    pattern = re.sub(r"\(\?P<\w+>|\)|\$$", "", pattern).replace(r"\w+?", "…").replace(r"\w*", "…")
+    pattern = re.sub(r"\(\w+\??$|\(|\?|\.\*", "", pattern.partition("|$")[0])
+    return ", ".join(f"`{part}`" for part in pattern.split("|") if part)
+
+
+def test_the_tables_of_the_troubleshooting_page_are_current() -> None:
+    """To accept a change, run with ``HPC_DDP_ACCEPT=1``."""
+    causes = [(cause.kind, _words(cause.words), _words(cause.hint)) for cause in FAILURES]
+    reasons = [
+        (_reason(row.pattern), _words(row.words), _words(row.hint)) for row in PENDING_REASONS
+    ]
+    text = PAGE.read_text()
+    new = _filled(text, "causes", _table(("kind", "what happened", "what to do"), causes))
+    new = _filled(new, "reasons", _table(("Slurm's reason", "it is", "what to do"), reasons))
+    if is_accepted():
+        PAGE.write_text(new)
+    assert new == PAGE.read_text()

@@ -1,4 +1,4 @@
-"""The table of `hpc-ddp status`: selection, order, columns."""
+"""Runs are selected, sorted and shown as a table."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from unit.report.written_runs import RUNNING_JOB, make_run
 def test_the_newest_and_the_live_ones_are_shown(tmp_path: Path, monkeypatch: Any) -> None:
     runs = [make_run(tmp_path, number, ended=number != 3) for number in range(30)]
     queue = {"3": RUNNING_JOB}
-    shown, others = overview.select(tmp_path, queue, show_all=False)
-    assert (len(shown), others) == (21, 9)
+    shown, older = overview.select(tmp_path, queue, show_all=False)
+    assert (len(shown), older) == (21, 9)
     assert shown[:2] == [runs[29], runs[28]]
     assert len(overview.select(tmp_path, queue, show_all=True)[0]) == 30
     monkeypatch.setattr(overview, "jobs_in_queue", lambda: queue)
-    told = overview.show(tmp_path, [], False, False)
-    assert [line.split()[2] for line in told.splitlines()[1:4]] == ["3", "29", "28"]
-    assert told.endswith("… 9 older: hpc-ddp status --all")
+    table = overview.show(tmp_path, [], False, False)
+    assert [line.split()[2] for line in table.splitlines()[1:4]] == ["3", "29", "28"]
+    assert table.endswith("… 9 older: hpc-ddp status --all")
     assert len(json.loads(overview.show(tmp_path, [], False, True))) == 30
 
 
@@ -43,8 +43,8 @@ def test_a_narrow_terminal_loses_columns_not_lines(tmp_path: Path) -> None:
     assert "\033[32mrunning" in overview.table([row], 120, colours=True)
 
 
-def test_the_queue_is_asked_once(tmp_path: Path, monkeypatch: Any) -> None:
-    """However many runs."""
+def test_the_queue_is_read_once(tmp_path: Path, monkeypatch: Any) -> None:
+    """One call serves any number of runs."""
     calls = []
 
     def queue() -> dict[str, QueuedJob]:
@@ -54,9 +54,9 @@ def test_the_queue_is_asked_once(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(overview, "jobs_in_queue", queue)
     for number in range(5, 30):
         make_run(tmp_path, number)
-    told = overview.show(tmp_path, [], True, False)
-    assert told.count("\n") == 25
-    assert told.splitlines()[1].split()[2:4] == ["7", "running"]
+    table = overview.show(tmp_path, [], True, False)
+    assert table.count("\n") == 25
+    assert table.splitlines()[1].split()[2:4] == ["7", "running"]
     assert len(calls) == 1
 
 

@@ -1,4 +1,4 @@
-"""Curves: cut at restarts, and thinned without losing a spike."""
+"""Curves are cut at restarts, and thinned without losing a spike."""
 
 from __future__ import annotations
 
