@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node.net.place import Place
+from hpc_ddp.submission.snapshot import carry_library
 
 
 class NoSignals:
-    """Signals that a test gives by hand."""
+    """Signals that a test sets."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -31,3 +33,10 @@ def place_of(attempt: AttemptFolder, **values: Any) -> Place:
         "interface": None,
     }
     return Place(**{**fields, **values})
+
+
+def write_lib(tmp_path: Path) -> Path:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    carry_library(run)
+    return run.lib

@@ -42,7 +42,7 @@ def task(attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[[i
     return make
 
 
-def test_a_worker_is_told_what_torchrun_would_tell_it(
+def test_a_worker_gets_the_variables_of_torchrun(
     task: Callable[[int], Supervisor], attempt: AttemptFolder
 ) -> None:
     watcher = task(3)
@@ -119,7 +119,7 @@ def test_a_task_ends_with_its_supervisors_code(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("rank", "error", "taken"),
+    ("rank", "error", "is_taken"),
     [
         (0, "RuntimeError: EADDRINUSE, port: 20001", True),
         (0, "RuntimeError: EADDRINUSE, port: 80", False),
@@ -134,12 +134,12 @@ def test_a_port_that_was_taken_is_marked(
     monkeypatch: pytest.MonkeyPatch,
     rank: int,
     error: str,
-    taken: bool,
+    is_taken: bool,
 ) -> None:
     watcher = task(rank)
     watcher.folder.rank_log(rank).write_text(f"Traceback (most recent call last):\n  x\n{error}\n")
     assert watcher._failures(1) == [{"rank": rank, "code": 1, "time": 1000.0, "error": error}]
-    assert attempt.port_taken.exists() is taken
+    assert attempt.port_taken.exists() is is_taken
     watcher.folder.failures.write_text('{"agent": "no python"}')
     assert watcher._failures(127) == [
         {"rank": None, "code": 127, "time": 1000.0, "error": "no python"}

@@ -24,7 +24,7 @@ def _comparison(attempt: AttemptFolder, **values: Any) -> FabricComparison:
 
 @pytest.fixture
 def look(monkeypatch: pytest.MonkeyPatch) -> list[Found]:
-    """What this node has: the first of the list."""
+    """The cards of this node: the first of the list."""
     result = [INFINIBAND]
     monkeypatch.setattr(fabric, "look", lambda: result[0])
     monkeypatch.setattr(Place, "fabric_env", lambda place, result: {"NCCL_NET": "IB"})

@@ -1,4 +1,4 @@
-"""Beside a worker, on its node: py-spy is a stand-in, and the worker a process that sleeps."""
+"""`hpc-ddp attach` on a node: py-spy is a stand-in, and the worker a process that sleeps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _py_spy(folder: Path, code: int) -> None:
     (folder / "py-spy").chmod(0o755)
 
 
-def test_py_spy_beside_the_workers_python_is_asked(
+def test_py_spy_beside_the_workers_python_is_used(
     tmp_path: Path, worker: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _py_spy(tmp_path, 0)
@@ -48,7 +48,7 @@ def test_py_spy_beside_the_workers_python_is_asked(
 @pytest.mark.parametrize(
     ("code", "why"), [(1, "py-spy may not look at it"), (None, "there is no py-spy beside /")]
 )
-def test_without_py_spys_help_the_worker_has_to_tell(
+def test_a_missing_py_spy_is_reported(
     tmp_path: Path, worker: int, capfd: pytest.CaptureFixture[str], code: int | None, why: str
 ) -> None:
     if code is not None:
@@ -93,24 +93,24 @@ def script(tmp_path: Path) -> Iterator[Script]:
         process.wait()
 
 
-def _kept(pid: int) -> Path:
+def _stacks_of(pid: int) -> Path:
     paths = Path(f"/proc/{pid}/fd").iterdir()
     return next(path for path in paths if STACKS in os.readlink(path))
 
 
-def test_a_worker_tells_itself_where_it_stands(
+def test_a_worker_writes_its_own_stacks(
     tmp_path: Path,
     script: Script,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
-    kept = _kept(script("faulthandler.register(number, file)"))
+    stacks = _stacks_of(script("faulthandler.register(number, file)"))
     monkeypatch.setattr(attach, "time", clock)
     monkeypatch.setattr(
         clock,
         "sleep",
-        lambda _: wait_until(lambda: b"<module>\n" in kept.read_bytes(), "all of it"),
+        lambda _: wait_until(lambda: b"<module>\n" in stacks.read_bytes(), "all of it"),
     )
     assert attach.main([str(tmp_path / "rank-0.pid"), "stacks"]) == 0
     text = capfd.readouterr().out
@@ -164,16 +164,16 @@ def test_an_answer_is_shown_once_it_is_whole(
     """The worker writes a part at each signal: three more come while its answer is waited for."""
     clock = Clock()
     pid = script("signal.signal(number, lambda *_: os.write(file, b'part '))")
-    kept = _kept(pid)
-    size = kept.stat().st_size
+    stacks = _stacks_of(pid)
+    size = stacks.stat().st_size
 
     def wait(seconds: float) -> None:
         clock.slept.append(seconds)
         parts = min(len(clock.slept), 4)
-        wait_until(lambda: kept.stat().st_size >= size + parts * len("part "), "another part")
+        wait_until(lambda: stacks.stat().st_size >= size + parts * len("part "), "another part")
         if parts < 4:
             os.kill(pid, SHOW_STACKS)
-            wait_until(lambda: kept.stat().st_size > size + parts * len("part "), "the next part")
+            wait_until(lambda: stacks.stat().st_size > size + parts * len("part "), "the next part")
 
     monkeypatch.setattr(clock, "sleep", wait)
     monkeypatch.setattr(attach, "time", clock)
@@ -182,7 +182,7 @@ def test_an_answer_is_shown_once_it_is_whole(
 
 
 @pytest.mark.parametrize("text", ["", "x", "999999999 1", "PID 1", "PID"])
-def test_a_worker_that_is_gone(tmp_path: Path, text: str) -> None:
+def test_a_dead_worker_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / "rank-0.pid").write_text(text.replace("PID", str(os.getpid())))
     with pytest.raises(HpcDdpError, match="rank-0 has no process on"):
         attach.worker_of(tmp_path / "rank-0.pid")
@@ -202,7 +202,7 @@ def test_a_command_takes_the_workers_place_but_for_its_rank(
     assert calls == [("ls", ["ls", "-l"], env, str(tmp_path / "deep"))]
 
 
-def test_a_command_that_is_not_there(
+def test_an_unknown_command_is_reported(
     tmp_path: Path, worker: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -211,7 +211,7 @@ def test_a_command_that_is_not_there(
     assert capfd.readouterr().err == error
 
 
-def test_a_signal_that_is_handled() -> None:
+def test_handled_and_ignored_signals_are_told_apart() -> None:
     before = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:
         assert attach._catches(os.getpid(), signal.SIGUSR2)

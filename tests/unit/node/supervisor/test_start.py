@@ -1,0 +1,138 @@
+"""A supervisor starts its workers; they are stand-ins."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.run_folder import AttemptFolder
+from hpc_ddp.node import supervisor
+from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.outcome import head_failover
+from hpc_ddp.node.supervisor import Supervisor, expand, split
+from unit.fakes import Clock
+from unit.node.supervisor.fakes import COMMAND, Agent, make_supervisor
+
+
+@pytest.mark.parametrize("error", [KeyError("SLURM_NODEID"), ValueError("attempt.json")])
+def test_a_supervisor_without_a_place_reports_it(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(environ: dict[str, str]) -> None:
+        raise error
+
+    monkeypatch.setattr(Place, "from_env", refuse)
+    assert supervisor.main(["true"]) == 1
+    assert f"can't take part: its place in the job is unknown: {error!r}" in capfd.readouterr().err
+
+
+def test_variables_are_filled_in_for_torchrun_and_not_for_the_script() -> None:
+    words = ["$A", "node.py", "agent", "--rdzv-id=$ID", "--x=${ID}", "train.py", "--lr=$ID"]
+    assert expand(words, {"ID": "7"}) == [*words[:3], "--rdzv-id=7", "--x=7", *words[5:]]
+    assert split(["--a=1", "train.py", "--b"]) == (["--a=1"], ["train.py", "--b"])
+
+
+@pytest.mark.parametrize(("index", "is_host"), [(0, "1"), (1, "0")])
+def test_each_node_knows_the_host_of_the_store(
+    attempt: AttemptFolder, index: int, is_host: str
+) -> None:
+    watcher = make_supervisor(attempt, index=index)
+    conf, address = f"--rdzv-conf=a=1,is_host={is_host}", f"--local-addr=n{index + 1}"
+    assert watcher.launch.command == [*COMMAND[:5], conf, address, *COMMAND[5:]]
+    plain = make_supervisor(attempt, *COMMAND[:3], "train.py", index=index)
+    assert plain.launch.command[3] == f"--rdzv-conf=is_host={is_host}"
+
+
+def test_workers_get_their_variables(
+    attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Place, "interface_env", lambda place: {"A": "1"})
+    watcher = make_supervisor(attempt, index=1)
+    env = watcher._env()
+    assert (env["HPC_DDP_NODE"], env["A"]) == ("n2", "1")
+    assert env["HPC_DDP_NODE_FOLDER"] == str(attempt.path / "n2")
+    assert env["HPC_DDP_NOTICE"] == str(watcher.folder.notice)
+
+
+def _run(watcher: Supervisor, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(watcher, "_start", lambda: agent)
+    return watcher.run()
+
+
+def test_a_node_whose_peer_has_failed_already_does_not_start(attempt: AttemptFolder) -> None:
+    attempt.failed.write_text("n2")
+    assert make_supervisor(attempt).run() == 1
+    assert not (attempt.node("n1").record).exists()
+
+
+def test_a_start_removes_files_of_an_earlier_one(attempt: AttemptFolder) -> None:
+    folder = attempt.node("n1")
+    folder.path.mkdir()
+    for path in (folder.failures, folder.path / "rank-0.pid"):
+        path.touch()
+    make_supervisor(attempt)
+    assert list(folder.path.iterdir()) == []
+
+
+def test_a_missing_python_is_recorded(attempt: AttemptFolder, clock: Clock) -> None:
+    watcher = make_supervisor(attempt, "/no/python", "node.py", "agent", "train.py", nodes=("n1",))
+    assert watcher.run() == 1
+    (failure,) = read_json(watcher.folder.record)["failures"]
+    assert (failure["rank"], failure["code"]) == (None, 127)
+    assert "No such file or directory: '/no/python'" in failure["error"]
+
+
+def test_a_good_start_is_recorded(
+    attempt: AttemptFolder,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    watcher = make_supervisor(attempt)
+    watcher.folder.rank_log(0).write_bytes(b"hello\xff\n")
+    assert _run(watcher, Agent(), monkeypatch) == 0
+    assert capfdbinary.readouterr().out == b"hello\xff\n"
+    assert read_json(watcher.folder.record) == {
+        **{"node": "n1", "code": 0, "notice": None, "torn_down": None},
+        **{"left": False, "failures": []},
+    }
+    assert watcher.folder.printed.read_text().endswith(" 0 7\n")
+    assert not attempt.failed.read_text()
+
+
+def test_an_elastic_node_without_its_leader_is_killed(
+    attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = threading.Event()
+    lost.set()
+    monkeypatch.setattr(head_failover, "watch", lambda place, environ: lost)
+    monkeypatch.setattr(head_failover, "decide", lambda *words: None)
+    agent = Agent(-9)
+    watcher = make_supervisor(attempt, *COMMAND[:3], "--nnodes=1:2", "train.py", index=1)
+    watcher._kill_at = 0.0
+    assert _run(watcher, agent, monkeypatch) == 1
+    assert agent.killed
+    rigid = Agent(0)
+    assert _run(make_supervisor(attempt, index=1), rigid, monkeypatch) == 0
+    assert not rigid.killed
+
+
+def test_the_first_supervisor_alone_looks_for_its_peers(attempt: AttemptFolder) -> None:
+    """Each of thousands looking for each would be a square of look-ups on the shared disk."""
+    watchers = [make_supervisor(attempt, index=index) for index in range(3)]
+    assert [len(watcher.launch.peers) for watcher in watchers] == [3, 0, 0]
+    attempt.failed.write_text("n2")
+    assert [watcher.run() for watcher in watchers] == [1, 0, 0]
+
+
+def test_a_node_that_can_not_take_part_reports_why(
+    attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"RUN": attempt.path.parents[1], "ATTEMPT": 0, "STEP_LAUNCHER": "mpirun"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"HPC_DDP_{name}", str(value))
+    monkeypatch.delenv("HPC_DDP_NODE_INDEX", raising=False)
+    assert supervisor.main(["x"]) == 1
+    assert "this node can't take part: this host, " in capsys.readouterr().err
