@@ -1,4 +1,4 @@
-"""How Slurm's commands are called, read and called again, with stand-ins in their place."""
+"""Slurm's commands are called, read and called again; stand-ins take their place."""
 
 from __future__ import annotations
 
@@ -8,21 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp import slurm, slurm_text
+from hpc_ddp import slurm
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.slurm import NoAnswerError
 from hpc_ddp.slurm_text import QueuedJob, Record
-from unit.fakes import Clock, Slurm, stop_clock
-
-TIMED_OUT = "slurm_load_jobs error: Socket timed out on send/recv operation"
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clock(monkeypatch, slurm)
-
-
-# --- one call ------------------------------------------------------------------------------
+from unit.fakes import Clock, Slurm
+from unit.slurm.fakes import TIMED_OUT
 
 
 @pytest.mark.parametrize(
@@ -59,7 +50,7 @@ def test_a_machine_without_slurm_and_a_command_that_hangs(
     assert "dry-run" in str(caught.value.hint)
 
 
-def test_what_is_asked_of_slurm(slurm_commands: Slurm, tmp_path: Path) -> None:
+def test_changes_of_a_job_call_slurms_commands(slurm_commands: Slurm, tmp_path: Path) -> None:
     for command in ("scontrol", "sbatch", "scancel"):
         slurm_commands.answer(command)
     slurm.requeue("7")
@@ -89,13 +80,10 @@ def test_what_is_asked_of_slurm(slurm_commands: Slurm, tmp_path: Path) -> None:
         (lambda: slurm.show_accounts("me"), []),
     ],
 )
-def test_what_is_only_good_to_know_does_not_fail(
+def test_optional_queries_return_nothing_on_errors(
     slurm_commands: Slurm, ask: Callable[[], object], nothing: object
 ) -> None:
     assert ask() == nothing
-
-
-# --- again and again -----------------------------------------------------------------------
 
 
 def test_a_controller_that_is_away_is_waited_for(
@@ -112,7 +100,7 @@ def test_a_controller_that_is_away_is_waited_for(
     )
 
 
-def test_it_is_not_waited_for_without_end(slurm_commands: Slurm, clock: Clock) -> None:
+def test_a_controller_is_awaited_for_a_bounded_time(slurm_commands: Slurm, clock: Clock) -> None:
     slurm_commands.answer("scontrol", err="Unable to contact slurm controller", code=1)
     with pytest.raises(NoAnswerError, match="scontrol got no answer"):
         slurm.show_job("7")
@@ -132,132 +120,6 @@ def test_cancel_passes_over_jobs_that_are_gone_alone(slurm_commands: Slurm) -> N
     slurm_commands.answer("scancel", err="scancel: error: Access denied", code=1)
     with pytest.raises(HpcDdpError, match="Access denied"):
         slurm.cancel(["7"])
-
-
-# --- was it queued? ------------------------------------------------------------------------
-
-
-HEADER = "#!/bin/bash\n#SBATCH --partition=debug\n#SBATCH --gpus-per-node=2\nsrun true\n"
-SCRIPT = Path("job.sbatch")  # in the current folder
-
-
-@pytest.fixture(autouse=True)
-def _script(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path_factory.mktemp("job"))
-    SCRIPT.write_text(HEADER)
-
-
-def _submit(*options: str, known: tuple[str, ...] = ()) -> str:
-    return slurm.sbatch(SCRIPT, os.environ, *options, earlier=known)
-
-
-def test_a_submit_is_answered_with_the_id(slurm_commands: Slurm) -> None:
-    slurm_commands.answer("sbatch", "7;cluster\n")
-    assert _submit("--array=1") == "7"
-    assert slurm_commands.calls("sbatch") == [["--parsable", "--array=1", "job.sbatch"]]
-    assert not slurm_commands.calls("squeue")
-
-
-def test_a_submit_without_an_id_is_not_made_again(slurm_commands: Slurm, clock: Clock) -> None:
-    slurm_commands.answer("sbatch", "Submitted!\n")
-    slurm_commands.answer("squeue", "7|N/A|job.sbatch\n")
-    assert _submit() == "7"
-    with pytest.raises(NoAnswerError, match="printed no job id: 'Submitted!'"):
-        _submit(known=("7",))
-    assert len(slurm_commands.calls("sbatch")) == 2
-
-
-def test_what_a_job_asks_for_comes_before_a_profile(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept = {"SBATCH_ACCOUNT": "physics", "SLURM_CLUSTERS": "big", "SLURM_JWT": "secret"}
-    same = {"SBATCH_PARTITION": "debug"}
-    other = {"SBATCH_GPUS": "8", "SBATCH_WAIT": "1", "SBATCH_ARRAY_INX": "1-9"}
-    other["SBATCH_NO_KILL"] = "set"  # would keep a job without its first node until its limit
-    gone = {"SLURM_JOB_ID": "5", "SRUN_CPUS_PER_TASK": "77", "SLURM_NTASKS": "9"}
-    for name, value in {**kept, **same, **other, **gone}.items():
-        monkeypatch.setenv(name, value)
-    seen = slurm.submit_env(os.environ, slurm_text.parse_options(HEADER))
-    assert {name: seen[name] for name in {**kept, **same, **other, **gone} if name in seen} == kept
-    assert sorted(capsys.readouterr().err.splitlines()) == [
-        "hpc-ddp: SBATCH_ARRAY_INX=1-9 is not used: a job of hpc-ddp has its own way",
-        "hpc-ddp: SBATCH_GPUS=8 is not used: the job has --gpus-per-node",
-        "hpc-ddp: SBATCH_NO_KILL=set is not used: a job of hpc-ddp has its own way",
-        "hpc-ddp: SBATCH_WAIT=1 is not used: a job of hpc-ddp has its own way",
-    ]
-
-
-@pytest.mark.parametrize(("variables", "umask"), [({"HPC_DDP_UMASK": "2"}, "0002"), ({}, "0022")])
-def test_a_job_gets_the_umask_of_its_user(
-    slurm_commands: Slurm, tmp_path: Path, variables: dict[str, str], umask: str
-) -> None:
-    """The processes of hpc-ddp on a node have one of their own, and sbatch passes its own on."""
-    slurm_commands.answer_by("sbatch", f"umask >{tmp_path}/umask; echo 7")
-    before = os.umask(0o022)
-    try:
-        slurm.sbatch(Path("job.sbatch"), {**os.environ, **variables})
-    finally:
-        os.umask(before)
-    assert (tmp_path / "umask").read_text().strip() == umask
-
-
-def test_an_option_of_the_command_line_counts_as_the_jobs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = slurm_text.parse_options(HEADER, ["--exclude=n1", "--hold"])
-    assert options == {"partition": "debug", "gpus-per-node": "2", "exclude": "n1", "hold": ""}
-    environ = {"SBATCH_TIMELIMIT": "5", "SBATCH_EXCLUDE": "n2"}
-    assert slurm.submit_env(environ, options) == {"SBATCH_TIMELIMIT": "5"}
-    assert "SBATCH_EXCLUDE=n2 is not used: the job has --exclude" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "known", "rows", "id"),
-    [
-        ((), (), "7|N/A|job.sbatch\n", "7"),
-        ((), (), "8|N/A|/r/other\n9|N/A|job.sbatch\n10|N/A|job.sbatch\n", "10"),
-        ((), ("10",), "9|N/A|job.sbatch\n10|N/A|job.sbatch\n", "9"),
-        (("--array=2",), (), "9|2|job.sbatch\n10|1|job.sbatch\n", "9"),
-        (("--hold",), (), "torn line\n9|1|job.sbatch\n", "9"),
-    ],
-)
-def test_without_an_answer_the_queue_is_asked(
-    slurm_commands: Slurm,
-    clock: Clock,
-    options: tuple[str, ...],
-    known: tuple[str, ...],
-    rows: str,
-    id: str,
-) -> None:
-    slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
-    slurm_commands.answer("squeue", "")
-    slurm_commands.answer("squeue", rows)
-    assert _submit(*options, known=known) == id
-    assert len(slurm_commands.calls("sbatch")) == 1
-    assert clock.slept == [2, 2]
-
-
-def test_what_is_not_in_the_queue_is_submitted_again(
-    slurm_commands: Slurm, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
-    slurm_commands.answer("sbatch", "8\n")
-    slurm_commands.answer("squeue", "7|N/A|job.sbatch\n")
-    assert _submit(known=("7",)) == "8"
-    assert len(slurm_commands.calls("squeue")) == slurm.LOOKS
-    assert "trying again" in capsys.readouterr().err
-
-
-def test_a_submit_is_given_up_after_a_while(slurm_commands: Slurm, clock: Clock) -> None:
-    slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
-    slurm_commands.answer("squeue", "")
-    with pytest.raises(NoAnswerError):
-        _submit()
-    pause_s = 2 * slurm.LOOKS
-    assert slurm.PATIENCE_S < sum(clock.slept) <= slurm.PATIENCE_S + pause_s
-
-
-# --- the queue -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -285,7 +147,7 @@ def test_an_array_lives_as_long_as_one_of_its_tasks(
     assert {id: job.state for id, job in slurm.queue().items()} == states
 
 
-def test_lines_of_the_queue(slurm_commands: Slurm, tmp_path: Path) -> None:
+def test_lines_of_the_queue_are_parsed(slurm_commands: Slurm, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     rows = (
         f"5|5|PENDING|Priority|n[1-2]|1:00|{tmp_path}/link|job.sh\n"
@@ -318,14 +180,11 @@ def test_a_job_that_is_forgotten_is_in_the_accounting(slurm_commands: Slurm) -> 
 
 
 @pytest.mark.parametrize("accounting", [("", 0), ("sacct: error: no accounting", 1)])
-def test_a_job_that_nobody_knows(slurm_commands: Slurm, accounting: tuple[str, int]) -> None:
+def test_an_unknown_job_is_an_error(slurm_commands: Slurm, accounting: tuple[str, int]) -> None:
     slurm_commands.answer("scontrol", err="Invalid job id specified", code=1)
     slurm_commands.answer("sacct", accounting[0], code=accounting[1])
     with pytest.raises(HpcDdpError, match="scontrol refused: Invalid job id"):
         slurm.record("7")
-
-
-# --- nodes and the cluster -----------------------------------------------------------------
 
 
 def test_nodes_that_are_down_or_do_not_answer(slurm_commands: Slurm) -> None:
@@ -374,13 +233,13 @@ def test_rows_of_the_accounting_are_read(slurm_commands: Slurm) -> None:
     ]
 
 
-def test_options_that_a_site_adds(slurm_commands: Slurm) -> None:
+def test_options_added_by_a_site_are_read(slurm_commands: Slurm) -> None:
     slurm_commands.answer("sbatch", "  --uenv=NAME\n")
     assert slurm.takes_option("sbatch", "uenv")
     assert not slurm.takes_option("sbatch", "bb")
 
 
-def test_times_are_read_whatever_format_a_profile_has(
+def test_times_are_read_with_any_format_of_a_profile(
     slurm_commands: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
@@ -388,7 +247,7 @@ def test_times_are_read_whatever_format_a_profile_has(
     assert slurm.show_job("7").reason == "standard"
 
 
-def test_what_an_outer_job_left_is_dropped() -> None:
+def test_variables_of_an_outer_job_are_dropped() -> None:
     environ = {
         "SLURM_CPU_BIND": "x",
         "SALLOC_A": "x",
@@ -399,7 +258,7 @@ def test_what_an_outer_job_left_is_dropped() -> None:
     assert slurm.clean_env(environ) == {"SLURM_CONF": "/c", "HOME": "/"}
 
 
-def test_what_an_outer_run_set_is_dropped() -> None:
+def test_variables_of_an_outer_run_are_dropped() -> None:
     """A job that a worker submits, or a script in an allocation, is none of that run's."""
     of_a_run = {"HPC_DDP_INTERACTIVE": "1", "HPC_DDP_NODE_INDEX": "0", "HPC_DDP_NODE_FOLDER": "/f"}
     of_a_run |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "1", "LOCAL_RANK": "1"}
