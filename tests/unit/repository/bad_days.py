@@ -32,13 +32,13 @@ class Row:
 
 def rows() -> list[Row]:
     """Return the rows in the order of the test files."""
-    found: dict[str, Row] = {}
+    rows_by_name: dict[str, Row] = {}
     for path in sorted((REPO / "tests").rglob("test_*.py")):
         for function, name, promise in _marked(path):
-            row = found.setdefault(name, Row(name, promise))
+            row = rows_by_name.setdefault(name, Row(name, promise))
             row.promise = row.promise or promise
             row.tests.append(f"{path.relative_to(REPO)}::{function}")
-    return list(found.values())
+    return list(rows_by_name.values())
 
 
 def _marked(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -68,13 +68,13 @@ def last_seen(store: Store) -> dict[str, str]:
             passed.setdefault(key, {})[line["test"]] = line["date"]
         elif line["outcome"] == "failed":
             failures.add(key)
-    seen: dict[str, str] = {}
+    dates_seen: dict[str, str] = {}
     for (function, commit), dates in passed.items():
         wanted = variants.get(function)
         if wanted and wanted <= dates.keys() and (function, commit) not in failures:
             date = max(dates.values())
-            seen[function] = max(seen.get(function, ""), f"{date} ({commit})")
-    return seen
+            dates_seen[function] = max(dates_seen.get(function, ""), f"{date} ({commit})")
+    return dates_seen
 
 
 def _function(test: str) -> str:
@@ -82,20 +82,20 @@ def _function(test: str) -> str:
 
 
 def table() -> str:
-    seen = last_seen(Store(RESULTS))
+    dates_seen = last_seen(Store(RESULTS))
     lines = ["| bad day | what is promised | shown by | last seen |", "|---|---|---|---|"]
     for row in rows():
         tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in row.tests)
         # A row was seen when the oldest of its tests was, and not before each of them has been.
-        dates = sorted(seen.get(test, "") for test in row.tests)
+        dates = sorted(dates_seen.get(test, "") for test in row.tests)
         lines.append(f"| {row.name} | {row.promise} | {tests} | {dates[0] or 'not yet'} |")
     return "\n".join(lines) + "\n"
 
 
 def page() -> str:
     """Return docs/bad-days.md as it should be."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
+    before, _, after = PAGE.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{after.partition(END)[2]}"
 
 
 if __name__ == "__main__":

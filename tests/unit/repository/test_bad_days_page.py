@@ -1,4 +1,4 @@
-"""docs/bad-days.md says what the tests' markers and the newest results say."""
+"""The page docs/bad-days.md follows the tests' markers and the newest results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_each_row_has_one_promise() -> None:
 
 
 def test_each_test_that_a_page_names_is_there() -> None:
-    """In pages that say how a thing is known: ``slurm/test_x.py::test_y``."""
+    """Pages name tests as the source of a fact: ``slurm/test_x.py::test_y``."""
     tests = Path(__file__).parents[2]
     for page in (tests.parent / "docs").glob("*.md"):
         named = re.findall(r"`((?:unit|slurm|cli|ddp)/[\w/]+\.py)(?:::(\w+))?", page.read_text())

@@ -19,7 +19,7 @@ def test_names_say_what_a_value_is() -> None:
     assert size.free_starts == 0
 
 
-def test_what_is_counted(tmp_path: Path) -> None:
+def test_code_names_and_docstrings_are_counted(tmp_path: Path) -> None:
     source = tmp_path / "a.py"
     source.write_text(
         '"""Of a module.\n\nTwo lines."""\n\nfound = 1  # one\n\n\ndef f(told, *, x):\n'

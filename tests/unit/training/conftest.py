@@ -18,7 +18,7 @@ def _untouched_generators() -> Iterator[None]:
 
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said to the user; the end of the process is an error."""
+    """The messages to the user; the end of the process is an error."""
 
     def leave(code: int) -> None:
         raise LeftError(code)

@@ -20,14 +20,14 @@ from unit.training.fakes import give_gpus
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_a_worker_with_one_visible_gpu_takes_it(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     give_gpus(monkeypatch, gpus)
-    info = DistEnv(rank=6, local_rank=2, world_size=8, local_world_size=4, launched=True)
-    assert choose_devices(info) == [torch.device("cuda", 0 if gpus == 1 else 2)]
+    dist_env = DistEnv(rank=6, local_rank=2, world_size=8, local_world_size=4, launched=True)
+    assert choose_devices(dist_env) == [torch.device("cuda", 0 if gpus == 1 else 2)]
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     if gpus == 1:
         with pytest.raises(HpcDdpError, match="4 workers on this node, but 1 visible GPU"):
-            choose_devices(info)
+            choose_devices(dist_env)
     else:
-        assert choose_devices(info) == [torch.device("cuda", 2)]
+        assert choose_devices(dist_env) == [torch.device("cuda", 2)]
 
 
 @pytest.mark.parametrize(
@@ -53,17 +53,17 @@ def test_each_worker_has_gpus_of_its_own(
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    info = DistEnv(local, local, 2, 2, launched=True)
+    dist_env = DistEnv(local, local, 2, 2, launched=True)
     if isinstance(first, str):
         with pytest.raises(HpcDdpError) as caught:
-            choose_devices(info, per_worker)
+            choose_devices(dist_env, per_worker)
         assert first in f"{caught.value.message} {caught.value.hint}"
         assert (" of 2 GPUs" in caught.value.message) is (per_worker == 2)
         return
     expected = [torch.device("cpu")] * per_worker
     if first is not None:
         expected = [torch.device("cuda", first + index) for index in range(per_worker)]
-    assert choose_devices(info, per_worker) == expected
+    assert choose_devices(dist_env, per_worker) == expected
     assert current == ([] if first is None else [first])
 
 
@@ -84,7 +84,7 @@ def test_a_hint_names_a_variable_that_is_known_to_work(
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "backend"),
+    ("option", "device", "backend"),
     [
         (None, "cpu", "gloo"),
         (None, "cuda", "nccl"),
@@ -96,15 +96,15 @@ def test_a_hint_names_a_variable_that_is_known_to_work(
     ],
 )
 def test_the_backend_follows_the_device(
-    monkeypatch: pytest.MonkeyPatch, asked: str | None, device: str, backend: str
+    monkeypatch: pytest.MonkeyPatch, option: str | None, device: str, backend: str
 ) -> None:
     available = {"gloo", "nccl", "xccl"}
     monkeypatch.setattr(dist, "is_backend_available", available.__contains__)
     if " " in backend:
         with pytest.raises(HpcDdpError, match=backend):
-            choose_backend(asked, torch.device(device))
+            choose_backend(option, torch.device(device))
     else:
-        assert choose_backend(asked, torch.device(device)) == backend
+        assert choose_backend(option, torch.device(device)) == backend
 
 
 TRAINING = Path(devices.__file__).parent

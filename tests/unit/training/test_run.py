@@ -15,8 +15,8 @@ def test_the_shards_of_a_run_have_each_sample_once() -> None:
     rows = []
     for rank in range(5):
         dims = ParallelDims(rank, 5)
-        own: Any = SimpleNamespace(_dims=dims, seed=0, device=CPU)
-        rows += [int(row[0]) for batch in Run.shard(own, NoisyNumbers(), 4) for row in batch]
+        run: Any = SimpleNamespace(_dims=dims, seed=0, device=CPU)
+        rows += [int(row[0]) for batch in Run.shard(run, NoisyNumbers(), 4) for row in batch]
     assert sorted(rows) == list(range(23))
 
 

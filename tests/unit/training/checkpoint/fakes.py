@@ -16,11 +16,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import disk
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.rank_comparison import Digest, Inventory
-from hpc_ddp.training.checkpoint.saver import (
-    Checkpoints,
-    Claim,
-    Content,
-)
+from hpc_ddp.training.checkpoint.saver import Checkpoints, Claim, Content
 from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import CPU
@@ -29,7 +25,7 @@ from tests.raw_events import raw_events
 
 
 class LoneRank:
-    """The talk of a world of one rank. `peers` are the answers of others, if there are some,
+    """The control group of one rank. `peers` are the answers of others, if there are some,
     `claims` what they are about to write, and `inventories` their tensors."""
 
     rank, world_size = 0, 1
@@ -55,7 +51,7 @@ class LoneRank:
 def claim_run(root: Path) -> RunFolder:
     """Return a new run whose attempt 0 is live."""
     run = RunFolder(root / "name" / "run").make()
-    run.claim_attempt({}, lambda info: False)
+    run.claim_attempt({}, lambda identity: False)
     return run
 
 
@@ -112,7 +108,7 @@ Finding = str | OSError | None
 
 
 def stub_verification(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> list[str]:
-    """Have verifications end like this in turn; return the folders that they were of."""
+    """Let verifications return these findings in turn; return the names of the verified folders."""
     answers, names = iter(findings), []
 
     def find_damage(folder: Path, rank: int, world_size: int) -> str | None:
@@ -136,11 +132,11 @@ def make_manager(
 
 
 def write_draft(folder: Path, step: int, attempt: int = 0, content: bytes = b"x" * 1000) -> Path:
-    made = disk.draft(folder, step, attempt)
-    made.mkdir(parents=True)
-    facts = disk.write_file(made / "state.pt", content)
-    disk.write_manifest(made, {"step": step}, {"state.pt": facts})
-    return made
+    draft = disk.draft(folder, step, attempt)
+    draft.mkdir(parents=True)
+    facts = disk.write_file(draft / "state.pt", content)
+    disk.write_manifest(draft, {"step": step}, {"state.pt": facts})
+    return draft
 
 
 def names_in(folder: Path) -> list[str]:

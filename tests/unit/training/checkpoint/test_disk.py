@@ -82,7 +82,7 @@ def test_a_failing_sync_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_folders_are_synced_before_and_after_publishing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draft's before it is published, and then its new one."""
+    """The draft's folder is synced before it is published, and its parent afterwards."""
     synced: list[str] = []
 
     def sync(descriptor: int) -> None:

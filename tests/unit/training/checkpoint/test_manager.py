@@ -1,4 +1,4 @@
-"""What a run tracks is saved and comes back, on one rank; see tests/ddp for several."""
+"""Tracked objects are saved and restored by one rank; see tests/ddp for several."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import manager as manager_module
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.restorer import Restored
-from hpc_ddp.training.checkpoint.saver import (
-    Content,
-)
+from hpc_ddp.training.checkpoint.saver import Content
 from hpc_ddp.training.checkpoint.shards import Reader
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import CPU
@@ -34,23 +32,23 @@ from unit.training.fakes import Holds
 
 def test_a_resumed_run_has_its_objects_and_its_position(run: RunFolder, make: Make) -> None:
     position, count = Position(step=4, epoch=2, samples=7), Holds(0)
-    keeper = make_manager(make(), position)
-    assert not keeper.tracked
-    keeper.track({"count": count}, {"shuffle": True})
-    assert keeper.tracked
+    manager = make_manager(make(), position)
+    assert not manager.tracked
+    manager.track({"count": count}, {"shuffle": True})
+    assert manager.tracked
     count.value = 9
-    assert keeper.judge(0.5, higher=True)
-    keeper.save_surely()
-    keeper.save_surely()  # this position is saved already
+    assert manager.judge(0.5, higher=True)
+    manager.save_surely()
+    manager.save_surely()  # this position is saved already
     assert len(events_named(run, "checkpoint")) == 1
     assert events_named(run, "checkpoint")[0]["stall_s"] < 60
     manifest = checkpoints.read_manifest(run.checkpoints / "step-4")
     best = {"value": 0.5, "step": 4, "stale": 0}
     assert (manifest["epoch"], manifest["samples"], manifest["best"]) == (2, 7, best)
-    there, fresh = Position(), Holds(0)
-    again = make_manager(make(), there)
+    resumed, fresh = Position(), Holds(0)
+    again = make_manager(make(), resumed)
     again.track({"count": fresh}, {"shuffle": True})
-    assert (fresh.value, there, vars(again.best)) == (9, position, best)
+    assert (fresh.value, resumed, vars(again.best)) == (9, position, best)
     again.save_surely()
     assert len(events_named(run, "checkpoint")) == 1  # it is the one that was restored
     with pytest.raises(HpcDdpError, match="called twice"):
@@ -58,20 +56,20 @@ def test_a_resumed_run_has_its_objects_and_its_position(run: RunFolder, make: Ma
 
 
 @pytest.mark.parametrize(
-    ("seed", "data", "words"),
+    ("seed", "facts", "words"),
     [
         (2, {"shuffle": True}, "seed is 2, but 1"),
         (1, {"shuffle": False}, "shuffle is False, but True"),
     ],
 )
 def test_another_order_of_the_samples_is_refused(
-    make: Make, seed: int, data: dict[str, Any], words: str
+    make: Make, seed: int, facts: dict[str, Any], words: str
 ) -> None:
-    keeper = make_manager(make())
-    keeper.track({"count": Holds(0)}, {"shuffle": True})
-    keeper.save_surely()
+    manager = make_manager(make())
+    manager.track({"count": Holds(0)}, {"shuffle": True})
+    manager.save_surely()
     with pytest.raises(HpcDdpError, match=words):
-        make_manager(make(), seed=seed).track({"count": Holds(0)}, data)
+        make_manager(make(), seed=seed).track({"count": Holds(0)}, facts)
 
 
 @pytest.mark.parametrize(
@@ -85,30 +83,30 @@ def test_another_order_of_the_samples_is_refused(
 def test_the_best_value_is_the_highest_or_lowest(
     make: Make, higher: bool, values: tuple[float, ...], best: list[bool], stale: int
 ) -> None:
-    keeper = make_manager(make())
-    assert [keeper.judge(value, higher) for value in values] == best
-    assert keeper.best.stale == stale
+    manager = make_manager(make())
+    assert [manager.judge(value, higher) for value in values] == best
+    assert manager.best.stale == stale
 
 
 def test_a_best_step_is_recorded_once_it_is_saved(run: RunFolder, make: Make) -> None:
     saver, position = make(), Position(step=1)
-    keeper = make_manager(saver, position)
-    keeper.track({"count": Holds(0)}, {})
-    keeper.judge(1.0, higher=True)
+    manager = make_manager(saver, position)
+    manager.track({"count": Holds(0)}, {})
+    manager.judge(1.0, higher=True)
     break_publishing(saver, OSError("away"))
-    keeper.save()
-    assert not keeper.settle()
-    assert keeper.best.step is None
+    manager.save()
+    assert not manager.settle()
+    assert manager.best.step is None
     break_publishing(saver, None)
     position.step = 2
-    keeper.save_surely()
+    manager.save_surely()
     assert checkpoint_names(run) == ["step-2"]
-    assert vars(keeper.best)["step"] == 2
+    assert vars(manager.best)["step"] == 2
     position.step = 3
     break_publishing(saver, OSError("away"))
-    keeper.save()
-    assert not keeper.settle()
-    assert vars(keeper.best)["step"] == 2  # that one is there
+    manager.save()
+    assert not manager.settle()
+    assert vars(manager.best)["step"] == 2  # that one is there
 
 
 def test_a_save_that_fails_is_tried_again(
@@ -116,8 +114,8 @@ def test_a_save_that_fails_is_tried_again(
 ) -> None:
     slept: list[float] = []
     saver = make()
-    keeper = make_manager(saver, Position(step=1))
-    keeper.track({"count": Holds(0)}, {})
+    manager = make_manager(saver, Position(step=1))
+    manager.track({"count": Holds(0)}, {})
     break_publishing(saver, OSError("away"))
 
     def wait(seconds: float) -> None:
@@ -125,37 +123,37 @@ def test_a_save_that_fails_is_tried_again(
         break_publishing(saver, None)
 
     monkeypatch.setattr(manager_module.time, "sleep", wait)  # type: ignore[attr-defined]
-    keeper.save_surely()
+    manager.save_surely()
     assert (slept, checkpoint_names(run)) == ([1.0], ["step-1"])
 
 
 def test_the_best_weights_come_back(make: Make) -> None:
     model, position = torch.nn.Linear(2, 2), Position(step=1)
-    keeper = make_manager(make(), position)
-    keeper.track({"model": model}, {})
+    manager = make_manager(make(), position)
+    manager.track({"model": model}, {})
     with pytest.raises(HpcDdpError, match="the run has no best checkpoint"):
-        keeper.load_best(model)
+        manager.load_best(model)
     with pytest.raises(HpcDdpError, match="the model is none"):
-        keeper.load_best(torch.nn.Linear(2, 2))
+        manager.load_best(torch.nn.Linear(2, 2))
     before = model.weight.detach().clone()
-    keeper.judge(1.0, higher=True)
-    keeper.save_surely()
+    manager.judge(1.0, higher=True)
+    manager.save_surely()
     position.step = 2
     with torch.no_grad():
         model.weight.zero_()
-    assert keeper.load_best(model) == 1
+    assert manager.load_best(model) == 1
     assert torch.equal(model.weight, before)
 
 
 def test_random_numbers_continue_after_a_resume(make: Make) -> None:
     with rng.untouched():
-        keeper = make_manager(make(), Position(step=1))
-        keeper.track({"count": Holds(0)}, {})
-        keeper.start_random()
+        manager = make_manager(make(), Position(step=1))
+        manager.track({"count": Holds(0)}, {})
+        manager.start_random()
         first = torch.rand(()).item()
-        keeper.start_random()
+        manager.start_random()
         assert torch.rand(()).item() == first  # the seed is of the step
-        keeper.save_surely()
+        manager.save_surely()
         expected = torch.rand(()).item()
         again = make_manager(make())
         again.track({"count": Holds(0)}, {})
@@ -172,17 +170,17 @@ def test_random_numbers_continue_after_a_resume(make: Make) -> None:
 
 
 def test_empty_tensors_come_back(make: Make) -> None:
-    saved, other = Holds(0), Holds(0)
-    saved.value, other.value = torch.empty(0, 3), torch.empty(5)
-    keeper = make_manager(make(), Position(step=1))
-    keeper.track({"x": saved}, {})
-    keeper.save_surely()
-    make_manager(make()).track({"x": other}, {})
-    assert other.value.shape == (0, 3)
+    saved, loaded = Holds(0), Holds(0)
+    saved.value, loaded.value = torch.empty(0, 3), torch.empty(5)
+    manager = make_manager(make(), Position(step=1))
+    manager.track({"x": saved}, {})
+    manager.save_surely()
+    make_manager(make()).track({"x": loaded}, {})
+    assert loaded.value.shape == (0, 3)
 
 
 class RecordingSaver:
-    """Takes what a rank would save."""
+    """A saver that keeps the content of a rank's save."""
 
     def __init__(self) -> None:
         self.content: Content | None = None
@@ -208,11 +206,11 @@ class RecordingSaver:
 def test_the_first_rank_of_each_later_stage_saves_its_objects(rank: int, tells: bool) -> None:
     """Rank 0 saves what the ranks of its own stage share."""
     begun: Any = RecordingSaver()
-    keeper = CheckpointManager(
+    manager = CheckpointManager(
         begun, Position(), [CPU], 1, ParallelDims(rank, 6, pp=3), only_finite=True
     )
-    keeper.track({"count": Holds(0)}, {})
-    keeper.save()
+    manager.track({"count": Holds(0)}, {})
+    manager.save()
     assert ("tree" in begun.content.rank_values) is tells
     inventory = begun.content.inventory()
     assert (inventory.stage, inventory.objects) == (rank // 2, ["count"])
@@ -224,18 +222,18 @@ def test_weights_are_compared_ever_more_seldom_and_at_the_last_save(
 ) -> None:
     begun: Any = RecordingSaver()
     position = Position()
-    keeper = CheckpointManager(begun, position, [CPU], 1, ParallelDims(0, ranks), only_finite=True)
-    keeper.track({"model": torch.nn.Linear(2, 2)}, {})
+    manager = CheckpointManager(begun, position, [CPU], 1, ParallelDims(0, ranks), only_finite=True)
+    manager.track({"model": torch.nn.Linear(2, 2)}, {})
     compared = []
     for good in (False, True, True, True, True, True):  # one that failed does not count
-        keeper.save()
+        manager.save()
         compared.append(begun.content.inventory().checksums.keys())
         begun.good = good
         position.step += 1
-        assert keeper.settle() is good
-        assert keeper.settle() is good
+        assert manager.settle() is good
+        assert manager.settle() is good
     assert compared == [names, names, names, set(), names, set()]
-    keeper.save_surely()
+    manager.save_surely()
     assert begun.content.inventory().checksums.keys() == names
 
 
@@ -249,13 +247,15 @@ def test_optimizer_state_of_an_expert_is_kept_for_each_rank(rank: int) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model[: rank + 1](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    keeper = CheckpointManager(begun, Position(), [CPU], 1, ParallelDims(rank, 2), only_finite=True)
-    keeper.track({"model": model, "optimizer": optimizer}, {})
-    keeper.save()
-    shared, own = begun.content.shared["tree"]["optimizer"]["state"], begun.content.rank_values
+    manager = CheckpointManager(
+        begun, Position(), [CPU], 1, ParallelDims(rank, 2), only_finite=True
+    )
+    manager.track({"model": model, "optimizer": optimizer}, {})
+    manager.save()
+    shared, private = begun.content.shared["tree"]["optimizer"]["state"], begun.content.rank_values
     assert shared.keys() == {"model.0.weight", "model.0.bias"}
-    ranks = {rank: own, 1 - rank: {**own, "rank": 1 - rank}}
-    tree = keeper._tree_of(Restored(1, begun.content.shared, ranks, Reader([])))
+    ranks = {rank: private, 1 - rank: {**private, "rank": 1 - rank}}
+    tree = manager._tree_of(Restored(1, begun.content.shared, ranks, Reader([])))
     assert len(tree["optimizer"]["state"]) == 2 + 2 * rank
 
 
@@ -264,16 +264,16 @@ def test_non_finite_weights_are_saved_only_on_request(
     run: RunFolder, make: Make, only_finite: bool
 ) -> None:
     model = torch.nn.Linear(2, 2)
-    keeper = CheckpointManager(make(), Position(step=1), [CPU], 1, ParallelDims(), only_finite)
-    keeper.track({"model": model}, {})
+    manager = CheckpointManager(make(), Position(step=1), [CPU], 1, ParallelDims(), only_finite)
+    manager.track({"model": model}, {})
     with torch.no_grad():
         model.weight.fill_(torch.nan)
-    keeper.save()
+    manager.save()
     if only_finite:
         with pytest.raises(HpcDdpError, match="NaN"):
-            keeper.settle()
+            manager.settle()
     else:
-        assert keeper.settle()
+        assert manager.settle()
     assert checkpoint_names(run) == ([] if only_finite else ["step-1"])
 
 
@@ -285,23 +285,23 @@ def test_state_that_can_not_be_saved_is_refused_before_the_training(make: Make) 
 
 
 def test_a_model_without_stages_needs_all_saved_weights(make: Make) -> None:
-    keeper, model = make_manager(make(), Position(step=1)), torch.nn.Linear(2, 2)
-    keeper.track({"model": model}, {})
-    keeper.judge(1.0, higher=True)
-    keeper.save_surely()
+    manager, model = make_manager(make(), Position(step=1)), torch.nn.Linear(2, 2)
+    manager.track({"model": model}, {})
+    manager.judge(1.0, higher=True)
+    manager.save_surely()
     model.register_parameter("bias", None)
     with pytest.raises(HpcDdpError, match="bias is not in the model"):
-        keeper.load_best(model)
+        manager.load_best(model)
     with pytest.raises(HpcDdpError, match="bias is not in the model"):
         make_manager(make()).track({"model": torch.nn.Linear(2, 2, bias=False)}, {})
 
 
 def test_the_current_state_is_saved_before_the_best_is_loaded(run: RunFolder, make: Make) -> None:
     model, position = torch.nn.Linear(2, 2), Position(step=1)
-    keeper = make_manager(make(), position)
-    keeper.track({"model": model}, {})
-    keeper.judge(1.0, higher=True)
-    assert keeper.load_best(model) == 1  # not saved before
+    manager = make_manager(make(), position)
+    manager.track({"model": model}, {})
+    manager.judge(1.0, higher=True)
+    assert manager.load_best(model) == 1  # not saved before
     position.step = 2
-    assert keeper.load_best(model) == 1
+    assert manager.load_best(model) == 1
     assert checkpoint_names(run) == ["step-1", "step-2"]

@@ -38,7 +38,7 @@ def test_a_saved_checkpoint_is_restored(run: RunFolder, make: Make) -> None:
     assert (manifest["step"], manifest["world_size"], manifest["epoch"]) == (9, 1, 1)
     assert sorted(manifest["files"]) == ["rank-0.pt", "state.pt"]
     saved = events_named(run, "checkpoint")[-1]
-    size = sum(item["size"] for item in manifest["files"].values())
+    size = sum(facts["size"] for facts in manifest["files"].values())
     assert (saved["step"], saved["bytes"]) == (9, size)
     assert 0.25 <= saved["stall_s"] <= 0.25 + saved["write_s"] + 0.1
     assert saver.stall_s == 0.25
@@ -57,7 +57,7 @@ def test_a_run_without_checkpoints_starts_at_step_0(run: RunFolder, make: Make) 
 
 
 @pytest.mark.parametrize(
-    ("findings", "looks", "step", "left"),
+    ("findings", "looks", "step", "remaining"),
     [
         ((None,), ["step-2"], 2, ["step-1", "step-2"]),
         (("a bad read", None), ["step-2"] * 2, 2, ["step-1", "step-2"]),
@@ -77,15 +77,15 @@ def test_a_bad_checkpoint_is_verified_twice_and_skipped(
     findings: tuple[Finding, ...],
     looks: list[str],
     step: int,
-    left: list[str],
+    remaining: list[str],
 ) -> None:
     save_steps(make(), 1, 2)
     names = stub_verification(monkeypatch, *findings)
     restored = make().restore()
     assert restored is not None
-    assert (restored.step, names, checkpoint_names(run)) == (step, looks, left)
+    assert (restored.step, names, checkpoint_names(run)) == (step, looks, remaining)
     (event,) = events_named(run, "restored")
-    bad = [f"step-{2 - index}: damaged" for index in range(str(left).count("bad"))]
+    bad = [f"step-{2 - index}: damaged" for index in range(str(remaining).count("bad"))]
     assert (event["step"], event["passed_over"]) == (step, bad)
     assert 0 <= event["restore_s"] < 60
     printed = capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_a_bad_checkpoint_is_verified_twice_and_skipped(
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(
     run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither at once nor at the next attempt, until all of them have been set aside."""
+    """The run fails at once and at the next attempt, until all of them have been set aside."""
     save_steps(make(), 1, 2)
     with monkeypatch.context() as patch:
         stub_verification(patch, *["damaged"] * 4)
@@ -116,13 +116,13 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(run: RunFolder, make: Make) -> None:
-    """As after the purge of a scratch."""
+    """A purge of the scratch leaves such a run."""
     save_steps(make(), 7)
     shutil.rmtree(run.checkpoints / "step-7")
     with pytest.raises(HpcDdpError, match="step-7: it was saved, and is gone"):
         make().restore()
     assert checkpoints.set_aside(run) is None
-    run.claim_attempt({}, lambda info: False)
+    run.claim_attempt({}, lambda identity: False)
     assert make().restore() is None
 
 

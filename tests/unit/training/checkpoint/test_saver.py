@@ -18,12 +18,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import disk, schedule
 from hpc_ddp.training.checkpoint import saver as saver_module
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory
-from hpc_ddp.training.checkpoint.saver import (
-    Claim,
-    Failure,
-    Outcome,
-    SupersededError,
-)
+from hpc_ddp.training.checkpoint.saver import Claim, Failure, Outcome, SupersededError
 from hpc_ddp.training.checkpoint.schedule import Retention
 from tests.waiting import LIMIT_S
 from unit.fakes import Clock
@@ -92,7 +87,7 @@ def test_an_error_of_rank_0s_decision_reaches_all_ranks(
 
 def test_a_superseded_attempt_publishes_nothing(run: RunFolder, make: Make) -> None:
     saver = make()
-    run.claim_attempt({}, lambda info: False)
+    run.claim_attempt({}, lambda identity: False)
     saver.begin(content_of(3))
     with pytest.raises(SupersededError, match=r"attempt 0 of .* has been superseded"):
         saver.settle()
@@ -109,8 +104,8 @@ def test_saves_that_keep_failing_end_the_run(
     assert saver.settle()  # nothing has begun since
     assert saver.failed
     assert events_named(run, "save_failed")[0]["error"] == "rank 0: disk away"
-    said = "the checkpoint of step 1 could not be saved (rank 0: disk away)"
-    assert said in capsys.readouterr().err
+    sentence = "the checkpoint of step 1 could not be saved (rank 0: disk away)"
+    assert sentence in capsys.readouterr().err
     break_publishing(saver, None)
     assert save_steps(saver, 5) == [True]
     break_publishing(saver, OSError("disk away"))
@@ -158,9 +153,9 @@ def test_ranks_whose_tensors_do_not_fit_together_write_nothing(
         raise AssertionError("it was written")
 
     monkeypatch.setattr(disk, "write_file", refuse)
-    other = Inventory(0, {"model.w": (4,)}, {"model.w": 4})
+    different = Inventory(0, {"model.w": (4,)}, {"model.w": 4})
     background = LoneRank()
-    background.inventories = [other]
+    background.inventories = [different]
     saver = make(background=background)
     for _ in range(2):  # no later try ends otherwise
         with pytest.raises(HpcDdpError, match=r"rank 1 has other tensors .* rank 0: model\.w"):
@@ -171,7 +166,7 @@ def test_ranks_whose_tensors_do_not_fit_together_write_nothing(
 
 
 @pytest.mark.parametrize(
-    ("error", "left"),
+    ("error", "remaining"),
     [
         (errno.ENOSPC, ["step-1", "step-3", "step-4"]),
         (errno.EDQUOT, ["step-1", "step-3", "step-4"]),
@@ -179,29 +174,29 @@ def test_ranks_whose_tensors_do_not_fit_together_write_nothing(
     ],
 )
 def test_a_full_disk_costs_old_checkpoints_and_no_milestone(
-    run: RunFolder, make: Make, error: int, left: list[str]
+    run: RunFolder, make: Make, error: int, remaining: list[str]
 ) -> None:
-    """Whatever the system calls the error on the rank that it befalls."""
+    """The error code counts, not the system's text for it."""
     background = LoneRank()
     saver = make(Retention(9, every=4), background)
     save_steps(saver, 1, 2, 3, 4)
     background.peers = [Failure(error, "Kein Platz")]
     assert save_steps(saver, 5) == [False]
-    assert checkpoint_names(run) == left
+    assert checkpoint_names(run) == remaining
 
 
 @pytest.fixture
 def space(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Have a disk of 9,600 bytes, on which a checkpoint takes 2,000; return what is asked for."""
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
 
-    def check(made: Path, size: int, files: int) -> None:
-        asked.append((size, files))
-        if size + 2000 * len(checkpoints.published(made.parent)) > 9600:
+    def check(draft: Path, size: int, files: int) -> None:
+        requests.append((size, files))
+        if size + 2000 * len(checkpoints.published(draft.parent)) > 9600:
             raise OSError(errno.ENOSPC, f"No space left for {size} bytes")
 
     monkeypatch.setattr(disk, "check_space", check)
-    return asked
+    return requests
 
 
 def test_old_checkpoints_are_removed_before_the_disk_is_full(
@@ -227,12 +222,12 @@ def test_space_is_checked_once_for_the_bytes_of_all_ranks(
     background = LoneRank()
     background.peers = [{}] * 3
     background.claims = [Claim(size, 2) for size in (70, 0, 5)]
-    own = {"rank": 0, "pieces": [("x", "uint8", (1000,), (0,), (1000,), 0)]}
+    rank_values = {"rank": 0, "pieces": [("x", "uint8", (1000,), (0,), (1000,), 0)]}
     save_steps(
         make(background=background),
         1,
         buffer=buffer_of(b"x" * 400, b"x" * 600),
-        rank_values=own,
+        rank_values=rank_values,
     )
     folder = run.checkpoints / "step-1"
     size = sum(

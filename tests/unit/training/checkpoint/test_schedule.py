@@ -40,8 +40,8 @@ def test_the_best_and_one_of_every_n_steps_stay(tmp_path: Path) -> None:
     for step in range(5, 65, 5):
         (tmp_path / f"step-{step}").mkdir()
         prune(tmp_path, Retention(last=2, every=20), pinned=[35])
-    left = sorted(map(checkpoints.step_of, tmp_path.iterdir()))
-    assert left == [5, 20, 35, 40, 55, 60]
+    remaining = sorted(map(checkpoints.step_of, tmp_path.iterdir()))
+    assert remaining == [5, 20, 35, 40, 55, 60]
 
 
 def test_a_clock_waits_for_the_save_under_way_and_retries_a_failed_one_soon() -> None:
@@ -100,11 +100,11 @@ def test_a_save_is_due_after_its_interval(
 ) -> None:
     saves = Saves()
     saves.failed = failed
-    planner, other = make_schedule(saves, every=every), make_schedule(saves, rank=1, every=every)
+    planner, rank_1 = make_schedule(saves, every=every), make_schedule(saves, rank=1, every=every)
     result = []
     for _ in range(200):
         result.append(planner.is_due())
-        assert not other.is_due()
+        assert not rank_1.is_due()
         clock.now += 1
     assert (result.index(True) if True in result else None) == due_at
     planner.saved()
@@ -123,8 +123,8 @@ def test_the_interval_is_within_bounds(clock: Clock, capsys: pytest.CaptureFixtu
         planner.saved()
         assert planner._every == every
         assert "hpc-ddp: saving every" in capsys.readouterr().err
-    other = make_schedule(saves, rank=1, every="auto")
-    other.saved()
+    rank_1 = make_schedule(saves, rank=1, every="auto")
+    rank_1.saved()
     assert capsys.readouterr().err == ""
     assert planner.save_s() == 5.0
     saves.in_flight = True

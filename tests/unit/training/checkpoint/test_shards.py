@@ -14,14 +14,7 @@ from torch import nn
 from hpc_ddp.core import file_io
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.training.checkpoint import loading, shards, state
-from hpc_ddp.training.checkpoint.shards import (
-    OWN,
-    Reader,
-    StagingBuffer,
-    StoredShard,
-    rows,
-    whole,
-)
+from hpc_ddp.training.checkpoint.shards import OWN, Reader, StagingBuffer, StoredShard, rows, whole
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
 from unit.fakes import stop_clock
@@ -100,7 +93,7 @@ def test_a_staging_buffer_detects_non_finite_numbers() -> None:
 def test_memory_in_blocks_holds_the_same_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On an accelerator it is pinned, or, where that can't be had as here, left as it is."""
+    """The memory is pinned for an accelerator, or left as it is if that fails, as here."""
     parts = {
         "a": whole(torch.arange(70.0, dtype=torch.float64)),
         "b": whole(torch.randn(4, 6, 5).transpose(0, 2)),
@@ -127,7 +120,7 @@ def test_memory_in_blocks_holds_the_same_file(
 
 
 def test_any_box_of_a_tensor_is_read(tmp_path: Path) -> None:
-    """As ranks that have another part of a tensor than those that wrote it."""
+    """Other ranks than the writers have other parts of a tensor."""
     full = torch.arange(18.0).view(6, 3)
     files = []
     for index, low in enumerate((0, 24, 48)):  # two rows each
@@ -169,7 +162,7 @@ def test_a_data_file_that_is_away_is_waited_for(
 def test_an_unreadable_data_file_is_not_called_another_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No SIGBUS either, which ends a process that has mapped a file at an I/O error."""
+    """The process gets no SIGBUS either, which ends one that has mapped a file at an I/O error."""
     reader, clock = _stored(tmp_path), stop_clock(monkeypatch, file_io)
     os.truncate(tmp_path / "data", 20)
     holds = Holds(torch.zeros(3, 2))
@@ -197,14 +190,14 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_staging_buffer_is_allocated_once() -> None:
     model = ManyParameters()
-    found = state.collect({"model": model})
+    collected = state.collect({"model": model})
     buffer = StagingBuffer(CPU)
     places = []
     for _ in range(2):
-        buffer.fill(state.my_parts(found, ParallelDims()))
+        buffer.fill(state.my_parts(collected, ParallelDims()))
         places.append(buffer._blocks[0].data_ptr())
     assert places[0] == places[1]
-    assert buffer._blocks[0].numel() < sum(t.nbytes for t in found.tensors.values()) + 64 * 20
+    assert buffer._blocks[0].numel() < sum(t.nbytes for t in collected.tensors.values()) + 64 * 20
 
 
 @pytest.mark.parametrize("ignored", [False, True])
@@ -215,9 +208,9 @@ def test_a_new_rank_reads_the_first_ranks_buffers(tmp_path: Path, ignored: bool)
         ddp._set_params_and_buffers_to_ignore_for_model(model, ["running_mean"])
     for rank, model in enumerate(models[:2]):
         model.running_mean = torch.full((2,), rank + 1.0)
-        found = state.collect({"model": model})
+        collected = state.collect({"model": model})
         buffer = StagingBuffer(CPU)
-        buffer.fill(state.my_parts(found, ParallelDims(rank, 2)))
+        buffer.fill(state.my_parts(collected, ParallelDims(rank, 2)))
         (tmp_path / f"tensors-{rank}.bin").write_bytes(b"".join(buffer.bytes))
         torch.save(list(map(tuple, buffer.pieces)), tmp_path / f"pieces-{rank}")
     files = [

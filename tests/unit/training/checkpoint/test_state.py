@@ -12,10 +12,7 @@ from torch import nn
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training.checkpoint import state
-from hpc_ddp.training.checkpoint.shards import (
-    OWN,
-    StagingBuffer,
-)
+from hpc_ddp.training.checkpoint.shards import OWN, StagingBuffer
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
 from unit.training.fakes import Holds
@@ -45,9 +42,9 @@ def test_trees_of_stages_are_joined() -> None:
         groups = [{"lr": 1, "params": list(params)}]
         return {"model": {label: value, "n": 5}, "o": {"state": {label: 2}, "groups": groups}}
 
-    both = tree("a", 1, "a", "b", "c")
-    both["model"]["b"], both["o"]["state"]["b"] = 3, 2
-    assert state.joined(tree("a", 1, "a", "b"), tree("b", 3, "b", "c")) == both
+    joined = tree("a", 1, "a", "b", "c")
+    joined["model"]["b"], joined["o"]["state"]["b"] = 3, 2
+    assert state.joined(tree("a", 1, "a", "b"), tree("b", 3, "b", "c")) == joined
     assert state.joined([1, 2], [3, 4]) == [1, 2]
 
 
@@ -112,7 +109,7 @@ def test_a_long_list_of_numbers_is_copied_at_once(
 
 
 def test_private_objects_and_weights_are_kept_for_each_rank() -> None:
-    """Also without numbers, which no other rank's would be read for."""
+    """An empty tensor is private as well; no other rank's is read for it."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     ddp: Any = nn.parallel.DistributedDataParallel
     ddp._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
@@ -120,41 +117,43 @@ def test_private_objects_and_weights_are_kept_for_each_rank() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     objects = {"optimizer": optimizer, "model": model, "loader": Holds(torch.empty(0))}
-    found = state.collect(objects, ("loader",))
+    collected = state.collect(objects, ("loader",))
     of_adam = {f"optimizer.state.model.1.weight.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
-    assert found.private == {"model.1.weight", "loader.value", *of_adam}
-    assert sorted(found.tree) == ["model", "optimizer"]
-    assert sorted(found.private_tree) == ["loader", "optimizer"]
-    assert "model.1.weight" not in found.tree["optimizer"]["state"]
-    assert found.shared.keys() | found.private == found.tensors.keys()
-    assert "model.0.weight" in found.equal
-    assert not found.equal.keys() & found.private
+    assert collected.private == {"model.1.weight", "loader.value", *of_adam}
+    assert sorted(collected.tree) == ["model", "optimizer"]
+    assert sorted(collected.private_tree) == ["loader", "optimizer"]
+    assert "model.1.weight" not in collected.tree["optimizer"]["state"]
+    assert collected.shared.keys() | collected.private == collected.tensors.keys()
+    assert "model.0.weight" in collected.equal
+    assert not collected.equal.keys() & collected.private
     for rank in (0, 1):
-        parts = state.my_parts(found, ParallelDims(rank, 2))
-        assert {name for name in parts if OWN in name} == {f"{n}{OWN}{rank}" for n in found.private}
+        parts = state.my_parts(collected, ParallelDims(rank, 2))
+        assert {name for name in parts if OWN in name} == {
+            f"{n}{OWN}{rank}" for n in collected.private
+        }
     buffer = StagingBuffer(CPU)
     buffer.fill(parts)
-    assert buffer.is_finite(found.trained)
+    assert buffer.is_finite(collected.trained)
     with torch.no_grad():
         model.get_parameter("1.weight").fill_(torch.inf)
-    buffer.fill(state.my_parts(found, ParallelDims(1, 2)))
-    assert not buffer.is_finite(found.trained)
+    buffer.fill(state.my_parts(collected, ParallelDims(1, 2)))
+    assert not buffer.is_finite(collected.trained)
 
 
 def test_a_frozen_mask_of_infinities_counts_as_finite() -> None:
     model = nn.Linear(2, 2)
     model.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
-    found = state.collect({"model": model})
+    collected = state.collect({"model": model})
     buffer = StagingBuffer(CPU)
-    buffer.fill(state.my_parts(found, ParallelDims()))
-    assert buffer.is_finite(found.trained)
-    assert not buffer.is_finite(found.replicated)
+    buffer.fill(state.my_parts(collected, ParallelDims()))
+    assert buffer.is_finite(collected.trained)
+    assert not buffer.is_finite(collected.replicated)
 
 
 def test_joined_trees_keep_equal_entries_once() -> None:
     tree = {"lrs": [0.1, 0.1], "groups": [{"params": ["a"], "lr": 0.1}], "names": {"a": 1}}
-    other = {"lrs": [0.1, 0.1], "groups": [{"params": ["b"], "lr": 0.1}], "names": {"b": 2}}
-    assert state.joined(tree, other) == {
+    second = {"lrs": [0.1, 0.1], "groups": [{"params": ["b"], "lr": 0.1}], "names": {"b": 2}}
+    assert state.joined(tree, second) == {
         "lrs": [0.1, 0.1],
         "groups": [{"params": ["a", "b"], "lr": 0.1}],
         "names": {"a": 1, "b": 2},

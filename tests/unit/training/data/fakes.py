@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from hpc_ddp.training.data.loader import Loader
-from hpc_ddp.training.data.order import (
-    BatchPlan,
-    Position,
-    make_plan,
-)
+from hpc_ddp.training.data.order import BatchPlan, Position, make_plan
 from hpc_ddp.training.devices import CPU
 from unit.training.fakes import draw_numbers
 
@@ -30,7 +26,7 @@ class Numbers(Dataset[int]):
 
 
 class EndlessStream(IterableDataset[float]):
-    """Numbers and what is drawn for them; knows the epoch, if that is told."""
+    """A stream of numbers, the epoch if it is set, and random numbers."""
 
     epoch = -1
 
@@ -76,7 +72,7 @@ small_sizes = st.integers(1, 9)
 
 @st.composite
 def batch_arguments(draw: st.DrawFn) -> dict[str, Any]:
-    """What a user says to `Run.loader`, but for the data set."""
+    """Draw the arguments of `Run.loader`, but for the data set."""
     name = draw(st.sampled_from(["batch_size", "global_batch_size"]))
     size = {"batch_size": None, "global_batch_size": None, name: draw(small_sizes)}
     return {**size, "accumulate": draw(st.integers(1, 4))}

@@ -18,7 +18,7 @@ class Pair(NamedTuple):
 
 
 class Encoding(UserDict[str, torch.Tensor]):
-    """As Transformers' BatchEncoding: no dict, and it moves itself."""
+    """A batch like Transformers' BatchEncoding: no dict, and it moves itself."""
 
     def to(self, device: torch.device) -> Encoding:
         return Encoding({name: value.to(device) for name, value in self.items()})
@@ -41,15 +41,15 @@ def test_batches_of_other_libraries_are_moved() -> None:
 
 
 def test_a_batch_that_can_move_itself_moves_without_a_wait() -> None:
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     class Quick(Encoding):
         def to(self, device: torch.device, **options: Any) -> Encoding:
-            asked.append(options)
+            calls.append(options)
             return super().to(device)
 
     to_device([Quick({"ids": torch.ones(2)})], torch.device("meta"))
-    assert asked == [{"non_blocking": True}]
+    assert calls == [{"non_blocking": True}]
 
 
 def test_a_named_tuple_stays_one() -> None:

@@ -14,10 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from hpc_ddp.training.data.iterable import IterableBatches
-from hpc_ddp.training.data.order import (
-    BatchPlan,
-    Position,
-)
+from hpc_ddp.training.data.order import BatchPlan, Position
 from hpc_ddp.training.models import rng
 from unit.training.data.fakes import EndlessStream, batch_arguments, plans_of
 
@@ -33,13 +30,13 @@ def test_random_numbers_of_a_stream_depend_on_seed_and_epoch_alone() -> None:
     whole_epoch = _stream(Position(epoch=2))
     assert [row[:2] for row in whole_epoch] == [(number, 2) for number in range(9)]
     assert _stream(Position(epoch=2, samples=6)) == whole_epoch[6:]
-    for other in (_stream(Position(epoch=3)), _stream(Position(epoch=2), seed=2)):
-        assert all(row[2:] != there[2:] for row, there in zip(other, whole_epoch, strict=True))
+    for rows in (_stream(Position(epoch=3)), _stream(Position(epoch=2), seed=2)):
+        assert all(row[2:] != expected[2:] for row, expected in zip(rows, whole_epoch, strict=True))
     assert len({row[3] for row in whole_epoch}) == 9
 
 
 class Shuffled(IterableDataset[int]):
-    """Draws its order before its first sample."""
+    """A stream that draws its order before its first sample."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(random.sample(range(90), 90))

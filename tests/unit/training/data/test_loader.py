@@ -27,10 +27,10 @@ from unit.training.data.fakes import (
 
 
 def test_tensors_in_cpu_memory_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a dataclass's tensors; not what a data set has on a device already."""
-    there = torch.device("meta")
-    data = TensorDataset(torch.ones(8))
-    assert batches_of(data, BatchPlan(4, 0, 1), 0, Position(), there, False).pin_memory
+    """Tensors of a dataclass are pinned, too; those that are on a device already are not."""
+    device = torch.device("meta")
+    dataset = TensorDataset(torch.ones(8))
+    assert batches_of(dataset, BatchPlan(4, 0, 1), 0, Position(), device, False).pin_memory
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 100)
     on_device, sparse = torch.ones(2, device="meta"), torch.ones(2).to_sparse()
     packed = pack_sequence([torch.ones(1)])
@@ -91,8 +91,8 @@ def test_unsupported_options_of_a_loader_are_refused(
 def test_an_even_shard_is_padded() -> None:
     for even, counts in ((False, [2, 1, 1]), (True, [2, 2, 2])):
         for rank in range(3):
-            data = TensorDataset(torch.arange(10))
-            batches = Shard(data, BatchPlan(9, rank, 3), seed=0, device=CPU, even=even)
+            dataset = TensorDataset(torch.arange(10))
+            batches = Shard(dataset, BatchPlan(9, rank, 3), seed=0, device=CPU, even=even)
             flags = [batches.counts for _ in batches]
             assert len(flags) == counts[rank] == len(batches)
             assert flags.count(True) == [2, 1, 1][rank]
@@ -103,10 +103,10 @@ def test_an_even_shard_is_padded() -> None:
 
 
 def test_tensors_are_fetched_at_once_unless_they_are_collated() -> None:
-    data = TensorDataset(torch.arange(10), torch.arange(10) * 2)
-    (x, y), *_ = list(make_loader(data, shuffle=False))
-    assert (x.tolist(), y.tolist()) == ([0, 1, 2, 3], [0, 2, 4, 6])
-    rows, *_ = list(make_loader(data, shuffle=False, collate_fn=list))
+    dataset = TensorDataset(torch.arange(10), torch.arange(10) * 2)
+    (inputs, targets), *_ = list(make_loader(dataset, shuffle=False))
+    assert (inputs.tolist(), targets.tolist()) == ([0, 1, 2, 3], [0, 2, 4, 6])
+    rows, *_ = list(make_loader(dataset, shuffle=False, collate_fn=list))
     assert [row[1].item() for row in rows] == [0, 2, 4, 6]
 
 
@@ -125,19 +125,21 @@ def test_a_loader_has_no_micro_batch_before_the_first() -> None:
 
 
 def test_batches_made_in_a_worker_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = list(make_loader())
+    expected = list(make_loader())
     monkeypatch.setattr(module, "get_worker_info", object)
-    assert all(map(torch.equal, make_loader(), here))
+    assert all(map(torch.equal, make_loader(), expected))
 
 
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("has_function", [True, False])
 def test_a_worker_calls_the_scripts_init_function(
-    monkeypatch: pytest.MonkeyPatch, given: bool
+    monkeypatch: pytest.MonkeyPatch, has_function: bool
 ) -> None:
     calls: list[tuple[str, int]] = []
     monkeypatch.setattr(module, "ignore_in_loader", lambda worker: calls.append(("ours", worker)))
-    module._begin_worker((lambda worker: calls.append(("theirs", worker))) if given else None, 3)
-    assert calls == [("ours", 3), ("theirs", 3)][: 2 if given else 1]
+    module._begin_worker(
+        (lambda worker: calls.append(("theirs", worker))) if has_function else None, 3
+    )
+    assert calls == [("ours", 3), ("theirs", 3)][: 2 if has_function else 1]
 
 
 def test_loader_workers_keep_the_order_and_survive_notices() -> None:

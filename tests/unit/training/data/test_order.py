@@ -11,18 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.data.order import (
-    BatchPlan,
-    MicroBatch,
-    Position,
-    derive,
-    permutation,
-)
+from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position, derive, permutation
 from unit.training.data.fakes import batch_arguments, plans_of, small_sizes
 
 sizes = st.integers(1, 60)
-
-
 ranks = st.integers(1, 7)
 
 
@@ -45,22 +37,22 @@ def test_each_sample_is_taken_once_over_attempts_of_any_shape(
     last: tuple[dict[str, Any], int],
     drop_last: bool,
 ) -> None:
-    taken: list[int] = []
+    places: list[int] = []
     position = 0
     for way, world_size, stop in [*attempts, (*last, samples)]:
-        mine = plans_of(way, world_size, drop_last)
-        walks = [steps(list(cut.micro_batches(samples, position)))[:stop] for cut in mine]
+        plans = plans_of(way, world_size, drop_last)
+        walks = [steps(list(cut.micro_batches(samples, position)))[:stop] for cut in plans]
         assert len({len(walk) for walk in walks}) == 1  # all ranks take the same steps
         for step in zip(*walks, strict=True):
             assert len({len(pieces) for pieces in step}) == 1  # and the same micro-batches
             assert 1 <= len(step[0]) <= way["accumulate"]
             position += step[0][-1].total
             shares = [share for pieces in step for share in pieces]
-            taken += [place for share in shares if share.weight for place in share.places]
-            assert all(1 <= len(share.places) <= max(2, mine[0].batch_size) for share in shares)
-    left = range(position, samples)
-    assert sorted(taken) == list(range(samples))[:position]
-    assert len(left) < mine[0].size if drop_last else not left
+            places += [place for share in shares if share.weight for place in share.places]
+            assert all(1 <= len(share.places) <= max(2, plans[0].batch_size) for share in shares)
+    remaining = range(position, samples)
+    assert sorted(places) == list(range(samples))[:position]
+    assert len(remaining) < plans[0].size if drop_last else not remaining
 
 
 @given(sizes, batch_arguments(), ranks, st.integers(0, 59), st.booleans())
@@ -94,7 +86,7 @@ def test_weighted_means_add_up_to_the_mean_of_the_global_batch(
 
 @given(sizes, small_sizes, ranks, ranks)
 def test_steps_of_a_global_batch_do_not_depend_on_the_ranks(
-    samples: int, size: int, one: int, other: int
+    samples: int, size: int, first: int, second: int
 ) -> None:
     def blocks(world_size: int) -> list[list[int]]:
         way = {"batch_size": None, "global_batch_size": size, "accumulate": 2}
@@ -104,7 +96,7 @@ def test_steps_of_a_global_batch_do_not_depend_on_the_ranks(
             for step in zip(*walks, strict=True)
         ]
 
-    assert blocks(one) == blocks(other)
+    assert blocks(first) == blocks(second)
 
 
 def test_a_full_batch_weighs_exactly_one() -> None:
@@ -129,9 +121,9 @@ def test_micro_batches_differ_by_one_sample_at_most() -> None:
     ],
 )
 def test_impossible_batch_sizes_are_refused(way: dict[str, int], words: str) -> None:
-    whole = {"batch_size": None, "global_batch_size": None, "accumulate": 1, **way}
+    arguments = {"batch_size": None, "global_batch_size": None, "accumulate": 1, **way}
     with pytest.raises(UsageError, match=words):
-        plans_of(whole, 1)
+        plans_of(arguments, 1)
 
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:

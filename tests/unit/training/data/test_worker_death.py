@@ -34,21 +34,17 @@ class Batches:
 def _watch(error: BaseException, *exit_codes: int | None) -> BaseException:
     """Return what comes of an error of a loader whose workers have these exit codes."""
     workers = [Worker(code) for code in exit_codes]
-    seen: BaseException | None = None
+    explained: BaseException | None = None
     try:
         list(worker_death.watched(cast(Any, Batches(error, *workers))))
     except Exception as raised:
-        seen = raised
-    assert seen is not None
-    return seen
+        explained = raised
+    assert explained is not None
+    return explained
 
 
 GONE = "DataLoader worker (pid(s) 41) exited unexpectedly"
-
-
 EXITED = "DataLoader worker (pid 41) exited unexpectedly with exit code 7"
-
-
 KILLED = "DataLoader worker (pid 41) is killed by signal: Killed. "
 
 
@@ -73,11 +69,11 @@ KILLED = "DataLoader worker (pid 41) is killed by signal: Killed. "
 def test_a_dead_worker_is_named_by_its_exit_code(
     error: BaseException, exit_codes: tuple[int | None, ...], message: str, hint: str
 ) -> None:
-    seen = _watch(error, *exit_codes)
-    assert isinstance(seen, HpcDdpError)
-    assert seen.message == f"DataLoader worker {message}"
-    assert hint in str(seen.hint)
-    assert seen.__cause__ is error
+    explained = _watch(error, *exit_codes)
+    assert isinstance(explained, HpcDdpError)
+    assert explained.message == f"DataLoader worker {message}"
+    assert hint in str(explained.hint)
+    assert explained.__cause__ is error
 
 
 def test_no_worker_is_waited_for_where_torch_has_named_the_signal(

@@ -30,7 +30,7 @@ def two_ranks() -> Iterator[None]:
 
 
 def test_a_gradient_whose_sum_is_pending_is_clipped(two_ranks: None) -> None:
-    """As those of replicated weights on sharded activations."""
+    """Replicated weights on sharded activations have such gradients."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial
 
@@ -43,14 +43,14 @@ def test_a_gradient_whose_sum_is_pending_is_clipped(two_ranks: None) -> None:
 
 
 def test_a_group_of_two_kinds_is_stepped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the step only: a checkpoint may be taken up where all are of one kind."""
+    """The change lasts for the step only: a checkpoint may be resumed where all are of one kind."""
     first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
     monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: tensor is third)
-    seen: list[Any] = []
+    calls: list[Any] = []
 
     class Spied(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            seen.append([group["foreach"] for group in self.param_groups])
+            calls.append([group["foreach"] for group in self.param_groups])
 
     optimizer = Spied([first], lr=0.1)
     dtensor.step_apart(optimizer)
@@ -59,7 +59,7 @@ def test_a_group_of_two_kinds_is_stepped_one_by_one(monkeypatch: pytest.MonkeyPa
     optimizer.step()
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "foreach": True})
     optimizer.step()
-    assert seen == [[None], [None, False], [None, False, True]]
+    assert calls == [[None], [None, False], [None, False, True]]
     assert [group["foreach"] for group in optimizer.param_groups] == [None, None, True]
 
 
@@ -119,26 +119,26 @@ def test_the_first_mesh_of_several_is_saved(size: int, pp: int) -> None:
 
 def test_only_a_pending_sum_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: isinstance(tensor, FakeDTensor))
-    kept, pending = _placement(), _placement(partial=True)
-    tensor = FakeDTensor(kept, pending)
+    sharded, pending = _placement(), _placement(partial=True)
+    tensor = FakeDTensor(sharded, pending)
     dtensor.reduced(tensor)
-    assert tensor.wanted[0] is kept
+    assert tensor.wanted[0] is sharded
     assert tensor.wanted[1].is_replicate()
-    untouched: Any = FakeDTensor(kept)
+    untouched: Any = FakeDTensor(sharded)
     assert dtensor.reduced(untouched) is untouched
 
 
 def test_a_fused_optimizer_steps_sharded_and_whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, part = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    plain, part = (nn.Parameter(torch.ones(1)) for _ in range(2))
     monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: tensor is part)
     for fused, foreach in ((True, None), (False, False)):
-        optimizer = torch.optim.Adam([whole, part], fused=fused)
-        seen: list[Any] = []
+        optimizer = torch.optim.Adam([plain, part], fused=fused)
+        calls: list[Any] = []
         dtensor.step_apart(optimizer)
         optimizer.register_step_pre_hook(
-            lambda optimizer, *_, of=seen: of.append(optimizer.param_groups[0]["foreach"])
+            lambda optimizer, *_, of=calls: of.append(optimizer.param_groups[0]["foreach"])
         )
-        whole.grad, part.grad = torch.ones(1), torch.ones(1)
+        plain.grad, part.grad = torch.ones(1), torch.ones(1)
         optimizer.step()
-        assert seen == [foreach]
+        assert calls == [foreach]
         assert optimizer.param_groups[0]["foreach"] is None

@@ -11,13 +11,13 @@ from hpc_ddp.training.models.mesh import ParallelDims
 def test_neighbouring_ranks_are_tensor_parallel() -> None:
     ranks = [ParallelDims(rank, 12, tp=2, pp=3) for rank in range(12)]
     assert ranks[0].dp == 2
-    places = [(each.pp_rank, each.dp_rank, each.tp_rank) for each in ranks]
+    places = [(dims.pp_rank, dims.dp_rank, dims.tp_rank) for dims in ranks]
     assert places == [(p, d, t) for p in range(3) for d in range(2) for t in range(2)]
     # Those of a stage write what it has; one of each copy of the model tells the loss.
-    assert [each.stage_rank for each in ranks] == [0, 1, 2, 3] * 3
-    assert [each.rank for each in ranks if each.counts] == [8, 10]
+    assert [dims.stage_rank for dims in ranks] == [0, 1, 2, 3] * 3
+    assert [dims.rank for dims in ranks if dims.counts] == [8, 10]
     # A tensor parallel group draws the same random numbers, all others others.
-    assert [each.stream for each in ranks] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert [dims.stream for dims in ranks] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 def test_plain_ranks_are_all_data_parallel() -> None:

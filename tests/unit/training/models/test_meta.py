@@ -14,7 +14,7 @@ from hpc_ddp.training.models.meta import materialize
 
 
 class Buffers(nn.Module):
-    """Has a buffer of each kind of number, and no way of its own to fill them."""
+    """A module with a buffer of each kind of number, and no reset_parameters to fill them."""
 
     waves: torch.Tensor
     places: torch.Tensor

@@ -57,9 +57,9 @@ def test_an_overflow_skips_the_step_and_the_schedule() -> None:
     precision.end_step()
     assert precision.state_dict()["scale"] == 2.0**15
     for state in (precision.state_dict(), {}):  # {}: of a run in another precision
-        other = Precision("fp16", CPU, stop_on_nan=True)
-        other.load_state_dict(state)
-        assert other.state_dict()["scale"] == (2.0**15 if state else 2.0**16)
+        loaded = Precision("fp16", CPU, stop_on_nan=True)
+        loaded.load_state_dict(state)
+        assert loaded.state_dict()["scale"] == (2.0**15 if state else 2.0**16)
     Precision("bf16", CPU, stop_on_nan=True).load_state_dict(precision.state_dict())
 
 
@@ -155,10 +155,10 @@ def test_fp16_needs_a_device_with_float64(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_deterministic_algorithms_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    calls: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     precision.make_deterministic()
-    assert asked == [True]
+    assert calls == [True]
     assert not torch.backends.cudnn.benchmark

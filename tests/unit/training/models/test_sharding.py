@@ -25,14 +25,14 @@ def test_gloo_sends_no_stage_of_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_groups_of_a_mesh_have_the_runs_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[timedelta] = []
-    backend = SimpleNamespace(_set_default_timeout=asked.append)
+    timeouts: list[timedelta] = []
+    backend = SimpleNamespace(_set_default_timeout=timeouts.append)
     group = SimpleNamespace(_get_backend=lambda device: backend)
     mesh: Any = SimpleNamespace(get_group=lambda name: group)
     monkeypatch.setattr(sharding, "init_device_mesh", lambda *args, **options: mesh)
     monkeypatch.setattr(sharding, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
     assert sharding.make_mesh(ParallelDims(), CPU, timedelta(seconds=9)) is mesh
-    assert asked == [timedelta(seconds=9)] * 4
+    assert timeouts == [timedelta(seconds=9)] * 4
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ def test_rank_facts_come_from_torchrun_or_are_those_of_one_process() -> None:
 
 def test_the_launch_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/a/train me.py", "--lr", "1"])
-    said = LaunchEnv.from_env({"HPC_DDP_END_TIME": "", "HPC_DDP_NODE": "n1"})
-    assert (said.run, said.attempt, said.end_time, said.node) == (None, None, None, "n1")
-    assert said.stem == "train me"
+    env = LaunchEnv.from_env({"HPC_DDP_END_TIME": "", "HPC_DDP_NODE": "n1"})
+    assert (env.run, env.attempt, env.end_time, env.node) == (None, None, None, "n1")
+    assert env.stem == "train me"
     with pytest.raises(UsageError, match="HPC_DDP_SAVE_EVERY is 'often'"):
         LaunchEnv.from_env({"HPC_DDP_SAVE_EVERY": "often"})
 

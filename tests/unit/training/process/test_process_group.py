@@ -35,8 +35,8 @@ def test_a_process_joins_its_group(
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(process_group, "_met_at_agents", [])
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    info = DistEnv(1, 1, 2, 2, launched=launched)
-    group_of_all = process_group.join(info, [torch.device("cpu")], hang_after_s)
+    dist_env = DistEnv(1, 1, 2, 2, launched=launched)
+    group_of_all = process_group.join(dist_env, [torch.device("cpu")], hang_after_s)
     timeout = process_group.NEVER if timeout_s is None else timedelta(seconds=timeout_s)
     (backend, values) = calls[0]
     assert backend == "gloo"
@@ -45,15 +45,15 @@ def test_a_process_joins_its_group(
     else:
         assert (values["rank"], values["world_size"]) == (0, 1)
     group: Any = {"backend": "gloo", "timeout": timeout}
-    for item in (group_of_all, process_group.Control(info, group_of_all.timeout)):
-        assert (item.rank, item.world_size, item._group) == (1, 2, group)
+    for control in (group_of_all, process_group.Control(dist_env, group_of_all.timeout)):
+        assert (control.rank, control.world_size, control._group) == (1, 2, group)
     if launched:
         with pytest.raises(UsageError, match="start\\(\\) was called again"):
-            process_group.join(info, [torch.device("cpu")], hang_after_s)
+            process_group.join(dist_env, [torch.device("cpu")], hang_after_s)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     with pytest.raises(HpcDdpError, match="MPI knows of 1 processes, and 2 were started"):
-        process_group.join(info, [torch.device("cpu")], hang_after_s)
+        process_group.join(dist_env, [torch.device("cpu")], hang_after_s)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -147,7 +147,7 @@ def test_objects_are_exchanged_through_the_first_rank(monkeypatch: pytest.Monkey
 
 
 def test_collectives_use_a_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never in torch's default one, where gradients are under way."""
+    """Torch's default group has gradients under way."""
     calls: list[tuple[Any, ...]] = []
 
     def reduce(values: Any, op: Any = "sum", group: Any = None, async_op: bool = False) -> str:

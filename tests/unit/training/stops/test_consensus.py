@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_ddp.training.stops.consensus import (
-    Decision,
-    StopConsensus,
-    next_period,
-)
+from hpc_ddp.training.stops.consensus import Decision, StopConsensus, next_period
 from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
 from unit.fakes import Clock
 from unit.training.fakes import Alone, Saves, make_schedule
@@ -99,7 +95,7 @@ def test_a_due_save_is_decided_where_all_ranks_wait() -> None:
 
 
 class RecordedTimer:
-    """What a rank measures of itself: each call is noted."""
+    """A rank's timer whose calls are recorded."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

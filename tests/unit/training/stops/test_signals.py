@@ -191,7 +191,7 @@ def test_installed_notices_come_from_signals_and_files(
 
 
 class Thread:
-    """A thread that is noted, not started."""
+    """A thread that is recorded, not started."""
 
     def __init__(self, noted: list[dict[str, Any]], **values: Any) -> None:
         self.noted, self.values = noted, values

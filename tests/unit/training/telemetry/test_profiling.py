@@ -27,12 +27,12 @@ def test_mfu_needs_a_peak_and_the_cost_of_a_sample(tmp_path: Path) -> None:
     assert peak_flops("a toaster", "fp32") is None
 
     journal = Journal(tmp_path, "rank-0")
-    told: list[dict[str, Any]] = []
-    metrics = Metrics(journal, 1, ["here"], use_per_sample_s=0.5, listeners=[told.append])
+    shown: list[dict[str, Any]] = []
+    metrics = Metrics(journal, 1, ["here"], use_per_sample_s=0.5, listeners=[shown.append])
     metrics.add(Position(step=1), 10, {"loss": torch.tensor(1.0)})
     metrics.flush()
     journal.drain(LIMIT_S)
     event = read_events(tmp_path)[-1].to_line()
     assert event["mfu"] == pytest.approx(event["samples_per_s"] / 2, rel=1e-3)
-    assert told == [{name: event[name] for name in told[0]}]
-    assert told[0]["loss"] == 1.0
+    assert shown == [{name: event[name] for name in shown[0]}]
+    assert shown[0]["loss"] == 1.0
