@@ -115,7 +115,7 @@ def make_model(arch: str, weights: Path | None, classes: int, freeze: bool) -> n
         try:
             model.load_state_dict(state)
         except RuntimeError as error:
-            why = str(error).splitlines()[1].strip()[:200]
+            why = str(error).splitlines()[:2][-1].strip()[:200]
             raise UsageError(f"{weights} has no weights of a {arch}: {why}") from error
     if freeze:
         model.requires_grad_(False)

@@ -313,7 +313,7 @@ def main() -> None:
         )
     folder = Path(os.environ["HPC_DDP_RUN"])
     rank = int(os.environ["RANK"])
-    number = (os.environ[name] for name in ("HPC_DDP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
+    number = (os.environ.get(f, "0") for f in ("HPC_DDP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
     table = Table(folder / "first-contact", rank, ".".join(number))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # rank 0 hosts the stores
     patience_s = FIRST_PATIENCE_S

@@ -70,12 +70,8 @@ class NodeFolder:
 
     def pids(self) -> list[Path]:
         """Return the files with the process ids of the workers that have started; of one `rank`,
-        its own. A folder that can't be read counts as empty: its disk may be away.
-        """
-        try:
-            return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
-        except OSError:
-            return []
+        its own. Raise OSError if the folder can't be listed."""
+        return list(self.path.glob(f"rank-{'*' if self.rank is None else self.rank}.pid"))
 
     def records(self) -> list[Path]:
         """Return the files in which the node's tasks have recorded their ends so far."""

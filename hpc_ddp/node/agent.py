@@ -38,8 +38,8 @@ from typing import Any, NoReturn
 
 from hpc_ddp.core.file_io import patiently, read_word, write_json
 from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder
+from hpc_ddp.node.launch import split
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.supervisor import split
 from hpc_ddp.node.worker import die_with_parent, started_by
 
 # How long a start without a lost node waits for the rest of the others. They end their workers

@@ -29,12 +29,12 @@ from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.journal.vocabulary import Action
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node.batch import attempt_env, task_of
+from hpc_ddp.node.launch import expand
 from hpc_ddp.node.net.network import LOOPBACK, free_port
 from hpc_ddp.node.outcome.gather_facts import check_budget, judge
 from hpc_ddp.node.outcome.verdict import Verdict
 from hpc_ddp.node.preflight import driver
 from hpc_ddp.node.preflight.dialogue import Command
-from hpc_ddp.node.supervisor import expand
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit
 
@@ -130,9 +130,9 @@ class DryRun:
         """
         node, tasks = str(self.run.lib / "node.py"), self.spec.tasks_per_node
         if self.spec.launcher == "srun":
-            argv = [sys.executable, node, "task", *self.command]
+            argv = [sys.executable, node, "supervisor", "worker", *self.command]
         else:
-            argv = [sys.executable, node, "supervisor", *expand(self.command, environ)]
+            argv = [sys.executable, node, "supervisor", "torchrun", *expand(self.command, environ)]
         self.supervisors = [
             subprocess.Popen(argv, env=environ | self._task(index, tasks))
             for index in range(len(self.nodes) * tasks)

@@ -1,6 +1,9 @@
 """The Slurm task of each node: starts torchrun, and decides whether a signal is a notice.
 
-``python <run>/lib/node.py supervisor <torchrun command line>``
+``python <run>/lib/node.py supervisor torchrun <torchrun command line>``
+``python <run>/lib/node.py supervisor worker <python> <script> <its arguments>``
+
+The second form is for ``--launcher srun``: a task, and so a supervisor, for each worker.
 
 Slurm signals only the task, or every process of the step, depending on the site's proctrack
 plugin. The supervisor is the task, so every signal reaches it. It alone decides whether that is a
@@ -15,22 +18,21 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from string import Template
 from types import FrameType
 from typing import Any
 
+from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say, write_output
 from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, write_json
 from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.journal.vocabulary import NoticeSource
 from hpc_ddp.core.process import signal_recorded
-from hpc_ddp.core.run_folder import NodeFolder
+from hpc_ddp.node.launch import LAUNCHES, Launch, expand
 from hpc_ddp.node.log_offsets import Growth
 from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.place import Place
@@ -45,25 +47,6 @@ CATCH_UP_S = 15.0  # until the batch side has asked for it, and this side has re
 LEAD_S = 10.0  # what workers have after a notice, however late it is: KillWait is 30 s by default
 
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-AGENT_WORDS = 3  # python node.py agent
-
-
-def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split torchrun's words into its options, ``--name=value``, and the script with its arguments.
-
-    The script is the first word without a dash. Raise StopIteration without one.
-    """
-    script = next(i for i, word in enumerate(words) if not word.startswith("-"))
-    return words[:script], words[script:]
-
-
-def expand(command: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Fill in the variables in torchrun's options where no shell has: under submitit, and locally.
-
-    Never in the script's arguments: those are the user's. Raise KeyError for an unknown variable.
-    """
-    start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
-    return [*start, *(Template(word).substitute(environ) for word in options), *script]
 
 
 class Signals:
@@ -91,48 +74,9 @@ class Signals:
             self._read.recv(4096)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The child process of a supervisor: a node's torchrun, or one worker.
-
-    `peers` are the records of all supervisors for the first one, whose code fails the step; [] for
-    the others. torchrun, without a `rank`, reports its workers in ``folder.failures``.
-    """
-
-    name: str  # of the supervisor among those of the attempt: the node's, and a worker's rank
-    folder: NodeFolder  # the files of the supervisor
-    command: Sequence[str]
-    env: Mapping[str, str]  # the child's variables beside those of every launch
-    peers: Sequence[Path]
-    rank: int | None = None  # of the one worker
-    store_port: int = 0  # not 0: this worker hosts the store; the script tries another if taken
-    reports_fabric: bool = True  # one supervisor of each node does
-    is_elastic: bool = False  # torchrun continues without a node that is lost
-
-
-def torchrun_launch(place: Place, command: list[str]) -> Launch:
-    """Return the launch of a node's torchrun, with the options that differ between nodes.
-
-    torchrun would guess the store's host and this node's name from host names: wrong with several
-    interfaces, aliases, or a name that /etc/hosts maps to loopback (pytorch issue 73656).
-    """
-    is_host = "1" if place.index == 0 else "0"
-    start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
-    confs = [w.removeprefix("--rdzv-conf=") for w in options if w.startswith("--rdzv-conf=")]
-    conf = ",".join([*confs, f"is_host={is_host}"])  # torchrun reads only the last --rdzv-conf
-    return Launch(
-        name=place.node,
-        folder=place.attempt.node(place.node),
-        command=[*start, *options, f"--rdzv-conf={conf}", f"--local-addr={place.host}", *script],
-        env={},
-        peers=[] if place.index else [place.attempt.node(node).record for node in place.nodes],
-        is_elastic=any(word.startswith("--nnodes=") and ":" in word for word in options),
-    )
-
-
 @dataclass
 class Supervisor:
-    """One node's part of one attempt; with ``--launcher srun`` one worker's, see `task`."""
+    """One node's part of one attempt; with ``--launcher srun`` one worker's."""
 
     place: Place
     launch: Launch
@@ -264,10 +208,16 @@ class Supervisor:
     def _end_if_superseded(self, now: float) -> None:
         """Kill the rest of an attempt once a later one runs: behind a cut link, or beside a dead
         slurmd, it would wait for its peers until the watchdog comes."""
-        with suppress(OSError):  # the disk may be away; the next look is soon
-            if not self.torn_down and not self.place.run.is_newest(self.place.attempt.number):
-                self.torn_down = "a later attempt"
-                self._kill_at = now
+        if not self.torn_down and self._is_superseded():
+            self.torn_down = "a later attempt"
+            self._kill_at = now
+
+    def _is_superseded(self) -> bool:
+        """Return whether a later attempt has started; False while the disk is away."""
+        try:
+            return not self.place.run.is_newest(self.place.attempt.number)
+        except OSError:
+            return False
 
     def _peer_failed(self) -> bool:
         """Return whether another supervisor has written its name into ``failed``."""
@@ -299,8 +249,14 @@ class Supervisor:
             self._kill_at = time.monotonic() + TEARDOWN_S
 
     def _signal_workers(self, number: int) -> int:
-        """Signal every worker that has started and still runs; return how many there were."""
-        return signal_recorded(self.folder.pids(), number)
+        """Signal every worker that has started and still runs; return how many there were.
+
+        While the disk is away they may be some: they read the notice's file by themselves.
+        """
+        try:
+            return signal_recorded(self.folder.pids(), number)
+        except OSError:
+            return 1
 
     def _show_rank_0(self) -> None:
         """Copy rank 0's new output to the job's own; a log that can't be read is tried again."""
@@ -337,7 +293,7 @@ class Supervisor:
         self._write(partial(write_json, self.folder.record, record))
         if code == 0 or self.notice:
             return 0
-        if not self.place.run.is_newest(self.place.attempt.number):
+        if self._is_superseded():
             # A requeued job's step has the same id: for our bad exit, an old srun would end it.
             return 0
         if has_left:
@@ -382,19 +338,31 @@ class Supervisor:
             time.sleep(0.2)
 
 
-def supervise(launch_of: Callable[[Place, list[str]], Launch], command: list[str]) -> int:
-    """Supervise the launch of `launch_of`; return the task's exit code, 1 after an OSError."""
+def main(argv: list[str]) -> int:
+    """Supervise a launch: ``torchrun`` or ``worker``, then its command (see `launch`). Return the
+    exit code of the Slurm task."""
+    kind, *command = argv
     try:
         try:
             place = Place.from_env(dict(os.environ))
+            launch = LAUNCHES[kind](place, command)
         except (KeyError, ValueError) as error:  # variables, or a file of the attempt
             raise OSError(f"its place in the job is unknown: {error!r}") from error
-        return Supervisor(place, launch_of(place, command)).run()
+        return Supervisor(place, launch).run()
     except OSError as error:
         say(f"this node can't take part: {error}")
         return 1
 
 
-def main(command: list[str]) -> int:
-    """Supervise this node's torchrun; `command` is its command line."""
-    return supervise(torchrun_launch, command)
+def submitit_main(kind: str, command: list[str]) -> None:
+    """Be submitit's task: the supervisor of a launch, as `main`.
+
+    Exits the process with the supervisor's code: submitit's own is 0 whatever a function returned.
+    One file with `command` serves all tasks of an array; the script's arguments are in the run's
+    job.json. Raise KeyError if that can't be read.
+    """
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
+    args = read_json(AttemptEnv.from_env(os.environ).run_folder.job_json)["args"]
+    if kind == "torchrun":
+        command = expand(command, os.environ)
+    sys.exit(main([kind, *command, *args]))

@@ -169,13 +169,13 @@ class SubmititBackend(SlurmBackend):
         OSError."""
         from submitit.core.utils import DelayedSubmission
 
-        from hpc_ddp.node.task import submitit_main
+        from hpc_ddp.node.supervisor import submitit_main
 
         node = str(prepared.run.lib / "node.py")
-        part, command = node_command(prepared.spec, node, str(prepared.script))
+        kind, command = node_command(prepared.spec, node, str(prepared.script))
         folder = prepared.run.path / "submitit"
         folder.mkdir(exist_ok=True)
-        DelayedSubmission(submitit_main, part, command).dump(folder / PICKLE)
+        DelayedSubmission(submitit_main, kind, command).dump(folder / PICKLE)
 
     def _executor(self, plan: Plan) -> Any:
         """Return submitit's executor, with our set-up and tear-down lines.

@@ -185,7 +185,7 @@ class Worker:
         nothing.
 
         Raise HpcDdpError if a weight is not finite or the save fails, SupersededError for a later
-        attempt, OSError if a trace or TensorBoard's file can't be written.
+        attempt.
         """
         if self._over:
             return

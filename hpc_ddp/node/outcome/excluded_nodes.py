@@ -14,13 +14,13 @@ from hpc_ddp.node.outcome.gather_facts import since_submit
 KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
 
 
-def keep_off(run: RunFolder, job_id: str) -> None:
+def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
     """Keep a waiting job off the nodes that were to blame within a day, where others are left.
 
     Nodes that were blamed longer ago are taken off Slurm's list again, which would keep them. A
     refusal of Slurm is printed, and the job stays as it is.
     """
-    nodes = excluded_nodes(run, job_id)
+    nodes = excluded_nodes(run, job_id, give_up)
     if nodes is None:
         return
     try:
@@ -28,11 +28,12 @@ def keep_off(run: RunFolder, job_id: str) -> None:
     except HpcDdpError as error:
         say(error.message)
     else:
-        if nodes:
-            say(f"kept off: {', '.join(nodes)}")
+        blamed = [n for n in _bad_nodes(since_submit(run.events()), since=0.0) if n in nodes]
+        if blamed:  # the user has excluded the others
+            say(f"kept off: {', '.join(blamed)}")
 
 
-def excluded_nodes(run: RunFolder, job_id: str) -> list[str] | None:
+def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) -> list[str] | None:
     """Return the nodes to exclude: those that Slurm keeps the job off, by whatever option, and
     those that verdicts have blamed for a day.
 
@@ -45,7 +46,7 @@ def excluded_nodes(run: RunFolder, job_id: str) -> list[str] | None:
     if not blamed:
         return None
     try:
-        node_list = slurm.show_job(job_id).excluded
+        node_list = slurm.show_job(job_id, give_up).excluded
         excluded = slurm.expand_hosts(node_list) if node_list else []
     except HpcDdpError as error:
         say(error.message)

@@ -60,8 +60,9 @@ def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]
     first = place.attempt.node(place.nodes[0])
     give_up = time.monotonic() + PATIENCE_S
     while "SLURM_JOB_ID" in environ and not has_notice() and time.monotonic() < give_up:
-        if not place.run.is_newest(place.attempt.number):
-            return
+        with suppress(OSError):  # the disk may be away
+            if not place.run.is_newest(place.attempt.number):
+                return
         nodes = _nodes_left(environ)
         if nodes and place.nodes[0] not in nodes:
             if nodes[0] == place.node:

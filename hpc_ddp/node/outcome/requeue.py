@@ -171,7 +171,7 @@ def _queue_link(
     None where Slurm refuses it, which is printed. `give_up` as `slurm.sbatch` has it.
     """
     options = [f"--dependency=afterany:{own_id(environ)}"]
-    kept_off = excluded_nodes(run, own_id(environ))
+    kept_off = excluded_nodes(run, own_id(environ), give_up)
     if kept_off:
         options.append(f"--exclude={','.join(kept_off)}")
     task = environ.get("SLURM_ARRAY_TASK_ID")
@@ -217,7 +217,7 @@ def go_on(
         return _requeue(run, attempt, environ, facts)
     if decided.cause == Cause.SUPERSEDED and facts.bad_nodes and run.is_newest(facts.attempt):
         # Slurm itself has requeued it, for the node that it has lost.
-        keep_off(run, own_id(environ))
+        keep_off(run, own_id(environ), _last_moment(attempt, environ))
     return decided.exit_code
 
 
@@ -256,7 +256,7 @@ def _requeue(
             say(error.message)
             return _resubmit(run, attempt, environ)
         else:
-            keep_off(run, job_id)
+            keep_off(run, job_id, give_up)
             return 0  # at once: Slurm would wait KillWait for a shell that lives on
     return _left_to_the_user(run)
 
@@ -316,7 +316,7 @@ def _end_link(
     link = read_json(attempt.path / "next.json").get("job_id")
     if decided.action == Action.REQUEUE:
         if link and facts.bad_nodes:
-            keep_off(run, link)
+            keep_off(run, link, _last_moment(attempt, environ))
         link = link or queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
         return 0 if link else _left_to_the_user(run)
     if link and decided.cause != Cause.SUPERSEDED:

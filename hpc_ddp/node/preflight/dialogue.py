@@ -190,8 +190,8 @@ class Dialogue:
                 self.reports[failed[1]].faults.append(("silent", why))
             raise LaunchError
         if task := _TASK.match(text):
-            for index in _numbers(task[1]):
-                report = self.reports[self._nodes[index]]
+            for node in (self._nodes[index] for index in _numbers(task[1], len(self._nodes))):
+                report = self.reports[node]
                 report.has_ended = True
                 report.last_line = report.last_line or task[2]
         else:
@@ -236,10 +236,11 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command.argv, env=command.env, stdin=pipe, stdout=pipe, stderr=stdout)
 
 
-def _numbers(text: str) -> list[int]:
-    """Return the numbers of a list such as ``1-3,5``; raise ValueError for another form."""
+def _numbers(text: str, end: int) -> list[int]:
+    """Return the numbers below `end` of a list such as ``1-3,5``; raise ValueError for another
+    form."""
     numbers: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")
-        numbers += range(int(low), int(high or low) + 1)
+        numbers += range(int(low), min(int(high or low) + 1, end))
     return numbers

@@ -34,14 +34,14 @@ def step_options(spec: JobSpec) -> list[str]:
 
 
 def node_command(spec: JobSpec, node: str, script: str) -> tuple[str, list[str]]:
-    """Return the command of node.py for each task of the step, and its arguments before those of
+    """Return the kind of launch of each task's supervisor, and its command before the arguments of
     the script.
 
     `node` is the path of node.py, `script` that of the script, as the job sees them.
     """
     if spec.launcher == "srun":
-        return "task", [spec.python, script]
-    return "supervisor", [spec.python, node, "agent", *torchrun_options(spec), script]
+        return "worker", [spec.python, script]
+    return "torchrun", [spec.python, node, "agent", *torchrun_options(spec), script]
 
 
 def job_env(spec: JobSpec) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a job gets where no setting says otherwise: its name, its folder, its Python."""
+"""The defaults of a job: its name, its working directory, its Python."""
 
 from __future__ import annotations
 

@@ -111,10 +111,13 @@ def set_aside(folder: Path, kind: str, attempt: int) -> Path:
 
 
 def clear_drafts(folder: Path) -> None:
-    """Remove what earlier attempts, or this one's workers before a restart, left half-written. What
-    can't be removed stays; raise OSError if the folder can't be listed."""
-    for path in folder.glob("step-*.tmp-*"):
-        remove(path)
+    """Remove what earlier attempts, or this one's workers before a restart, left half-written.
+
+    It raises nothing: what can't be listed or removed stays for the next start.
+    """
+    with suppress(OSError):
+        for path in folder.glob("step-*.tmp-*"):
+            remove(path)
 
 
 def remove(path: Path) -> None:

@@ -134,7 +134,8 @@ class Control:
 
 
 def on_first(control: Control, act: Callable[[], T]) -> T:
-    """Return on all ranks what `act` returns on rank 0; an HpcDdpError of it is raised on all.
+    """Return on all ranks what `act` returns on rank 0; an HpcDdpError of it is raised on all, and
+    an OSError as an HpcDdpError.
 
     Every rank must call it. Any other error is raised on rank 0 alone, and the others wait in vain.
     """
@@ -144,6 +145,8 @@ def on_first(control: Control, act: Callable[[], T]) -> T:
             answer = act()
         except HpcDdpError as error:  # the other ranks wait for an answer
             answer = error
+        except OSError as error:
+            answer = HpcDdpError(f"rank 0: {error}")
     answer = control.from_first(answer)
     if isinstance(answer, HpcDdpError):
         raise answer

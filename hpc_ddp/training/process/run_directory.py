@@ -27,9 +27,7 @@ def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder
     Raises
     ------
     HpcDdpError
-        another process is at work in the folder, or it is another script's
-    OSError
-        on rank 0: the folder can't be made
+        another process is at work in the folder, it is another script's, or can't be made
     """
     if env.run is not None and env.attempt is not None:
         return RunFolder(env.run), env.attempt

@@ -60,7 +60,7 @@ class Profiler:
         self._profile: torch.profiler.profile | None = None
 
     def step_done(self) -> None:
-        """Count a step; begin or end the trace where it is time to. Raises as `end`."""
+        """Count a step; begin or end the trace where it is time to."""
         self._steps += 1
         if self._steps == self._first - 1:
             self._profile = torch.profiler.profile()
@@ -71,14 +71,18 @@ class Profiler:
     def end(self) -> None:
         """Write what has been traced, if anything; also when the run stops inside the window.
 
-        Raise OSError if the folder can't be made.
+        An OSError is printed: a trace ends no training.
         """
         if self._profile is None:
             return
-        self._profile.stop()
-        self._path.parent.mkdir(exist_ok=True)
-        self._profile.export_chrome_trace(str(self._path))
-        self._profile = None
+        profile, self._profile = self._profile, None
+        profile.stop()
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(self._path))
+        except OSError as error:
+            say(f"the profile can't be written: {error}")
+            return
         if self._announces:
             steps = f"steps {self._first} to {min(self._steps, self._last)} of this attempt"
             say(f"profile of {steps}: {self._path}")

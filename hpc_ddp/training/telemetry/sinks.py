@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.training.data.order import Position
 
 if TYPE_CHECKING:
@@ -74,6 +77,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path, position: Position) -> None:
         self._folder, self._position = folder, position
         self._writer: SummaryWriter | None = None
+        self._has_failed = False
 
     @property
     def writer(self) -> SummaryWriter:
@@ -87,11 +91,25 @@ class TensorBoardSink:
         return self._writer
 
     def show(self, fields: dict[str, Any]) -> None:
-        """Write the numbers of a metrics line; raises as `writer`."""
-        for name, number in _scalars(fields).items():
-            self.writer.add_scalar(name, number, fields["step"])
+        """Write the numbers of a metrics line; a disk that refuses them is named once."""
+        if self._has_failed:
+            return
+        with self._tolerance():
+            for name, number in _scalars(fields).items():
+                self.writer.add_scalar(name, number, fields["step"])
 
     def end(self) -> None:
         """Close the writer, if it was used."""
-        if self._writer is not None:
+        if self._writer is None or self._has_failed:
+            return
+        with self._tolerance():
             self._writer.close()
+
+    @contextmanager
+    def _tolerance(self) -> Iterator[None]:
+        """Print an OSError and note it, so that nothing more is tried: curves end no training."""
+        try:
+            yield
+        except OSError as error:
+            self._has_failed = True
+            say(f"TensorBoard's file can't be written any more: {error}")

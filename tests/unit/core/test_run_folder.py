@@ -19,16 +19,6 @@ from tests.raw_events import typed
 from unit.core.fakes import make_run
 
 
-def test_a_folder_that_is_away_names_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def raise_error(path: Path, pattern: str) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(Path, "glob", raise_error)
-    assert AttemptFolder(tmp_path).node("n1").pids() == []
-
-
 def test_attempts_are_numbered_and_only_one_lives(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     first = run.claim_attempt({"job_id": "1"}, lambda identity: True)

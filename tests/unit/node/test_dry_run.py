@@ -62,8 +62,8 @@ def test_a_second_signal_kills_the_supervisors() -> None:
 @pytest.mark.parametrize(
     ("spec", "end", "launcher"),
     [
-        ({"time": "10"}, True, "supervisor"),
-        ({"launcher": "srun", "nproc_per_node": 2}, False, "task"),
+        ({"time": "10"}, True, "torchrun"),
+        ({"launcher": "srun", "nproc_per_node": 2}, False, "worker"),
     ],
 )
 def test_each_node_has_a_supervisor(
@@ -94,7 +94,7 @@ def test_each_node_has_a_supervisor(
     assert (environ["HPC_DDP_NNODES"], environ["HPC_DDP_RUN"]) == ("2", str(run.path))
     assert 10000 <= int(environ["HPC_DDP_PORT"]) <= 32767
     local_run._supervise(environ)
-    assert [argv[2] for argv, _ in started] == [launcher] * (2 * job.tasks_per_node)
+    assert [argv[3] for argv, _ in started] == [launcher] * (2 * job.tasks_per_node)
     assert [env["SLURM_PROCID"] for _, env in started] == [str(i) for i in range(len(started))]
     children: Any = local_run.supervisors
     assert all(child.calls == [] for child in children)

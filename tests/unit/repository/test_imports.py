@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 EXCEPTIONS = {
     ("node/agent.py", "torch"),
     ("node/preflight/bandwidth.py", "torch"),
-    ("submission/backends.py", "hpc_ddp.node.task"),
+    ("submission/backends.py", "hpc_ddp.node.supervisor"),
 }
 
 

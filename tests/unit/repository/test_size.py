@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tools.size import bindings, measure
+from tools.size import LONGEST_FILE, bindings, measure
 
 REPO = Path(__file__).parents[3]
 RIDDLES = 0  # names such as found, each, told: `tools/vague_names.txt`
@@ -17,6 +17,13 @@ def test_names_say_what_a_value_is() -> None:
     assert size.riddles <= RIDDLES
     assert size.fillers <= FILLERS
     assert size.free_starts == 0
+
+
+def test_files_and_folders_can_be_looked_through() -> None:
+    assert max(measure((REPO / "hpc_ddp").rglob("*.py")).files) <= LONGEST_FILE
+    for folder in (REPO / "hpc_ddp").rglob("*/"):
+        entries = [path.name for path in folder.iterdir() if path.name != "__pycache__"]
+        assert folder.name == "__pycache__" or len(entries) <= 13, folder
 
 
 def test_code_names_and_docstrings_are_counted(tmp_path: Path) -> None:

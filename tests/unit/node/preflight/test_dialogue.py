@@ -109,7 +109,8 @@ def test_a_task_that_slurm_can_not_start_ends_all(dialogue: Dialogue) -> None:
 
 
 def test_task_numbers_are_expanded() -> None:
-    assert dialogue_module._numbers("1-3,5") == [1, 2, 3, 5]
+    assert dialogue_module._numbers("1-3,5", 6) == [1, 2, 3, 5]
+    assert dialogue_module._numbers("0-3,5", 2) == [0, 1]
 
 
 # --- processes -----------------------------------------------------------------------------

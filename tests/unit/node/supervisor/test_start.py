@@ -11,7 +11,7 @@ from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node import supervisor
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import head_failover
-from hpc_ddp.node.supervisor import Supervisor, expand, split
+from hpc_ddp.node.supervisor import Supervisor
 from unit.fakes import Clock
 from unit.node.supervisor.fakes import COMMAND, Agent, make_supervisor
 
@@ -24,14 +24,8 @@ def test_a_supervisor_without_a_place_reports_it(
         raise error
 
     monkeypatch.setattr(Place, "from_env", refuse)
-    assert supervisor.main(["true"]) == 1
+    assert supervisor.main(["torchrun", "true"]) == 1
     assert f"can't take part: its place in the job is unknown: {error!r}" in capfd.readouterr().err
-
-
-def test_variables_are_filled_in_for_torchrun_and_not_for_the_script() -> None:
-    words = ["$A", "node.py", "agent", "--rdzv-id=$ID", "--x=${ID}", "train.py", "--lr=$ID"]
-    assert expand(words, {"ID": "7"}) == [*words[:3], "--rdzv-id=7", "--x=7", *words[5:]]
-    assert split(["--a=1", "train.py", "--b"]) == (["--a=1"], ["train.py", "--b"])
 
 
 @pytest.mark.parametrize(("index", "is_host"), [(0, "1"), (1, "0")])

@@ -221,10 +221,10 @@ REFUSED = "not kept off n2, n3: sbatch refused: too few nodes"
     ("age_s", "excluded", "fits", "kept_off", "words"),
     [
         (60.0, "", True, "n2,n3", ["kept off: n2, n3"]),
-        (60.0, "n[8-9]", True, "n8,n9,n2,n3", ["kept off: n8, n9, n2, n3"]),
-        (60.0, "n[2,8-9]", True, "n8,n9,n2,n3", ["kept off: n8, n9, n2, n3"]),
-        (60.0, "n[8-9]", False, "n8,n9", [REFUSED, "kept off: n8, n9"]),
-        (KEPT_OFF_S, "n[2,8-9]", True, "n8,n9", ["kept off: n8, n9"]),
+        (60.0, "n[8-9]", True, "n8,n9,n2,n3", ["kept off: n2, n3"]),
+        (60.0, "n[2,8-9]", True, "n8,n9,n2,n3", ["kept off: n2, n3"]),
+        (60.0, "n[8-9]", False, "n8,n9", [REFUSED]),
+        (KEPT_OFF_S, "n[2,8-9]", True, "n8,n9", []),
         (KEPT_OFF_S, "", True, "", []),
     ],
 )

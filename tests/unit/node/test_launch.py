@@ -12,10 +12,9 @@ import pytest
 
 from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node import supervisor
-from hpc_ddp.node import task as task_module
+from hpc_ddp.node.launch import expand, split, worker_launch
 from hpc_ddp.node.outcome import oom as oom_module
-from hpc_ddp.node.supervisor import Launch, Signals, Supervisor, torchrun_launch
-from hpc_ddp.node.task import worker_launch
+from hpc_ddp.node.supervisor import Signals, Supervisor
 from unit.fakes import Clock, stop_clock
 from unit.node.fakes import NoSignals, place_of
 
@@ -81,41 +80,39 @@ def test_only_the_first_task_shows_its_output(
 
 
 @pytest.mark.parametrize(
-    ("part", "launch_of", "expected"),
+    ("kind", "command", "expanded"),
     [
-        ("task", worker_launch, ["python", "$a.py", "--x=$a"]),
-        ("supervisor", torchrun_launch, ["python", "node.py", "agent", "--n=5", "t.py", "--x=$a"]),
+        ("worker", ["python", "$a.py"], ["python", "$a.py", "--x=$a"]),
+        (
+            "torchrun",
+            ["python", "node.py", "agent", "--n=$a", "t.py"],
+            ["python", "node.py", "agent", "--n=5", "t.py", "--x=$a"],
+        ),
     ],
 )
 def test_submitits_task_ends_with_the_supervisors_code(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    part: str,
-    launch_of: Callable[..., Launch],
-    expected: list[str],
+    kind: str,
+    command: list[str],
+    expanded: list[str],
 ) -> None:
-    calls: list[tuple[Callable[..., Launch], list[str]]] = []
+    calls: list[list[str]] = []
     handlers: list[tuple[int, Any]] = []
 
-    def supervise(launch_of: Callable[..., Launch], command: list[str]) -> int:
-        calls.append((launch_of, command))
+    def supervise(argv: list[str]) -> int:
+        calls.append(argv)
         return 3
 
-    monkeypatch.setattr(task_module, "supervise", supervise)
+    monkeypatch.setattr(supervisor, "main", supervise)
     monkeypatch.setattr(signal, "signal", lambda *words: handlers.append(words))
     monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
     monkeypatch.setenv("a", "5")
     (tmp_path / "job.json").write_text('{"args": ["--x=$a"]}')
-    command = ["python", "node.py", "agent", "--n=$a", "t.py"]
     with pytest.raises(SystemExit, match=r"^3$"):
-        task_module.submitit_main(part, ["python", "$a.py"] if part == "task" else command)
-    assert calls == [(launch_of, expected)]
+        supervisor.submitit_main(kind, command)
+    assert calls == [[kind, *expanded]]
     assert handlers == [(signal.SIGCONT, signal.SIG_DFL)]  # submitit's own logs each
-
-
-def test_a_task_ends_with_its_supervisors_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_module, "supervise", lambda launch_of, command: 4)
-    assert task_module.main(["python", "t.py"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -144,3 +141,9 @@ def test_a_port_that_was_taken_is_marked(
     assert watcher._failures(127) == [
         {"rank": None, "code": 127, "time": 1000.0, "error": "no python"}
     ]
+
+
+def test_variables_are_filled_in_for_torchrun_and_not_for_the_script() -> None:
+    words = ["$A", "node.py", "agent", "--rdzv-id=$ID", "--x=${ID}", "train.py", "--lr=$ID"]
+    assert expand(words, {"ID": "7"}) == [*words[:3], "--rdzv-id=7", "--x=7", *words[5:]]
+    assert split(["--a=1", "train.py", "--b"]) == (["--a=1"], ["train.py", "--b"])

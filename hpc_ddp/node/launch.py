@@ -1,0 +1,124 @@
+"""The child of a supervisor: a node's torchrun, or with ``--launcher srun`` one worker.
+
+For the latter the variables that torchrun would set are made of those that Slurm sets for the task.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.run_folder import NodeFolder
+from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.worker import started_by
+
+AGENT_WORDS = 3  # python node.py agent
+
+
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split torchrun's words into its options, ``--name=value``, and the script with its arguments.
+
+    The script is the first word without a dash. Raise StopIteration without one.
+    """
+    script = next(i for i, word in enumerate(words) if not word.startswith("-"))
+    return words[:script], words[script:]
+
+
+def expand(command: list[str], environ: Mapping[str, str]) -> list[str]:
+    """Fill in the variables in torchrun's options where no shell has: under submitit, and locally.
+
+    Never in the script's arguments: those are the user's. Raise KeyError for an unknown variable.
+    """
+    start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
+    return [*start, *(Template(word).substitute(environ) for word in options), *script]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The child process of a supervisor: a node's torchrun, or one worker.
+
+    `peers` are the records of all supervisors for the first one, whose code fails the step; [] for
+    the others. torchrun, without a `rank`, reports its workers in ``folder.failures``.
+    """
+
+    name: str  # of the supervisor among those of the attempt: the node's, and a worker's rank
+    folder: NodeFolder  # the files of the supervisor
+    command: Sequence[str]
+    env: Mapping[str, str]  # the child's variables beside those of every launch
+    peers: Sequence[Path]
+    rank: int | None = None  # of the one worker
+    store_port: int = 0  # not 0: this worker hosts the store; the script tries another if taken
+    reports_fabric: bool = True  # one supervisor of each node does
+    is_elastic: bool = False  # torchrun continues without a node that is lost
+
+
+def torchrun_launch(place: Place, command: list[str]) -> Launch:
+    """Return the launch of a node's torchrun, with the options that differ between nodes.
+
+    torchrun would guess the store's host and this node's name from host names: wrong with several
+    interfaces, aliases, or a name that /etc/hosts maps to loopback (pytorch issue 73656).
+    """
+    is_host = "1" if place.index == 0 else "0"
+    start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
+    confs = [w.removeprefix("--rdzv-conf=") for w in options if w.startswith("--rdzv-conf=")]
+    conf = ",".join([*confs, f"is_host={is_host}"])  # torchrun reads only the last --rdzv-conf
+    return Launch(
+        name=place.node,
+        folder=place.attempt.node(place.node),
+        command=[*start, *options, f"--rdzv-conf={conf}", f"--local-addr={place.host}", *script],
+        env={},
+        peers=[] if place.index else [place.attempt.node(node).record for node in place.nodes],
+        is_elastic=any(word.startswith("--nnodes=") and ":" in word for word in options),
+    )
+
+
+def worker_launch(place: Place, command: list[str]) -> Launch:
+    """Return the launch of this task's worker; `command` is python and the script with its
+    arguments.
+
+    Ranks are in blocks, as --distribution has it. Raise KeyError outside of a Slurm task.
+    """
+    rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+    per_node = size // len(place.nodes)
+    node_of = [] if rank else [place.nodes[peer // per_node] for peer in range(size)]
+    return Launch(
+        name=f"{place.node}-{rank}",
+        folder=place.attempt.node(place.node, rank),
+        command=started_by(command[0], command[1:]),
+        env=_variables(place, rank, size),
+        peers=[place.attempt.node(node, peer).record for peer, node in enumerate(node_of)],
+        rank=rank,
+        store_port=0 if rank else AttemptEnv.from_env(os.environ).port,
+        reports_fabric=rank % per_node == 0,
+    )
+
+
+def _variables(place: Place, rank: int, size: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for worker `rank` of `size`.
+
+    By TORCHELASTIC_RUN_ID libraries know that starts and restarts are not theirs: Lightning then
+    keeps its own requeue off, which revives cancelled jobs.
+    """
+    env = AttemptEnv.from_env(os.environ)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size // len(place.nodes)),
+        "GROUP_RANK": str(place.index),
+        "GROUP_WORLD_SIZE": str(len(place.nodes)),
+        "MASTER_ADDR": env.head,
+        "MASTER_PORT": str(env.port),
+        "TORCHELASTIC_RUN_ID": env.rdzv_id,
+        "HPC_DDP_AGENT_PID": str(os.getpid()),
+    }
+
+
+LAUNCHES: Mapping[str, Callable[[Place, list[str]], Launch]] = {
+    "torchrun": torchrun_launch,
+    "worker": worker_launch,
+}
