@@ -1,12 +1,10 @@
-"""The supervisor of one worker, as the task that srun starts."""
+"""Launches of torchrun on a node, or of one worker that srun starts."""
 
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -77,42 +75,6 @@ def test_only_the_first_task_shows_its_output(
     assert capfdbinary.readouterr().out == b""
     first._show_rank_0()
     assert capfdbinary.readouterr().out == b"new\n"
-
-
-@pytest.mark.parametrize(
-    ("kind", "command", "expanded"),
-    [
-        ("worker", ["python", "$a.py"], ["python", "$a.py", "--x=$a"]),
-        (
-            "torchrun",
-            ["python", "node.py", "agent", "--n=$a", "t.py"],
-            ["python", "node.py", "agent", "--n=5", "t.py", "--x=$a"],
-        ),
-    ],
-)
-def test_submitits_task_ends_with_the_supervisors_code(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    command: list[str],
-    expanded: list[str],
-) -> None:
-    calls: list[list[str]] = []
-    handlers: list[tuple[int, Any]] = []
-
-    def supervise(argv: list[str]) -> int:
-        calls.append(argv)
-        return 3
-
-    monkeypatch.setattr(supervisor, "main", supervise)
-    monkeypatch.setattr(signal, "signal", lambda *words: handlers.append(words))
-    monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
-    monkeypatch.setenv("a", "5")
-    (tmp_path / "job.json").write_text('{"args": ["--x=$a"]}')
-    with pytest.raises(SystemExit, match=r"^3$"):
-        supervisor.submitit_main(kind, command)
-    assert calls == [[kind, *expanded]]
-    assert handlers == [(signal.SIGCONT, signal.SIG_DFL)]  # submitit's own logs each
 
 
 @pytest.mark.parametrize(

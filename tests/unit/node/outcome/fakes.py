@@ -25,6 +25,7 @@ def record_of(node: str, notice: str | None = None, **failure: Any) -> dict[str,
 
 FINE = (record_of("n1"), record_of("n2"))
 
+
 BASE = AttemptFacts(
     spec=JobSpec("t.py"),
     attempt=0,
@@ -44,3 +45,7 @@ def decide_by(**changes: Any) -> Verdict:
 
 def failed_records(**failure: Any) -> tuple[dict[str, Any], ...]:
     return (record_of("n1", **{"error": "ValueError: boom", **failure}), record_of("n2", code=-15))
+
+
+def decide_elastic(*records: dict[str, Any], **changes: Any) -> Verdict:
+    return decide_by(spec=JobSpec("t.py", nodes=2, elastic=True), records=records, **changes)

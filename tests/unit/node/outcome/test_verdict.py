@@ -18,6 +18,7 @@ from unit.node.outcome.fakes import (
     FINE,
     RUNNING,
     decide_by,
+    decide_elastic,
     event_of,
     failed_records,
     record_of,
@@ -379,23 +380,23 @@ def test_a_failed_preflight_keeps_off_its_bad_nodes() -> None:
     assert decide_by(events=[fine, *BASE.events]).cause == "finished"
 
 
-def _elastic(*records: dict[str, Any], **changes: Any) -> Verdict:
-    return decide_by(spec=JobSpec("t.py", nodes=2, elastic=True), records=records, **changes)
-
-
 def test_an_elastic_job_finishes_without_a_lost_node() -> None:
     done = (event_of("first_step", step=1), event_of("finished", step=9))
-    assert _elastic(record_of("n1"), events=done).cause == "finished"
+    assert decide_elastic(record_of("n1"), events=done).cause == "finished"
     departed = record_of("n2", rank=None, error="RendezvousConnectionError: n1 is gone") | {
         "left": True
     }
-    assert _elastic(record_of("n1"), departed, events=done).cause == "finished"
-    assert _elastic(record_of("n1"), lost_nodes=("n2",), events=done).why == "Slurm has lost n2"
+    assert decide_elastic(record_of("n1"), departed, events=done).cause == "finished"
+    assert (
+        decide_elastic(record_of("n1"), lost_nodes=("n2",), events=done).why == "Slurm has lost n2"
+    )
     assert decide_by(records=(record_of("n1"),), events=done).cause == "node lost"  # not elastic
 
 
 def test_an_elastic_job_still_fails() -> None:
-    assert _elastic(record_of("n1", error="ValueError: boom")).cause == "failed"
-    assert _elastic(record_of("n1"), record_of("n2", error="ValueError: boom")).cause == "failed"
-    verdict = _elastic(record_of("n2", rank=None, error="no store") | {"left": True})
+    assert decide_elastic(record_of("n1", error="ValueError: boom")).cause == "failed"
+    assert (
+        decide_elastic(record_of("n1"), record_of("n2", error="ValueError: boom")).cause == "failed"
+    )
+    verdict = decide_elastic(record_of("n2", rank=None, error="no store") | {"left": True})
     assert (verdict.cause, verdict.why) == ("node lost", "no word from n1, n2")

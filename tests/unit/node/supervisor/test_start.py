@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,3 +133,39 @@ def test_a_node_that_can_not_take_part_reports_why(
     monkeypatch.delenv("HPC_DDP_NODE_INDEX", raising=False)
     assert supervisor.main(["x"]) == 1
     assert "this node can't take part: this host, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "command", "expanded"),
+    [
+        ("worker", ["python", "$a.py"], ["python", "$a.py", "--x=$a"]),
+        (
+            "torchrun",
+            ["python", "node.py", "agent", "--n=$a", "t.py"],
+            ["python", "node.py", "agent", "--n=5", "t.py", "--x=$a"],
+        ),
+    ],
+)
+def test_submitits_task_ends_with_the_supervisors_code(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    command: list[str],
+    expanded: list[str],
+) -> None:
+    calls: list[list[str]] = []
+    handlers: list[tuple[int, Any]] = []
+
+    def supervise(argv: list[str]) -> int:
+        calls.append(argv)
+        return 3
+
+    monkeypatch.setattr(supervisor, "main", supervise)
+    monkeypatch.setattr(signal, "signal", lambda *words: handlers.append(words))
+    monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
+    monkeypatch.setenv("a", "5")
+    (tmp_path / "job.json").write_text('{"args": ["--x=$a"]}')
+    with pytest.raises(SystemExit, match=r"^3$"):
+        supervisor.submitit_main(kind, command)
+    assert calls == [[kind, *expanded]]
+    assert handlers == [(signal.SIGCONT, signal.SIG_DFL)]  # submitit's own logs each
