@@ -4,10 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
-from fakes import Slurm
-from written_runs import Written
 
+from hpc_ddp.core import file_io
+from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from tests.raw_events import raw
+from unit.fakes import Slurm
 
 
 @pytest.fixture
@@ -20,11 +22,32 @@ def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Written:
-    return Written(tmp_path).event("submitted", backend="slurm", first_attempt=0)
+def attempt(tmp_path: Path) -> AttemptFolder:
+    run = RunFolder(tmp_path / "name" / "run").make()
+    return run.claim_attempt({"nodes": ["n1", "n2", "n3"]}, lambda identity: False)
 
 
 @pytest.fixture
-def attempt(tmp_path: Path) -> AttemptFolder:
-    run = RunFolder(tmp_path / "name" / "run").make()
-    return run.claim_attempt({"nodes": ["n1", "n2", "n3"]}, lambda info: False)
+def links_are_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the test makes belongs to another user from now on."""
+    monkeypatch.setattr(file_io, "ROOT", -1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A private folder with a key and a journal."""
+    folder = tmp_path / "private"
+    folder.mkdir()
+    (folder / "key").write_text("secret\n")
+    (folder / "keys.jsonl").write_text('{"event": "finished", "time": 1}\n')
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A submitted run without an attempt."""
+    run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
+    run.job_json.write_text(JobSpec("train.py").to_json())
+    run.journal("submit").write(raw("submitted", backend="slurm"))
+    return run

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 _COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "sacct", "sacctmgr", "sinfo")
+
 _HEAD = """\
 #!/bin/bash
 here=${0%/*} name=${0##*/} count=0
@@ -52,7 +53,7 @@ class Slurm:
 
     def _write(self, name: str) -> None:
         answers = self._answers[name] or [f"echo no answer is laid down for {name} >&2; exit 1"]
-        cases = [f"{i}) {item} ;;" for i, item in enumerate(answers[:-1])]
+        cases = [f"{i}) {answer} ;;" for i, answer in enumerate(answers[:-1])]
         path = self.folder / name
         path.write_text(
             "\n".join([_HEAD + "case $count in", *cases, f"*) {answers[-1]} ;;", "esac"])
@@ -88,3 +89,10 @@ def stop_clock(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, now: float
     for module in modules:
         monkeypatch.setattr(module, "time", clock)
     return clock
+
+
+USER, STRANGER, GROUP = 54321, 54322, 54323
+
+
+def raise_disk_full(*args: Any, **options: Any) -> Any:
+    raise OSError(28, "No space left on device")

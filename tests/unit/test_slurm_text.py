@@ -1,4 +1,4 @@
-"""What the text of Slurm's commands is parsed to."""
+"""The text of Slurm's commands is parsed into records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hpc_ddp.slurm_text import _seconds, parse_job, parse_job_id, parse_record
+from hpc_ddp.slurm_text import _seconds, parse_job, parse_job_id, parse_record, parse_records
 
 SHOWN = """\
 JobId=7 JobName=x Restarts=9 JobState=FAILED
@@ -27,21 +27,21 @@ def test_a_name_can_not_pass_for_a_field() -> None:
 
 
 def test_preempted_is_not_cancelled_within_the_grace_time() -> None:
-    """In each case Slurm says COMPLETING, and no reason."""
+    """Slurm says COMPLETING in each case, and no reason."""
     assert not parse_job(SHOWN).preempted
     assert parse_job(SHOWN.replace("COMPLETING", "RUNNING")).preempted
     assert parse_job(SHOWN.replace("10:00:30", "10:01:00")).preempted
 
 
 def test_a_job_that_is_being_signalled_runs() -> None:
-    """In its grace time, and not cancelled: the flag stands where the state does."""
+    """A job in its grace time is not cancelled: the flag stands where the state does."""
     job = parse_job(SHOWN.replace("COMPLETING", "SIGNALING"))
     assert job.state == "RUNNING"
     assert job.preempted
     assert parse_record(WAITS.replace("PENDING", "REQUEUE_HOLD")).state == "PENDING"
 
 
-def test_what_is_left_needs_no_clock_that_is_right() -> None:
+def test_the_time_left_is_independent_of_the_clock() -> None:
     assert parse_job(SHOWN).left_s == 55.0
     assert parse_job(SHOWN.replace("TimeLimit=00:01:00", "TimeLimit=UNLIMITED")).left_s == math.inf
     assert parse_job(SHOWN.replace("TimeLimit=00:01:00", "TimeLimit=1-00:00:05")).left_s == 86_400
@@ -52,7 +52,7 @@ def test_what_is_left_needs_no_clock_that_is_right() -> None:
 
 
 def test_an_expedited_job_is_known() -> None:
-    """As Slurm 26.05 prints it."""
+    """Slurm 26.05 prints this text."""
     assert not parse_job(SHOWN).expedited
     job = parse_job(f"{SHOWN}   StdOut=/x\n   ExpeditedRequeue=Yes\n")
     assert (job.expedited, job.restarts) == (True, 2)
@@ -80,11 +80,11 @@ JobId=3 JobName=wide
 """
 
 
-def test_what_is_left_of_a_job() -> None:
-    found = parse_record(WAITS)
-    assert (found.state, found.exit_code, found.nodes) == ("PENDING", "0:53", "")
-    assert found.reason == "ReqNodeNotAvail, UnavailableNodes:hd0n1"
-    assert found.start_time is not None
+def test_a_record_of_an_ended_job_is_parsed() -> None:
+    record = parse_record(WAITS)
+    assert (record.state, record.exit_code, record.nodes) == ("PENDING", "0:53", "")
+    assert record.reason == "ReqNodeNotAvail, UnavailableNodes:hd0n1"
+    assert record.start_time is not None
     assert parse_record(WAITS.replace("NodeList=(null)\n", "NodeList=n[1-2]\n")).nodes == "n[1-2]"
     assert parse_record("").state == ""
 
@@ -107,5 +107,10 @@ def test_a_banner_is_no_job_id(printed: str, id: str | None) -> None:
     ("text", "seconds"),
     [("1-02:03:04", 93784), ("02:03:04", 7384), ("UNLIMITED", None), ("", None), ("5", None)],
 )
-def test_a_partitions_time(text: str, seconds: int | None) -> None:
+def test_the_time_limit_of_a_partition_is_parsed(text: str, seconds: int | None) -> None:
     assert _seconds(text) == seconds
+
+
+def test_a_name_within_a_value_starts_no_field() -> None:
+    (row,) = parse_records("NodeName=n1 Gres=gpu:2 OS=Linux 6 #1 Reason=bad Gres=none [me@x]\n")
+    assert (row["Gres"], row["OS"], row["Reason"]) == ("gpu:2", "Linux", "bad")

@@ -1,17 +1,47 @@
-"""Small files, read whatever is in them, and a disk that is waited for."""
+"""Small files are read whatever is in them, and an absent disk is waited for."""
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import stop_clock
+from click.testing import CliRunner
 
+from hpc_ddp.cli.main import main
 from hpc_ddp.core import file_io
-from hpc_ddp.core.file_io import read_json, read_tail, read_word, write_json
+from hpc_ddp.core.file_io import (
+    check_links,
+    open_data,
+    read_json,
+    read_seconds,
+    read_tail,
+    read_word,
+    write_json,
+)
+from hpc_ddp.core.run_folder import RunFolder
+from unit.core.fakes import BROKEN
+from unit.fakes import stop_clock
 
 
-def test_files_are_read_whatever_is_in_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", BROKEN.values(), ids=list(BROKEN))
+def test_a_broken_json_file_reads_as_empty(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "job.json"
+    path.write_bytes(content)
+    assert read_json(path) == {}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=list(BROKEN))
+def test_a_damaged_notice_still_reads(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notice"
+    path.write_bytes(content)
+    assert read_word(path)
+    assert read_seconds(path) in (7.0, None)
+
+
+def test_any_content_is_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
     assert (read_json(path), read_word(path), read_tail(path, 9)) == ({}, "", "")
     path.write_text("[1]")
@@ -19,7 +49,7 @@ def test_files_are_read_whatever_is_in_them(tmp_path: Path) -> None:
     path.write_text('{"a": 1')
     assert read_json(path) == {}
     write_json(path, {"a": 1})
-    assert (read_json(path), [item.name for item in tmp_path.iterdir()]) == ({"a": 1}, ["file"])
+    assert (read_json(path), [entry.name for entry in tmp_path.iterdir()]) == ({"a": 1}, ["file"])
     path.write_text(" word\n")
     assert read_word(path) == "word"
     path.write_bytes(b"x" * 50 + b"[rank3]: one\n[rank12]:two\nno [rank1]: three\xff")
@@ -40,7 +70,7 @@ def test_a_disk_that_comes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     assert clock.slept == [1, 1]
 
 
-def test_what_takes_longer_than_the_patience_is_tried_twice(
+def test_a_call_longer_than_the_patience_is_tried_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, calls = stop_clock(monkeypatch, file_io), []
@@ -55,11 +85,46 @@ def test_what_takes_longer_than_the_patience_is_tried_twice(
     assert len(calls) == 2
 
 
-def test_a_file_is_written_beside_what_others_have_put_there(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.write_text("kept")
-    (tmp_path / "status.json").symlink_to(mine)
+def test_a_file_replaces_a_planted_link(tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    target.write_text("kept")
+    (tmp_path / "status.json").symlink_to(target)
     write_json(tmp_path / "status.json", {"a": 1})
-    assert mine.read_text() == "kept"
+    assert target.read_text() == "kept"
     assert read_json(tmp_path / "status.json") == {"a": 1}
     assert {path.name for path in tmp_path.iterdir()} == {"mine", "status.json"}
+
+
+@pytest.mark.parametrize(
+    "lead", [lambda link: link, lambda link: link / "key", lambda link: link.parent / "again" / "x"]
+)
+def test_no_link_of_another_user_is_followed(
+    tmp_path: Path, secret: Path, links_are_anothers: None, lead: Callable[[Path], Path]
+) -> None:
+    (secret / "x").write_text("")
+    (tmp_path / "link").symlink_to(secret)
+    (tmp_path / "again").symlink_to("link")
+    with pytest.raises(OSError, match="a link of another user"):
+        check_links(lead(tmp_path / "link"))
+
+
+def test_links_of_this_user_are_followed(tmp_path: Path, secret: Path) -> None:
+    (tmp_path / "link").symlink_to("private")
+    (tmp_path / "again").symlink_to(tmp_path / "link")
+    with open_data(tmp_path / "again" / "key") as file:
+        assert file.read() == b"secret\n"
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(OSError, match="Too many levels") as error:
+        check_links(tmp_path / "round")
+    assert error.value.errno == errno.ELOOP
+
+
+def test_a_pipe_is_no_file(tmp_path: Path, run: RunFolder) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    assert read_json(tmp_path / "pipe.json") == {}
+    assert read_tail(tmp_path / "pipe.json", 10) == ""
+    os.mkfifo(run.journal_folder / "b.jsonl")
+    with pytest.raises(OSError, match="no regular file"):
+        run.events()
+    result = CliRunner().invoke(main, ["status", "--runs-dir", str(run.root)])
+    assert "unreadable" in result.output

@@ -1,11 +1,10 @@
-"""Owners and modes of files: which may act for a user, whoever runs the tests."""
+"""Owners and modes of files decide which of them may act for a user."""
 
 from __future__ import annotations
 
 import grp
 import os
 import pwd
-import shutil
 import stat
 from pathlib import Path
 
@@ -15,14 +14,8 @@ from hpc_ddp.core import file_owners
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_owners import check_folder
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submission import backends, plan, snapshot
-from hpc_ddp.submission.resources import PACKAGE
-from hpc_ddp.submission.settings import sites, trust
-from hpc_ddp.submission.settings.config import Settings
-from tests.raw_events import raw
-from tests.skips import skip_or_fail
+from unit.fakes import GROUP, STRANGER, USER
 
-USER, STRANGER, GROUP = 54321, 54322, 54323
 REGULAR, FOLDER, LINK = stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK
 
 
@@ -46,7 +39,7 @@ def status(kind: int, mode: int, uid: int, gid: int = GROUP) -> os.stat_result:
         (status(REGULAR, 0o644, 0), status(FOLDER, 0o1777, 0), "can replace it"),
     ],
 )
-def test_what_is_wrong_with_a_file(
+def test_the_fault_of_a_file_is_named(
     file: os.stat_result, folder: os.stat_result, fault: str
 ) -> None:
     answer = file_owners.file_fault(file, folder, USER)
@@ -68,7 +61,7 @@ def account(name: str, uid: int) -> pwd.struct_passwd:
         ([], "me", GROUP + 1, False),
     ],
 )
-def test_a_group_of_one_user_is_that_user(
+def test_a_group_of_one_user_counts_as_that_user(
     members: list[str], name: str, gid: int, is_private: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user = account("me", USER)
@@ -105,112 +98,8 @@ def test_a_group_may_be_the_primary_one_of_another_user(
         (status(LINK, 0o777, STRANGER), "belongs to uid 54322"),
     ],
 )
-def test_what_of_a_run_is_not_executed(entry: os.stat_result, fault: str) -> None:
+def test_files_of_other_users_are_not_executed(entry: os.stat_result, fault: str) -> None:
     assert file_owners.run_fault(entry, USER) == fault
-
-
-@pytest.fixture
-def as_root() -> None:
-    if os.geteuid() != 0:
-        skip_or_fail("only root can give a file to another user")
-
-
-def test_a_link_is_judged_with_its_end(as_root: None, tmp_path: Path) -> None:
-    end, link = tmp_path / "end", tmp_path / "link"
-    end.write_text("x")
-    link.symlink_to(end)
-    assert trust.read(link) == b"x"
-    os.chown(link, STRANGER, -1, follow_symlinks=False)
-    with pytest.raises(UsageError, match="it is a symbolic link that belongs to uid 54322"):
-        trust.read(link)
-    os.chown(link, 0, -1, follow_symlinks=False)
-    os.chown(end, STRANGER, -1)
-    with pytest.raises(UsageError, match=r"link is not used: it belongs to uid 54322"):
-        trust.read(link)
-
-
-def test_a_file_put_in_place_after_the_opening_is_not_read(
-    as_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, other = tmp_path / "hpc-ddp.toml", tmp_path / "other"
-    path.write_text("good")
-    other.write_text("bad")
-    os.chown(other, STRANGER, -1)
-    real_fstat = os.fstat
-
-    def replace_first(descriptor: int) -> os.stat_result:
-        other.replace(path)
-        monkeypatch.setattr(os, "fstat", real_fstat)
-        return real_fstat(descriptor)
-
-    monkeypatch.setattr(os, "fstat", replace_first)
-    assert trust.read(path) == b"good"
-    with pytest.raises(UsageError, match="belongs to uid 54322"):
-        trust.read(path)
-
-
-def test_a_file_is_accepted_by_any_way_to_it(
-    as_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    path = tmp_path / "project" / "hpc-ddp.toml"
-    path.parent.mkdir()
-    path.write_text("x")
-    os.chown(path, STRANGER, -1)
-    (tmp_path / "link").symlink_to(path.parent)
-    trust.accept(tmp_path / "link" / path.name)
-    assert trust.read(path) == b"x"
-
-
-def test_a_strangers_record_accepts_nothing(
-    as_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    path = tmp_path / "hpc-ddp.toml"
-    path.write_text("x")
-    os.chown(path, STRANGER, -1)
-    trust.accept(path)
-    os.chown(tmp_path / trust.RECORD, STRANGER, -1)
-    with pytest.raises(UsageError, match=r"trusted.json is not used: it belongs to uid 54322"):
-        trust.read(path)
-
-
-def test_a_site_file_that_hpc_ddp_writes_is_used(tmp_path: Path) -> None:
-    umask = os.umask(0)
-    try:
-        path = sites.write(tmp_path, "ours", 'title = "Ours"\n', force=False)
-    finally:
-        os.umask(umask)
-    assert path.stat().st_mode & 0o777 == 0o644
-
-
-def test_nothing_of_a_run_can_be_written_by_its_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its owner has the umask of a project's group, and so have the script and the package."""
-    umask = os.umask(0o002)
-    try:
-        project = tmp_path / "project"
-        (project / "part").mkdir(parents=True)
-        (project / "part" / "more.py").write_text("")
-        (project / "train.py").write_text("")
-        package = tmp_path / "hpc_ddp"
-        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-        for path in (*package.rglob("*"), *project.rglob("*")):
-            path.chmod(path.stat().st_mode | 0o020)
-        monkeypatch.setattr(snapshot, "PACKAGE", package)
-        settings = Settings({"script": "train.py"})
-        run = plan.plan_new(settings, project, tmp_path / "runs").write()
-        backends.render(run)
-        run.run.journal("worker").write(raw("first_step", step=1))  # a worker has its user's umask
-        assert os.umask(0o002) == 0o002
-    finally:
-        os.umask(umask)
-    made = [run.run.path, *run.run.path.rglob("*")]
-    assert {run.run.script, run.run.lib / "node.py", run.code / "part" / "more.py"} <= {*made}
-    assert [path for path in made if path.stat().st_mode & 0o022] == []
-    for folder in (run.run.path.parent, run.run.root):
-        assert not folder.stat().st_mode & 0o022
 
 
 @pytest.mark.parametrize(
@@ -242,3 +131,14 @@ def test_runs_are_not_made_in_a_strangers_folder(tmp_path: Path) -> None:
     os.chown(run.path.parent, 2002, -1)
     with pytest.raises(UsageError, match="belongs to uid 2002"):
         check_folder(run)
+
+
+@pytest.mark.parametrize("part", ["runs", "runs/train"])
+def test_runs_are_not_made_behind_a_link_of_another_user(
+    tmp_path: Path, run: RunFolder, part: str, links_are_anothers: None
+) -> None:
+    folder = tmp_path / part
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    with pytest.raises(UsageError, match="a link of another user"):
+        check_folder(RunFolder(folder.parent / run.path.relative_to(folder.parent)))

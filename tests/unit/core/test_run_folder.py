@@ -1,3 +1,5 @@
+"""Paths of a run, its attempts, records and hours."""
+
 from __future__ import annotations
 
 import contextlib
@@ -11,37 +13,30 @@ import pytest
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import write_json
-from hpc_ddp.core.journal.events import (
-    JournalEvent,
-)
+from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.run_folder import AttemptFolder, NodeFolder, RunFolder
 from tests.raw_events import typed
-
-
-def _run(root: Path, name: str = "n", run_id: str = "20260101-000000-aa") -> RunFolder:
-    run = RunFolder(root / name / run_id).make()
-    run.job_json.write_text("{}")
-    return run
+from unit.core.fakes import make_run
 
 
 def test_attempts_are_numbered_and_only_one_lives(tmp_path: Path) -> None:
-    run = _run(tmp_path)
-    first = run.claim_attempt({"job_id": "1"}, lambda info: True)
+    run = make_run(tmp_path)
+    first = run.claim_attempt({"job_id": "1"}, lambda identity: True)
     assert first.number == 0
     assert first.notice.read_text() == first.failed.read_text() == ""
     with pytest.raises(HpcDdpError, match="attempt 0, job 1"):
-        run.claim_attempt({"job_id": "2"}, lambda info: True)
-    assert run.claim_attempt({"job_id": "2"}, lambda info: False).number == 1
+        run.claim_attempt({"job_id": "2"}, lambda identity: True)
+    assert run.claim_attempt({"job_id": "2"}, lambda identity: False).number == 1
     assert run.is_newest(1)
     assert not run.is_newest(0)
 
 
-def test_of_many_that_claim_at_once_one_wins(tmp_path: Path) -> None:
-    run, won = _run(tmp_path), []
+def test_one_of_many_concurrent_claims_wins(tmp_path: Path) -> None:
+    run, won = make_run(tmp_path), []
 
     def claim(me: int) -> None:
         with contextlib.suppress(HpcDdpError):
-            won.append(run.claim_attempt({"me": me}, lambda info: True).number)
+            won.append(run.claim_attempt({"me": me}, lambda identity: True).number)
 
     threads = [threading.Thread(target=claim, args=(me,)) for me in range(16)]
     for thread in threads:
@@ -53,31 +48,31 @@ def test_of_many_that_claim_at_once_one_wins(tmp_path: Path) -> None:
 
 
 def test_run_folders_are_private(tmp_path: Path) -> None:
-    assert _run(tmp_path).path.stat().st_mode & 0o777 == 0o700
+    assert make_run(tmp_path).path.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_full_disk_keeps_no_drafts_of_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _run(tmp_path)
+    run = make_run(tmp_path)
 
     def fill(path: Path, text: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", fill)
     with pytest.raises(OSError, match="No space left"):
-        run.claim_attempt({"pid": 1}, lambda info: False)
+        run.claim_attempt({"pid": 1}, lambda identity: False)
     assert list(run.logs.iterdir()) == []
 
 
-def test_a_number_that_was_taken_meanwhile_is_passed_over(tmp_path: Path) -> None:
-    run, asked = _run(tmp_path), list[dict[str, Any]]()
-    run.claim_attempt({"pid": 1}, lambda info: False)
+def test_a_number_that_was_claimed_meanwhile_is_skipped(tmp_path: Path) -> None:
+    run, identities = make_run(tmp_path), list[dict[str, Any]]()
+    run.claim_attempt({"pid": 1}, lambda identity: False)
 
-    def is_live(info: dict[str, Any]) -> bool:
-        asked.append(info)
-        if len(asked) == 1:
-            run.claim_attempt({"pid": 2}, lambda info: False)
+    def is_live(identity: dict[str, Any]) -> bool:
+        identities.append(identity)
+        if len(identities) == 1:
+            run.claim_attempt({"pid": 2}, lambda identity: False)
         return False
 
     assert run.claim_attempt({"pid": 3}, is_live).number == 2
@@ -89,7 +84,7 @@ def _event(event: str, time: float = 1.0, attempt: int = 0, **fields: Any) -> Jo
     return typed(event, time, attempt, **fields)
 
 
-def test_where_things_are(tmp_path: Path) -> None:
+def test_files_of_a_run_have_their_places(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "name" / "id")
     task = run.task(12)
     assert (run.is_task, task.is_task, task.index) == (False, True, 12)
@@ -120,22 +115,22 @@ def test_where_things_are(tmp_path: Path) -> None:
     ]
 
 
-def test_attempts_tasks_and_code_are_in_order_of_their_numbers(tmp_path: Path) -> None:
+def test_attempts_tasks_and_code_are_sorted_by_number(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "name" / "id").make()
     assert (run.newest_code, run.attempts(), run.tasks()) == (None, [], [])
     for number in (9, 10):
         for folder in (run.code / str(number), run.task(number).path):
             folder.mkdir(parents=True)
         run.attempt(number).path.mkdir()
-    for other in (run.code / "x", run.path / "task-x", run.logs / "attempt-x"):
-        other.mkdir()
+    for stray in (run.code / "x", run.path / "task-x", run.logs / "attempt-x"):
+        stray.mkdir()
     assert run.newest_code == run.task(9).newest_code == run.code / "10"
     assert [attempt.number for attempt in run.attempts()] == [9, 10]
     assert [task.index for task in run.tasks()] == [9, 10]
     assert (run.is_newest(10), run.is_newest(9), run.is_newest(11)) == (True, False, True)
-    assert run.claim_attempt({"pid": 7, "host": "h"}, lambda info: False).number == 11
+    assert run.claim_attempt({"pid": 7, "host": "h"}, lambda identity: False).number == 11
     with pytest.raises(HpcDdpError, match="attempt 11, process 7 on h"):
-        run.claim_attempt({}, lambda info: True)
+        run.claim_attempt({}, lambda identity: True)
 
 
 def test_an_attempt_that_can_not_be_made_is_an_error(
@@ -148,41 +143,41 @@ def test_an_attempt_that_can_not_be_made_is_an_error(
 
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(OSError, match="quota"):
-        run.claim_attempt({}, lambda info: False)
+        run.claim_attempt({}, lambda identity: False)
     assert list(run.logs.iterdir()) == []
 
 
-def test_what_nodes_recorded(tmp_path: Path) -> None:
+def test_records_of_nodes_are_read(tmp_path: Path) -> None:
     attempt = AttemptFolder(tmp_path / "attempt-0")
-    for node, name, value in (
+    for node, name, content in (
         ("n2", "record.json", {"code": 0, "node": "n2"}),
         ("n1", "record-0.json", {"code": 1, "node": "n1"}),
         ("n1", "record-1.json", {"node": "torn"}),
         ("n1", "other.json", {"code": 5}),
     ):
         (attempt.path / node).mkdir(parents=True, exist_ok=True)
-        (attempt.path / node / name).write_text(json.dumps(value))
+        (attempt.path / node / name).write_text(json.dumps(content))
     (attempt.path / "notice").touch()
     assert [node.path.name for node in attempt.nodes()] == ["n1", "n2"]
     assert [record["node"] for record in attempt.records()] == ["n1", "n2"]
     assert len(NodeFolder(attempt.path / "n1").records()) == 2
 
 
-def test_ids_of_jobs_oldest_first(tmp_path: Path) -> None:
+def test_job_ids_are_listed_oldest_first(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "name" / "id").make()
     for number, link in enumerate(("8", "", 9, "7")):
-        attempt = run.claim_attempt({}, lambda info: False)
+        attempt = run.claim_attempt({}, lambda identity: False)
         assert attempt.number == number
         write_json(attempt.path / "next.json", {"job_id": link})
     events = [_event("queued", job_id="7"), _event("started", job_id=""), _event("cancelled")]
     assert run.job_ids([*events, _event("started", job_id="6"), events[0]]) == ["7", "6", "8"]
 
 
-def test_hours_are_those_of_all_tasks(tmp_path: Path) -> None:
+def test_gpu_hours_count_all_tasks(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "name" / "id").make()
     tasks = [run.task(index).make() for index in (0, 1)]
-    for item, hours in zip((run, *tasks), (9, 1, 2), strict=True):
-        path = item.journal_folder / "batch.jsonl"
+    for folder, hours in zip((run, *tasks), (9, 1, 2), strict=True):
+        path = folder.journal_folder / "batch.jsonl"
         end = hours * 3600.0
         events = [_event("started", 0.0, nodes=["a", "b"])]
         events += [_event("verdict", end, why="")]

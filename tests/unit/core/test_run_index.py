@@ -1,4 +1,4 @@
-"""Runs, found by their names, ids and jobs."""
+"""Runs are found by their names, ids and jobs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,45 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp.core import file_io
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.journal.events import (
-    Queued,
-    Started,
-)
+from hpc_ddp.core.journal.events import Queued, Started
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, find_run, link_job
+from unit.core.fakes import make_run
+from unit.report.written_runs import Written
 
 
-def _run(root: Path, name: str = "n", run_id: str = "20260101-000000-aa") -> RunFolder:
-    run = RunFolder(root / name / run_id).make()
-    run.job_json.write_text("{}")
-    return run
+def test_a_name_that_is_a_link_of_another_user_is_no_run(
+    tmp_path: Path, run: RunFolder, links_are_anothers: None
+) -> None:
+    (run.root / "other").symlink_to("train")
+    with pytest.raises(UsageError, match="no run 'other'"):
+        find_run(run.root, "other")
+    assert find_run(run.root, "train").path == run.path
+
+
+def test_the_index_of_jobs_replaces_no_file(
+    tmp_path: Path,
+    run: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "3").write_text("mine")
+    (run.root / ".jobs").symlink_to(results)
+    link_job("3", run)  # a link of this user's own: but what lies there is no link
+    assert (results / "3").read_text() == "mine"
+    monkeypatch.setattr(file_io, "ROOT", -1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    link_job("4", run)
+    assert not (results / "4").exists()
+    assert "job 4 can't be found by its id" in capsys.readouterr().err
 
 
 def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
-    old, new = _run(tmp_path, run_id="20250101-000000-aa"), _run(tmp_path)
+    old, new = make_run(tmp_path, run_id="20250101-000000-aa"), make_run(tmp_path)
     link_job("77", old)
     for run, job in ((old, "77"), (new, "78")):
         run.journal("submit").write(Queued(job))
@@ -35,23 +57,23 @@ def test_a_run_is_found_by_all_its_names(tmp_path: Path) -> None:
     assert all_runs(tmp_path) == [new, old]
 
 
-def test_the_newest_is_the_one_begun_last_whatever_its_id(tmp_path: Path) -> None:
+def test_the_newest_run_is_the_one_started_last(tmp_path: Path) -> None:
     names = ["20250101-000000-aa", "local-1", "20250301-000000-aa", "local", "20250501-000000-aa"]
-    runs = [_run(tmp_path, run_id=name) for name in names]
+    runs = [make_run(tmp_path, run_id=name) for name in names]
     for run, month in ((runs[1], 2), (runs[3], 4)):
         when = time.mktime((2025, month, 1, 0, 0, 0, 0, 0, -1))
         os.utime(run.job_json, (when, when))
     (tmp_path / "n" / "zzz").mkdir()  # no run
     assert all_runs(tmp_path) == runs[::-1]
     assert find_run(tmp_path, "n") == runs[-1]
-    other = _run(tmp_path, "a", "local")
-    assert find_run(tmp_path, "local") == other
+    namesake = make_run(tmp_path, "a", "local")
+    assert find_run(tmp_path, "local") == namesake
     runs[-1].job_json.unlink()
     assert find_run(tmp_path, "n") == runs[3]
 
 
 def test_a_task_of_an_array_is_found_by_the_id_that_is_shown(tmp_path: Path) -> None:
-    array = _run(tmp_path)
+    array = make_run(tmp_path)
     task = RunFolder(array.path / "task-3").make()
     task.job_json.write_text("{}")
     link_job("12", array)
@@ -66,7 +88,7 @@ def test_a_task_of_an_array_is_found_by_the_id_that_is_shown(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("text", ["nope", "*", "../..", "", "a/b", "[", "~nobody-here/x", "\0"])
 def test_an_unknown_run_is_an_error_with_a_hint(tmp_path: Path, text: str) -> None:
-    _run(tmp_path)
+    make_run(tmp_path)
     with pytest.raises(UsageError, match="no run") as caught:
         find_run(tmp_path, text)
     assert "hpc-ddp status" in str(caught.value.hint)
@@ -80,3 +102,13 @@ def test_a_link_of_a_job_to_another_run_does_not_count(tmp_path: Path) -> None:
         find_run(tmp_path, "7")
     run.journal("submit").write(Queued("7"))
     assert find_run(tmp_path, "7") == run
+
+
+def test_a_task_of_an_array_is_found_by_its_job_id(tmp_path: Path) -> None:
+    array = Written(tmp_path, array="0-2")
+    task = RunFolder(array.run.path / "task-1").make()
+    task.job_json.write_text(array.run.job_json.read_text())
+    (tmp_path / ".jobs").mkdir()
+    (tmp_path / ".jobs" / "7").symlink_to(array.run.path)
+    array.run.journal("submit").write(Queued("7"))
+    assert find_run(tmp_path, "7_1") == task

@@ -25,8 +25,8 @@ def test_a_crash_ends_a_feature_and_the_planned_kill_does_not(tmp_path: Path) ->
     table.begin("bf16")
     assert _table(tmp_path, 1, "0.0").is_left("bf16")  # a rank that reads later, of the same start
     again = _table(tmp_path, 1, "0.1")
-    left = [name for name in FEATURES if again.is_left(name)]
-    assert left == ["wrap, fp32", "fp16", "FSDP2, bf16", LAST]
+    remaining = [name for name in FEATURES if again.is_left(name)]
+    assert remaining == ["wrap, fp32", "fp16", "FSDP2, bf16", LAST]
     for start in ("0.1", "0.2"):
         assert _table(tmp_path, 0, start).is_left(LAST)
         _table(tmp_path, 0, start).begin(LAST)

@@ -1,4 +1,4 @@
-"""What is changed in torchrun: each change by itself, with stand-ins for torchrun's own parts."""
+"""The changes to torchrun are tested one by one, with stand-ins for torchrun's own parts."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def test_workers_are_not_started_again_after_a_notice(
 
 def test_a_node_that_is_lost_counts_as_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", lambda handler: 1)
-    info = SimpleNamespace(world_size=3)
-    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda handler: info)
+    rendezvous = SimpleNamespace(world_size=3)
+    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda handler: rendezvous)
     agent.count_the_lost()
     timeout, state = SimpleNamespace(_last_call=None), SimpleNamespace(participants=["a", "b"])
     handler: Any = SimpleNamespace(
         _settings=SimpleNamespace(timeout=timeout), _state_holder=SimpleNamespace(state=state)
     )
-    assert DynamicRendezvousHandler.next_rendezvous(handler) is info  # type: ignore[comparison-overlap]
+    assert DynamicRendezvousHandler.next_rendezvous(handler) is rendezvous  # type: ignore[comparison-overlap]
     assert timeout._last_call == timedelta(seconds=15)
     assert DynamicRendezvousHandler.num_nodes_waiting(handler) == 2
     state.participants.append("c")
@@ -104,6 +104,7 @@ ATTEMPT = {
     "HPC_DDP_NODE_INDEX": "1",
     "HPC_DDP_HOST_SUFFIX": "-ib",
 }
+
 TORCHRUN = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=7"]
 
 
@@ -145,7 +146,7 @@ def test_torchrun_is_started_as_changed(
     monkeypatch.setattr(agent, "sign_state", lambda key: changes.append(f"signed {key.hex()}"))
     words = [*TORCHRUN, *options, "train.py", "--cost=$5"]
     run = RunFolder(tmp_path)
-    run.claim_attempt({"nodes": ["n2", "n10"]}, lambda info: False)
+    run.claim_attempt({"nodes": ["n2", "n10"]}, lambda identity: False)
     place = Place.from_env({"HPC_DDP_RUN": str(run.path), **ATTEMPT})
     assert agent.launch(words, place) is None
     script = started_by(sys.executable, ["train.py", "--cost=$$5"])
@@ -171,7 +172,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         raise LeftError(code)
 
     before = signal.getsignal(signal.SIGTERM)
-    attempt = RunFolder(tmp_path).claim_attempt({"nodes": ["n2", "n10"]}, lambda info: False)
+    attempt = RunFolder(tmp_path).claim_attempt({"nodes": ["n2", "n10"]}, lambda identity: False)
     folder = attempt.node("n10").path
     folder.mkdir()
     for name, value in {"HPC_DDP_RUN": str(tmp_path), **ATTEMPT}.items():
@@ -187,7 +188,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("ended", "code"), [(None, "0"), ({"failures": [{"rank": 0, "code": 3, "time": 1.0}]}, "1")]
 )
-def test_which_workers_failed_is_written_down(
+def test_failed_workers_are_recorded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, ended: dict[str, Any] | None, code: str
 ) -> None:
     monkeypatch.setattr(agent, "launch", lambda argv, place: ended)
@@ -199,9 +200,9 @@ def test_which_workers_failed_is_written_down(
     os.kill(os.getpid(), signal.SIGTERM)  # does nothing
 
 
-@pytest.mark.parametrize(("text", "taken"), [("EADDRINUSE: port 5", True), ("no store", False)])
+@pytest.mark.parametrize(("text", "is_taken"), [("EADDRINUSE: port 5", True), ("no store", False)])
 def test_a_port_that_is_taken_is_marked(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, taken: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, is_taken: bool
 ) -> None:
     def launch(argv: list[str], place: Place) -> None:
         raise RuntimeError("rendezvous") from OSError(text)
@@ -209,7 +210,7 @@ def test_a_port_that_is_taken_is_marked(
     monkeypatch.setattr(agent, "launch", launch)
     with pytest.raises(RuntimeError, match="rendezvous"):
         agent.main(["train.py"])
-    assert (folder.parent / "port-taken").exists() is taken
+    assert (folder.parent / "port-taken").exists() is is_taken
     assert json.loads((folder / "failures.json").read_text()) == {
         "agent": "RuntimeError: rendezvous"
     }
@@ -232,7 +233,7 @@ def test_an_agent_dies_with_its_supervisor_and_loses_no_output(
     assert ties == ["parent"]
 
 
-def test_a_failure_of_a_worker_as_it_is_told() -> None:
+def test_a_failure_has_rank_code_and_time() -> None:
     failure = SimpleNamespace(exitcode=-9, timestamp=5.0)
     assert agent._failure(3, failure) == {"rank": 3, "code": -9, "time": 5.0}
 
@@ -273,7 +274,7 @@ def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DynamicRendezvo
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_who_reaches_the_rendezvous_can_not_run_code(
+def test_a_stranger_at_the_rendezvous_can_not_run_code(
     rendezvous: Callable[..., Any], tmp_path: Path, signed: bool
 ) -> None:
     """A stranger knows host and port, lists the keys, and puts a pickle in place of each value."""
@@ -311,7 +312,7 @@ def test_agents_that_know_the_secret_meet_in_the_order_of_their_nodes(
     handlers = [rendezvous(host, len(hosts)) for host in hosts]
     with ThreadPoolExecutor(len(hosts)) as pool:
         infos = list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
-    assert [info.rank for info in infos] == [0, 1, 2, 3]
-    assert {info.bootstrap_store_info.master_addr for info in infos} == {"127.0.0.9"}
+    assert [result.rank for result in infos] == [0, 1, 2, 3]
+    assert {result.bootstrap_store_info.master_addr for result in infos} == {"127.0.0.9"}
     for handler in handlers:
         handler.shutdown()

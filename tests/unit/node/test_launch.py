@@ -1,22 +1,20 @@
-"""The supervisor of one worker, as the task that srun starts."""
+"""Launches of torchrun on a node, or of one worker that srun starts."""
 
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
-from fakes import Clock, stop_clock
-from node_fakes import NoSignals, place_of
 
 from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node import supervisor
-from hpc_ddp.node.launch import worker_launch
+from hpc_ddp.node.launch import expand, split, worker_launch
 from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.supervisor import Signals, Supervisor
+from unit.fakes import Clock, stop_clock
+from unit.node.fakes import NoSignals, place_of
 
 
 @pytest.fixture
@@ -41,7 +39,7 @@ def task(attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[[i
     return make
 
 
-def test_a_worker_is_told_what_torchrun_would_tell_it(
+def test_a_worker_gets_the_variables_of_torchrun(
     task: Callable[[int], Supervisor], attempt: AttemptFolder
 ) -> None:
     watcher = task(3)
@@ -80,43 +78,7 @@ def test_only_the_first_task_shows_its_output(
 
 
 @pytest.mark.parametrize(
-    ("kind", "command", "expanded"),
-    [
-        ("worker", ["python", "$a.py"], ["python", "$a.py", "--x=$a"]),
-        (
-            "torchrun",
-            ["python", "node.py", "agent", "--n=$a", "t.py"],
-            ["python", "node.py", "agent", "--n=5", "t.py", "--x=$a"],
-        ),
-    ],
-)
-def test_submitits_task_ends_with_the_supervisors_code(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    command: list[str],
-    expanded: list[str],
-) -> None:
-    calls: list[list[str]] = []
-    handlers: list[tuple[int, Any]] = []
-
-    def supervise(argv: list[str]) -> int:
-        calls.append(argv)
-        return 3
-
-    monkeypatch.setattr(supervisor, "main", supervise)
-    monkeypatch.setattr(signal, "signal", lambda *words: handlers.append(words))
-    monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
-    monkeypatch.setenv("a", "5")
-    (tmp_path / "job.json").write_text('{"args": ["--x=$a"]}')
-    with pytest.raises(SystemExit, match=r"^3$"):
-        supervisor.submitit_main(kind, command)
-    assert calls == [[kind, *expanded]]
-    assert handlers == [(signal.SIGCONT, signal.SIG_DFL)]  # submitit's own logs each
-
-
-@pytest.mark.parametrize(
-    ("rank", "error", "taken"),
+    ("rank", "error", "is_taken"),
     [
         (0, "RuntimeError: EADDRINUSE, port: 20001", True),
         (0, "RuntimeError: EADDRINUSE, port: 80", False),
@@ -131,13 +93,19 @@ def test_a_port_that_was_taken_is_marked(
     monkeypatch: pytest.MonkeyPatch,
     rank: int,
     error: str,
-    taken: bool,
+    is_taken: bool,
 ) -> None:
     watcher = task(rank)
     watcher.folder.rank_log(rank).write_text(f"Traceback (most recent call last):\n  x\n{error}\n")
     assert watcher._failures(1) == [{"rank": rank, "code": 1, "time": 1000.0, "error": error}]
-    assert attempt.port_taken.exists() is taken
+    assert attempt.port_taken.exists() is is_taken
     watcher.folder.failures.write_text('{"agent": "no python"}')
     assert watcher._failures(127) == [
         {"rank": None, "code": 127, "time": 1000.0, "error": "no python"}
     ]
+
+
+def test_variables_are_filled_in_for_torchrun_and_not_for_the_script() -> None:
+    words = ["$A", "node.py", "agent", "--rdzv-id=$ID", "--x=${ID}", "train.py", "--lr=$ID"]
+    assert expand(words, {"ID": "7"}) == [*words[:3], "--rdzv-id=7", "--x=7", *words[5:]]
+    assert split(["--a=1", "train.py", "--b"]) == (["--a=1"], ["train.py", "--b"])

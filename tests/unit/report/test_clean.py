@@ -1,4 +1,4 @@
-"""What `clean` takes away, and what it leaves whatever is asked for."""
+"""Finished runs are deleted; runs at work and last good checkpoints stay."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def checkpoint(run: RunFolder, name: str, good: bool = True, best: int | None = 
     folder.mkdir(parents=True)
     (folder / "data").write_bytes(b"x" * 1000)
     facts = checkpoints.facts_of(folder / "data")
-    value: dict[str, Any] = {"files": {"data": {"size": facts.size, "crc32": facts.crc32}}}
-    value["best"] = None if best is None else {"step": best, "value": 1.0}
-    value["crc32"] = checkpoints.manifest_crc(value)
-    (folder / "manifest.json").write_text(json.dumps(value))
+    manifest: dict[str, Any] = {"files": {"data": {"size": facts.size, "crc32": facts.crc32}}}
+    manifest["best"] = None if best is None else {"step": best, "value": 1.0}
+    manifest["crc32"] = checkpoints.manifest_crc(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     if not good:
         (folder / "data").write_bytes(b"y" * 1000)
     return folder
@@ -68,70 +68,70 @@ def make(root: Path) -> Callable[..., RunFolder]:
     return made
 
 
-def taken(root: Path, *named: RunFolder, only: bool = False, **how: Any) -> set[str]:
+def deleted_by(root: Path, *named: RunFolder, only: bool = False, **how: Any) -> set[str]:
     """Clean, and return what has gone, below the folder of runs."""
     before = {path.relative_to(root) for path in root.glob("digits/**/*")}
     items = clean.find_deletions(
         root, named, how.get("older_than_s", 0.0), how.get("states", ()), checkpoints_only=only
     )
     assert [problem for _, problem in clean.delete(items, root) if problem] == []
-    gone = before - {path.relative_to(root) for path in root.glob("digits/**/*")}
+    deleted = before - {path.relative_to(root) for path in root.glob("digits/**/*")}
     assert not (root / clean.TRASH).exists()
-    tops = {path for path in gone if not {*path.parents} & gone}
+    tops = {path for path in deleted if not {*path.parents} & deleted}
     assert {str(path) for path in tops} == {
-        str(path.relative_to(root)) for item in items for path in item.paths
+        str(path.relative_to(root)) for deletion in items for path in deletion.paths
     }
     return {str(path.relative_to("digits")) for path in tops}
 
 
 def test_a_finished_run_goes_with_what_leads_to_it(root: Path, make: Any) -> None:
     make("1")
-    kept = make("2", end=None, steps=[])
-    kept.cancelled.touch()
-    (kept.checkpoints / "mine.pt").touch()  # a script's own: something to go on from
-    assert taken(root) == {"1"}
+    unfinished = make("2", end=None, steps=[])
+    unfinished.cancelled.touch()
+    (unfinished.checkpoints / "mine.pt").touch()  # a script's own: something to go on from
+    assert deleted_by(root) == {"1"}
     assert [link.name for link in (root / ".jobs").iterdir()] == ["2"]
     make("3")
     (root / "digits" / "2").rename(root / "2")
-    assert taken(root) == {"3"}
+    assert deleted_by(root) == {"3"}
     assert not (root / "digits").exists()
 
 
-def test_of_an_unfinished_run_the_last_good_checkpoint_stays(root: Path, make: Any) -> None:
+def test_the_last_good_checkpoint_of_an_unfinished_run_stays(root: Path, make: Any) -> None:
     run = make("1", end="failed", steps=[3, 6])
     checkpoint(run, "step-9", best=3)
     checkpoint(run, "step-12", good=False)
     checkpoint(run, "step-6.old-0")
     checkpoint(run, "step-9.tmp-gone")
     (run.checkpoints / "step-3-of-mine").mkdir()
-    gone = taken(root, run)
-    assert {Path(path).name for path in gone} == {"step-6", "step-6.old-0", "step-9.tmp-gone"}
+    deleted = deleted_by(root, run)
+    assert {Path(path).name for path in deleted} == {"step-6", "step-6.old-0", "step-9.tmp-gone"}
     assert {path.name for path in run.checkpoints.iterdir()} == {
         *("step-3", "step-9", "step-12", "step-3-of-mine")
     }
-    assert taken(root, run) == set()
+    assert deleted_by(root, run) == set()
 
 
-def test_where_no_good_one_is_found_all_stay(root: Path, make: Any) -> None:
+def test_all_checkpoints_stay_if_none_is_good(root: Path, make: Any) -> None:
     run = make("1", end="failed", steps=[])
     for step in (3, 6):
         checkpoint(run, f"step-{step}", good=False)
-    assert taken(root, run) == set()
-    assert taken(root, make("2", end="failed", steps=[])) == {"2"}
+    assert deleted_by(root, run) == set()
+    assert deleted_by(root, make("2", end="failed", steps=[])) == {"2"}
 
 
-def test_only_checkpoints_and_only_some_states(root: Path, make: Any) -> None:
+def test_deletions_are_limited_to_checkpoints_and_states(root: Path, make: Any) -> None:
     for name, end in (("1", "finished"), ("2", "failed"), ("3", "preempted")):
         make(name, end)
-    assert taken(root, older_than_s=DAY_S) == set()
-    assert taken(root, only=True, states=["finished"]) == {"1/checkpoints/step-3"}
-    assert taken(root, only=True) == {"2/checkpoints/step-3", "3/checkpoints/step-3"}
+    assert deleted_by(root, older_than_s=DAY_S) == set()
+    assert deleted_by(root, only=True, states=["finished"]) == {"1/checkpoints/step-3"}
+    assert deleted_by(root, only=True) == {"2/checkpoints/step-3", "3/checkpoints/step-3"}
     for path in root.glob("digits/1/**/*"):
         os.utime(path, (0, time.time() - 2 * DAY_S))
-    assert taken(root, older_than_s=DAY_S) == {"1"}
+    assert deleted_by(root, older_than_s=DAY_S) == {"1"}
 
 
-def test_an_array_goes_when_all_of_it_is_finished(root: Path, make: Any) -> None:
+def test_an_array_is_deleted_once_all_tasks_are_finished(root: Path, make: Any) -> None:
     run = make("1", end=None, steps=[])
     spec = JobSpec("train.py", sweep={"lr": ("1", "2")}, array="0-1")
     run.job_json.write_text(spec.to_json())
@@ -141,21 +141,19 @@ def test_an_array_goes_when_all_of_it_is_finished(root: Path, make: Any) -> None
         checkpoint(task, "step-2")
         if index == 0:
             task.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
-    gone = {f"1/task-{index}/checkpoints/step-1" for index in range(2)}
-    assert taken(root) == gone
+    deleted = {f"1/task-{index}/checkpoints/step-1" for index in range(2)}
+    assert deleted_by(root) == deleted
     with pytest.raises(UsageError, match="is a task of an array"):
         clean.find_deletions(root, [run.task(0)], 0, (), checkpoints_only=False)
     run.task(1).journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
-    assert taken(root) == {"1"}
+    assert deleted_by(root) == {"1"}
 
 
-def test_what_is_at_work_is_left_alone(
-    root: Path, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, elsewhere = make("1", end=None), make("2", end=None)
-    here.journal("rank-0").write(raw("started", backend="local", **process.identity()))
-    told = {**process.identity(), "host": "another"}
-    elsewhere.journal("rank-0").write(raw("started", backend="local", **told))
+def test_runs_at_work_stay(root: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    local, remote = make("1", end=None), make("2", end=None)
+    local.journal("rank-0").write(raw("started", backend="local", **process.identity()))
+    identity = {**process.identity(), "host": "another"}
+    remote.journal("rank-0").write(raw("started", backend="local", **identity))
     queued, by_hand, requeued = make("3"), make("4"), make("5")
     jobs = {
         "3": QueuedJob("PENDING", "Priority", "", ""),
@@ -164,21 +162,21 @@ def test_what_is_at_work_is_left_alone(
     }
     monkeypatch.setattr(clean, "read_queue", lambda: Queue(jobs))
     assert clean.find_deletions(root, [], 0, (), checkpoints_only=False) == []
-    for run, what in (
-        (here, "process"),
-        (elsewhere, "on another, which can't be seen"),
+    for run, words in (
+        (local, "process"),
+        (remote, "on another, which can't be seen"),
         (queued, "job 3, pending"),
         (by_hand, "a job of its script"),
         (requeued, "job 5, preempted"),
     ):
-        with pytest.raises(UsageError, match=f"is at work: .*{what}"):
+        with pytest.raises(UsageError, match=f"is at work: .*{words}"):
             clean.find_deletions(root, [run], 0, (), checkpoints_only=True)
     monkeypatch.setattr(clean, "read_queue", lambda: None)
     with pytest.raises(UsageError, match="can't be asked from here"):
         clean.find_deletions(root, [queued], 0, (), checkpoints_only=True)
 
 
-def test_a_run_that_is_taken_up_meanwhile(root: Path, make: Any) -> None:
+def test_a_run_that_was_resumed_meanwhile_stays(root: Path, make: Any) -> None:
     run = make("1")
     items = clean.find_deletions(root, [], 0, (), checkpoints_only=False)
     run.journal("submit").write(raw("submitted"))
@@ -188,7 +186,7 @@ def test_a_run_that_is_taken_up_meanwhile(root: Path, make: Any) -> None:
     assert run.events()[-1].event == "submitted"
 
 
-def test_links_lead_nowhere(root: Path, make: Any, tmp_path: Path) -> None:
+def test_links_are_not_followed(root: Path, make: Any, tmp_path: Path) -> None:
     make("1")
     (root / "digits").rename(tmp_path / "elsewhere")
     (root / "digits").symlink_to(tmp_path / "elsewhere")
@@ -200,28 +198,28 @@ def test_links_lead_nowhere(root: Path, make: Any, tmp_path: Path) -> None:
     (root / "digits").unlink()
     run = make("2")
     (run.path / "data").symlink_to(tmp_path / "elsewhere")
-    assert taken(root) == {"2"}
+    assert deleted_by(root) == {"2"}
     assert (tmp_path / "elsewhere" / "1" / "job.json").exists()
     (root / clean.TRASH).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(HpcDdpError, match="is a link"):
         list(clean.delete([], root))
 
 
-def test_what_was_interrupted_goes_the_next_time(root: Path, make: Any) -> None:
+def test_an_interrupted_deletion_is_completed(root: Path, make: Any) -> None:
     make("1")
     (root / clean.TRASH / "left" / "over").mkdir(parents=True)
     assert [run.id for run in all_runs(root)] == ["1"]
-    taken(root)
+    deleted_by(root)
 
 
-def test_ages(root: Path) -> None:
+def test_ages_are_parsed(root: Path) -> None:
     assert clean.parse_age("12h") == DAY_S / 2
     assert clean.parse_age("4w") == 28 * DAY_S
     with pytest.raises(UsageError, match="is no age"):
         clean.parse_age("30")
 
 
-def test_it_asks_first(root: Path, make: Any) -> None:
+def test_a_deletion_is_confirmed_first(root: Path, make: Any) -> None:
     make("1")
     env = {"PATH": "/nowhere", "HOME": str(root), "HPC_DDP_RUNS": str(root)}
     make("2", end=None, steps=[])
@@ -236,36 +234,36 @@ def test_it_asks_first(root: Path, make: Any) -> None:
         return done.returncode, done.stdout, done.stderr
 
     assert call()[2] == "nothing to clean\n"  # the default is for old ones
-    code, printed, said = call("1")
+    code, printed, error = call("1")
     assert (code, printed.splitlines()[1].split()[:3]) == (2, ["digits", "1", "finished"])
-    assert "stdin is no terminal" in said
-    (told,) = json.loads(call("1", "--json")[1])
-    assert (told["deleted"], told["paths"]) == (False, [told["run"]])
-    assert told["bytes"] > 2000
+    assert "stdin is no terminal" in error
+    (plan,) = json.loads(call("1", "--json")[1])
+    assert (plan["deleted"], plan["paths"]) == (False, [plan["run"]])
+    assert plan["bytes"] > 2000
     assert len(all_runs(root)) == 2
-    code, _, said = call("1", "--yes")
-    assert (code, "freed" in said, len(all_runs(root))) == (0, True, 1)
+    code, _, error = call("1", "--yes")
+    assert (code, "freed" in error, len(all_runs(root))) == (0, True, 1)
 
 
-def test_what_is_not_ours_stays(root: Path, make: Any, tmp_path: Path) -> None:
+def test_folders_of_other_tools_stay(root: Path, make: Any, tmp_path: Path) -> None:
     """A folder that looks like a run, others' checkpoints, and a script's own results."""
-    other = root / "digits" / "thesis"
-    other.mkdir(parents=True)
-    (other / "job.json").write_text('{"other": "tool"}')
+    thesis = root / "digits" / "thesis"
+    thesis.mkdir(parents=True)
+    (thesis / "job.json").write_text('{"other": "tool"}')
     linked = make("1", end="failed", steps=[])
-    theirs = make("2", steps=[1, 2, 3])
-    theirs.path.rename(tmp_path / "theirs")
+    foreign = make("2", steps=[1, 2, 3])
+    foreign.path.rename(tmp_path / "theirs")
     linked.checkpoints.rmdir()
     linked.checkpoints.symlink_to(tmp_path / "theirs" / "checkpoints")
     results = make("3", end="failed", steps=[])
     (results.path / "out").mkdir()
-    assert taken(root) == set()
+    assert deleted_by(root) == set()
     with pytest.raises(UsageError, match="is no run of hpc-ddp"):
-        clean.find_deletions(root, [RunFolder(other)], 0.0, (), False)
+        clean.find_deletions(root, [RunFolder(thesis)], 0.0, (), False)
     assert len(list((tmp_path / "theirs" / "checkpoints").iterdir())) == 3
 
 
-def test_what_may_be_at_work_elsewhere_stays(
+def test_runs_that_may_be_at_work_elsewhere_stay(
     root: Path, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of which this cluster knows nothing, and one that another cluster has."""
@@ -276,7 +274,7 @@ def test_what_may_be_at_work_elsewhere_stays(
     monkeypatch.setattr(clean, "read_queue", lambda: Queue({}, "this"))
     with pytest.raises(UsageError, match="of cluster other, which can't be asked"):
         clean.find_deletions(root, [lost], 0.0, (), False)
-    assert taken(root) == set()
+    assert deleted_by(root) == set()
 
 
 def test_an_array_is_not_finished_before_all_its_tasks_are(root: Path, make: Any) -> None:
@@ -287,11 +285,11 @@ def test_an_array_is_not_finished_before_all_its_tasks_are(root: Path, make: Any
     task.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
     assert status_of(array, {}).state == "array"
     assert status_of(array, {}).why == "1 of 4 tasks finished"
-    assert taken(root) == set()
+    assert deleted_by(root) == set()
 
 
 def test_an_unfinished_run_without_results_is_deleted(root: Path, make: Any) -> None:
     run = make("1", end="failed", steps=[])
     for path in (run.script, run.limits_json, run.early_links, run.cancelled):
         path.write_text("{}")
-    assert taken(root) == {"1"}
+    assert deleted_by(root) == {"1"}

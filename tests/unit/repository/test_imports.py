@@ -1,4 +1,4 @@
-"""What may import what: the rooms of the package, and the weight of the command line."""
+"""Folders of the package import in one direction, and the command line stays light."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ EXCEPTIONS = {
 
 
 def _imports(path: Path) -> set[str]:
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
             deeper = node.module == "hpc_ddp"
-            found |= {f"hpc_ddp.{a.name}" for a in node.names} if deeper else {node.module}
-    return found
+            modules |= {f"hpc_ddp.{a.name}" for a in node.names} if deeper else {node.module}
+    return modules
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
 def test_rooms_import_one_way(room: str) -> None:
-    ours, others = MAY_IMPORT[room]
+    ours, packages = MAY_IMPORT[room]
     paths = sorted((PACKAGE / room).rglob("*.py")) or [PACKAGE / f"{room}.py"]
     assert paths
     for path in paths:
         name = str(path.relative_to(PACKAGE))
         for module in _imports(path):
-            top, _, rest = module.partition(".")
+            top, _, submodule = module.partition(".")
             if (name, module) in EXCEPTIONS or (name, top) in EXCEPTIONS:
                 continue
             if top == "hpc_ddp":
-                assert rest.split(".")[0] in ours | {"__version__"}, f"{name} imports {module}"
+                assert submodule.split(".")[0] in ours | {"__version__"}, f"{name} imports {module}"
             else:
-                assert top in STDLIB | others, f"{name} imports {module}"
+                assert top in STDLIB | packages, f"{name} imports {module}"
 
 
 def test_command_line_imports_nothing_heavy() -> None:

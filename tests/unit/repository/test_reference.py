@@ -1,4 +1,4 @@
-"""The page of all settings and commands is what the declarations say."""
+"""The page of all settings and commands follows their declarations."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_each_setting_is_declared_in_a_group() -> None:
-    names = {key_of(item) for settings in (JobSpec, Placement) for item in fields(settings)}
+    names = {
+        key_of(declared_field)
+        for settings in (JobSpec, Placement)
+        for declared_field in fields(settings)
+    }
     assert names - OPTIONS.keys() == {"script", "args", "sweep"}
     assert {declared.group for declared in OPTIONS.values()} == {*GROUPS}

@@ -26,7 +26,7 @@ def test_files_and_folders_can_be_looked_through() -> None:
         assert folder.name == "__pycache__" or len(entries) <= 13, folder
 
 
-def test_what_is_counted(tmp_path: Path) -> None:
+def test_code_names_and_docstrings_are_counted(tmp_path: Path) -> None:
     source = tmp_path / "a.py"
     source.write_text(
         '"""Of a module.\n\nTwo lines."""\n\nfound = 1  # one\n\n\ndef f(told, *, x):\n'

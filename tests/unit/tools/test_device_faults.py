@@ -1,4 +1,4 @@
-"""Which faults of device code the tool makes."""
+"""The tool removes calls and arguments of device code one by one."""
 
 from __future__ import annotations
 

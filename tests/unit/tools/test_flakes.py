@@ -48,7 +48,7 @@ def test_the_report_names_what_failed_and_what_is_missing() -> None:
     )
 
 
-def test_a_table_that_is_whole() -> None:
+def test_a_complete_table_is_a_success() -> None:
     table = table_of(None, count=2)
     for test, loaded in ((DDP, True), (DDP, False), (UNIT, False), (UNIT, False)):
         table.add(test, "passed", "", loaded=loaded)

@@ -50,7 +50,7 @@ def test_no_pin_is_given_up_for_another_failure(
 
 
 def test_every_package_that_is_asked_for_is_pinned() -> None:
-    """What `make test` imports by name; what these need is in the list as well."""
+    """The packages that `make test` imports by name are in the list, and their requirements."""
     pinned = install.CONSTRAINTS.read_text()
     for name in ("torch", "torchvision", "submitit", "click", "pytest", "pytest-xdist", "mypy"):
         assert f"\n{name}==" in pinned

@@ -1,4 +1,4 @@
-"""Which mutants are tried again, and what the report of the mutants tool lists."""
+"""Mutants are tried again with more tests, and listed in the report."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_survivor_of_fewer_slurm_tests_is_tried_again(
         ("types: hpc_ddp/slurm.py: error: no", False),
     ],
 )
-def test_what_no_test_failure_has_killed_is_listed(by: str, is_listed: bool) -> None:
+def test_mutants_killed_without_a_test_failure_are_listed(by: str, is_listed: bool) -> None:
     is_whole, lines = report(result("killed", by))
     assert is_whole
     expected = [f"look at    {DRAW.row(0)}  {MUTATION}\n    killed: {by}"] if is_listed else []

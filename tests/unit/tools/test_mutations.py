@@ -1,4 +1,4 @@
-"""What the mutants tool may change, what a seed draws, and the probes at the places."""
+"""The mutants tool finds places to change, draws some by a seed, and puts probes there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tools.mutations import (
     reason_by_mutation,
     with_probes,
 )
-from tools.statistics import wilson_interval
 from tools.store import REPO, ToolError
 
 PROGRAM = '''\
@@ -64,7 +63,7 @@ def run() -> bool | None:
 
 
 def changes(source: str) -> list[str]:
-    return [f"{each.kind} {each.change}" for each in mutations(source)]
+    return [f"{mutation.kind} {mutation.change}" for mutation in mutations(source)]
 
 
 @pytest.mark.parametrize(
@@ -97,13 +96,13 @@ def changes(source: str) -> list[str]:
         ("'a'", []),
     ],
 )  # fmt: skip
-def test_what_is_mutated(source: str, expected: list[str]) -> None:
+def test_each_kind_of_code_has_its_mutations(source: str, expected: list[str]) -> None:
     assert changes(source) == expected
 
 
 def test_each_mutation_changes_the_program_and_one_place_of_it() -> None:
     places = mutations(PROGRAM)
-    assert {each.kind for each in places} == {
+    assert {place.kind for place in places} == {
         *("and/or", "negate", "compare", "constant", "return", "drop")
     }
     for mutation in places:
@@ -115,13 +114,13 @@ def test_each_mutation_changes_the_program_and_one_place_of_it() -> None:
 
 def test_a_seed_draws_the_same_each_time() -> None:
     sources = {"a.py": PROGRAM, "b.py": PROGRAM.replace("Thing", "Other")}
-    few, many, other = (
+    few, many, third = (
         draw_from(sources, random.Random(seed), count) for seed, count in ((7, 5), (7, 12), (8, 12))
     )
     assert few == draw_from(sources, random.Random(7), 5)
     assert few == many[:5]
-    assert many != other
-    assert len({(each.file, each.line) for each in many}) == 12
+    assert many != third
+    assert len({(mutation.file, mutation.line) for mutation in many}) == 12
 
 
 @pytest.mark.parametrize("count", [-1, 0, 1000])
@@ -130,7 +129,7 @@ def test_nonsense_counts_are_refused(count: int) -> None:
         draw_from({"a.py": PROGRAM}, random.Random(7), count)
 
 
-def test_rooms() -> None:
+def test_a_room_names_its_files() -> None:
     assert files_of("slurm") == ["hpc_ddp/slurm.py", "hpc_ddp/slurm_text.py"]
     assert "hpc_ddp/training/stops/consensus.py" in files_of("training")
     assert "hpc_ddp/training/telemetry/metrics.py" not in files_of("training")
@@ -157,10 +156,10 @@ def test_probes_record_the_test_and_change_nothing_else(
         assert run_program(probed) == run_program(PROGRAM)
     assert ast.get_docstring(ast.parse(probed)) == "A docstring, 1."
     reached = {int(path.name): path.read_text().splitlines() for path in tmp_path.iterdir()}
-    place = {n for n, each in places.items() if each.text == "self.a = a  # a < b"}
+    place = {n for n, mutation in places.items() if mutation.text == "self.a = a  # a < b"}
     assert place <= reached.keys()
     assert all(lines == sorted(lines) and len(lines) == 2 for lines in reached.values())
-    (raised,) = (n for n, each in places.items() if each.before.startswith("raise"))
+    (raised,) = (n for n, mutation in places.items() if mutation.before.startswith("raise"))
     assert raised not in reached
 
 
@@ -193,8 +192,8 @@ def test_equivalent_mutations_are_found_by_the_text_of_their_line() -> None:
 
 
 def test_a_line_that_is_gone_is_reported() -> None:
-    here = REPO.joinpath("hpc_ddp/slurm.py").read_text().splitlines()[0]
-    entries = [equivalent(here), equivalent("no such line")]
+    line = REPO.joinpath("hpc_ddp/slurm.py").read_text().splitlines()[0]
+    entries = [equivalent(line), equivalent("no such line")]
     assert list(outdated(entries)) == entries[1:]
 
 
@@ -208,9 +207,3 @@ def test_a_list_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     path.write_text(textwrap.dedent('[[equivalent]]\nfile = "a"\nmutants = 3\n'))
     with pytest.raises(ToolError, match=r"equivalent\.toml can't be read"):
         read_equivalent(path)
-
-
-def test_interval() -> None:
-    low, high = wilson_interval(25, 40)
-    assert (round(low, 3), round(high, 3)) == (0.47, 0.758)
-    assert wilson_interval(0, 0) == (0.0, 1.0)

@@ -20,7 +20,7 @@ def test_results_outlive_the_process(tmp_path: Path) -> None:
     store.append(line("two", outcome="passed"))
     store.append(line("one", outcome="passed"))
     again = Store(tmp_path / "results" / "x.jsonl")
-    assert [each["row"] for each in again.lines()] == ["one", "two", "one"]
+    assert [row["row"] for row in again.lines()] == ["one", "two", "one"]
     assert again.newest()["one"]["outcome"] == "passed"
 
 
@@ -38,7 +38,7 @@ def test_a_line_cut_short_by_a_kill_costs_that_line_alone(tmp_path: Path) -> Non
 def test_without_a_path_nothing_is_kept() -> None:
     store = Store(None)
     store.append(line("one"))
-    store.retain(lambda each: True)
+    store.retain(lambda row: True)
     assert list(store.newest()) == ["one"]
 
 
@@ -46,7 +46,7 @@ def test_only_the_newest_results_that_are_wanted_are_retained(tmp_path: Path) ->
     store = Store(tmp_path / "x.jsonl")
     for commit, row in (("a1", "one"), ("b2", "one"), ("a1", "two"), ("b2", "three")):
         store.append(line(row, commit))
-    store.retain(lambda each: each["row"] != "three")
+    store.retain(lambda row: row["row"] != "three")
     assert Store(tmp_path / "x.jsonl").lines() == [line("one", "b2"), line("two", "a1")]
 
 
@@ -60,7 +60,9 @@ def test_only_the_newest_results_that_are_wanted_are_retained(tmp_path: Path) ->
         ("", "0 of 0 rows at commit b2", False),
     ],
 )
-def test_completeness(wanted: str, text: str, is_whole: bool) -> None:
+def test_completeness_names_missing_and_older_results(
+    wanted: str, text: str, is_whole: bool
+) -> None:
     results = {row: line(row, commit) for row, commit in (("one", "b2"), ("two", "b2"))}
     results["three"] = line("three", "a1")
     state = completeness(wanted.split(), results, "b2")
@@ -68,8 +70,8 @@ def test_completeness(wanted: str, text: str, is_whole: bool) -> None:
 
 
 def git(folder: Path, *words: str) -> None:
-    who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-    subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
 
 
 def test_a_commit_of_docs_leaves_results_valid(tmp_path: Path) -> None:

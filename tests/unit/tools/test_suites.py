@@ -1,4 +1,4 @@
-"""Where the long tests stand, and the page that says so."""
+"""The page of the long tests shows their state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_all_have_passed_at_one_commit(tmp_path: Path) -> None:
     assert state.text == "2 of 2 rows, all of commit b2; 2 passed"
 
 
-def test_a_failure_a_missing_row_and_another_commit_are_told(tmp_path: Path) -> None:
+def test_failures_missing_rows_and_other_commits_are_reported(tmp_path: Path) -> None:
     lines = (result(ONE, "failed"), result(TWO, commit="a1"))
     store = store_of(tmp_path, *lines, tests=(ONE, TWO, THREE))
     state = suites.state_of(suites.MORE, store, "b2")
@@ -68,7 +68,7 @@ def test_a_failure_counts_though_the_next_call_passes(tmp_path: Path) -> None:
     assert f"- {text}\n" in suites.page(store)
 
 
-def test_a_list_of_another_commit_is_no_whole(tmp_path: Path) -> None:
+def test_a_list_of_another_commit_is_incomplete(tmp_path: Path) -> None:
     store = store_of(tmp_path, result(ONE, commit="c3"), result(TWO, commit="c3"))
     state = suites.state_of(suites.MORE, store, "c3")
     assert (state.is_good, "listed at commit b2" in state.text) == (False, True)
@@ -78,8 +78,12 @@ def test_the_newest_pass_is_kept_beside_the_newest_result(tmp_path: Path) -> Non
     lines = (result(ONE, commit="a1"), result(ONE), result(ONE, "failed"), result(TWO))
     store = store_of(tmp_path, *lines)
     suites.thin_out(store, "c3")
-    kept = [(line["row"], line.get("outcome")) for line in Store(store.path).lines()[1:]]
-    assert kept == [(f"own {ONE}", "passed"), (f"own {ONE}", "failed"), (f"own {TWO}", "passed")]
+    outcomes = [(line["row"], line.get("outcome")) for line in Store(store.path).lines()[1:]]
+    assert outcomes == [
+        (f"own {ONE}", "passed"),
+        (f"own {ONE}", "failed"),
+        (f"own {TWO}", "passed"),
+    ]
 
 
 def test_a_failure_stays_while_other_variants_of_its_commit_do(tmp_path: Path) -> None:
@@ -92,7 +96,7 @@ def test_a_failure_stays_while_other_variants_of_its_commit_do(tmp_path: Path) -
     assert store.lines()[1:] == [*lines[:2], *lines[3:]]
 
 
-def test_the_page_shows_what_was_measured(tmp_path: Path) -> None:
+def test_the_page_shows_measured_values(tmp_path: Path) -> None:
     tests = tuple(f"{ONE}[{name}]" for name in "abc")
     lines = [{**result(test), "measured": {"gone after s": i}} for i, test in enumerate(tests)]
     lines[2]["outcome"] = "failed"

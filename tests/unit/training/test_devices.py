@@ -1,4 +1,4 @@
-"""What is asked of devices, and where: one module knows them."""
+"""Devices are chosen and used in one module alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,104 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from training_fakes import give_gpus
+import torch.distributed as dist
 
+from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training import devices
-from hpc_ddp.training.data.order import derive
-from hpc_ddp.training.models import rng
+from hpc_ddp.training.devices import CPU, choose_backend, choose_devices
+from hpc_ddp.training.process.environment import DistEnv
+from unit.training.fakes import give_gpus
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_worker_with_one_visible_gpu_takes_it(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_gpus(monkeypatch, gpus)
+    dist_env = DistEnv(rank=6, local_rank=2, world_size=8, local_world_size=4, launched=True)
+    assert choose_devices(dist_env) == [torch.device("cuda", 0 if gpus == 1 else 2)]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    if gpus == 1:
+        with pytest.raises(HpcDdpError, match="4 workers on this node, but 1 visible GPU"):
+            choose_devices(dist_env)
+    else:
+        assert choose_devices(dist_env) == [torch.device("cuda", 2)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_worker", "local", "torchrun", "first"),
+    [
+        (0, 2, 0, False, None),
+        (4, 1, 3, True, 3),
+        (4, 2, 1, True, 2),
+        (2, 2, 1, False, 0),  # srun lets a task see its own
+        (3, 2, 1, True, "start 1 workers per node"),
+        (1, 1, 1, True, "2 workers on this node, but 1 visible"),
+    ],
+)
+def test_each_worker_has_gpus_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    per_worker: int,
+    local: int,
+    torchrun: bool,
+    first: int | str | None,
+) -> None:
+    current = give_gpus(monkeypatch, gpus)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    dist_env = DistEnv(local, local, 2, 2, launched=True)
+    if isinstance(first, str):
+        with pytest.raises(HpcDdpError) as caught:
+            choose_devices(dist_env, per_worker)
+        assert first in f"{caught.value.message} {caught.value.hint}"
+        assert (" of 2 GPUs" in caught.value.message) is (per_worker == 2)
+        return
+    expected = [torch.device("cpu")] * per_worker
+    if first is not None:
+        expected = [torch.device("cuda", first + index) for index in range(per_worker)]
+    assert choose_devices(dist_env, per_worker) == expected
+    assert current == ([] if first is None else [first])
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden"),
+    [
+        ("cuda", ", or hide the GPUs with CUDA_VISIBLE_DEVICES=''"),
+        ("xpu", ", or hide the GPUs with ONEAPI_DEVICE_SELECTOR='*:cpu'"),
+    ],
+)
+def test_a_hint_names_a_variable_that_is_known_to_work(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hidden: str
+) -> None:
+    give_gpus(monkeypatch, 1, kind)
+    with pytest.raises(HpcDdpError) as caught:
+        choose_devices(DistEnv(0, 0, 2, 2, launched=True), 2)
+    assert caught.value.hint == f"take fewer GPUs{hidden}"
+
+
+@pytest.mark.parametrize(
+    ("option", "device", "backend"),
+    [
+        (None, "cpu", "gloo"),
+        (None, "cuda", "nccl"),
+        (None, "xpu", "xccl"),
+        ("gloo", "cuda", "gloo"),
+        ("nccl", "cpu", "there is no GPU here"),
+        ("mpi", "cpu", "built without MPI"),
+        ("ucc", "cpu", "built without UCC"),
+    ],
+)
+def test_the_backend_follows_the_device(
+    monkeypatch: pytest.MonkeyPatch, option: str | None, device: str, backend: str
+) -> None:
+    available = {"gloo", "nccl", "xccl"}
+    monkeypatch.setattr(dist, "is_backend_available", available.__contains__)
+    if " " in backend:
+        with pytest.raises(HpcDdpError, match=backend):
+            choose_backend(option, torch.device(device))
+    else:
+        assert choose_backend(option, torch.device(device)) == backend
+
 
 TRAINING = Path(devices.__file__).parent
 
@@ -39,14 +132,14 @@ def test_no_other_module_names_a_kind_of_device() -> None:
         ("cpu", "gloo", {}),
     ],
 )
-def test_a_group_is_bound_to_its_device_where_its_backend_can_be(
+def test_a_group_is_bound_to_its_device_if_the_backend_allows(
     kind: str, backend: str, options: dict[str, torch.device]
 ) -> None:
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 1)
     assert devices.bound(backend, device) == options
 
 
-def test_backends_are_known_by_what_they_carry() -> None:
+def test_backends_carry_tensors_of_their_devices() -> None:
     assert devices.carries("nccl", torch.device("cuda", 0))
     assert not devices.carries("nccl", torch.device("cpu"))
     assert devices.carries("gloo", torch.device("cpu"))
@@ -54,41 +147,22 @@ def test_backends_are_known_by_what_they_carry() -> None:
     assert devices.carries("a plugin's", torch.device("xpu", 0))  # the plugin knows
 
 
-def test_without_an_accelerator_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_accelerators_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     give_gpus(monkeypatch, 0)
     assert devices.count() == 0
     assert devices.hiding_words() == ""
     assert devices.name(devices.CPU) == ""
 
 
-def test_each_device_of_a_worker_has_a_generator_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The second one's numbers are not the first one's, and both are put back."""
-    states: dict[torch.device, int] = {}
-    monkeypatch.setattr(devices, "seed", states.__setitem__)
-    monkeypatch.setattr(devices, "random_state", states.__getitem__)
-    monkeypatch.setattr(devices, "put_random_state", states.__setitem__)
-    places = [torch.device("cuda", index) for index in (2, 3)]
-    with rng.untouched():
-        rng.seed_all(7, places)
-        assert states == dict(zip(places, (7, derive(7, 1)), strict=True))
-        saved = rng.snapshot(places)
-        states.clear()
-        rng.restore(saved, places)
-        assert states == dict(zip(places, (7, derive(7, 1)), strict=True))
-        assert "devices" not in rng.snapshot([devices.CPU])
-
-
 @pytest.mark.parametrize(("kind", "count"), [("cuda", 2), ("xpu", 2), ("mps", 0), ("mtia", 0)])
-def test_only_what_a_backend_can_send_is_trained_on(
+def test_accelerators_without_a_backend_are_not_used(
     monkeypatch: pytest.MonkeyPatch, kind: str, count: int
 ) -> None:
     give_gpus(monkeypatch, 2, kind)
     assert devices.count() == count
 
 
-def test_numbers_are_added_up_in_a_type_that_the_device_has(
+def test_sums_use_a_type_that_the_device_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for has_fp64, wanted in ((True, torch.float64), (False, torch.float32)):
@@ -112,3 +186,7 @@ def test_a_thread_takes_its_ranks_device(monkeypatch: pytest.MonkeyPatch) -> Non
     devices.use(torch.device("cuda", 3))
     devices.use(devices.CPU)
     assert current == [3]
+
+
+def test_the_cpu_has_no_model_name() -> None:
+    assert devices.name(CPU) == ""

@@ -1,16 +1,28 @@
-"""The line of progress: after a second, on a terminal, and gone at the end."""
+"""A progress line appears after a second on a terminal, and is gone at the end."""
 
 from __future__ import annotations
 
 import io
 import sys
-from pathlib import Path
 
 import pytest
-from fakes import Clock
 
-from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console import progress
+from unit.fakes import Clock
+
+
+def test_a_bar_is_as_long_as_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = progress.ProgressBar("x", 4)
+    drawn = []
+    for amount in (0, 1, 2, 9):
+        bar.add(amount)
+        drawn.append(bar._line())
+    shares = (0, 8, 22, 30)
+    percents = ("0%", "25%", "75%", "100%")
+    assert drawn == [
+        f"x {'━' * full}{'─' * (30 - full)} {percent}"
+        for full, percent in zip(shares, percents, strict=True)
+    ]
 
 
 class Terminal(io.StringIO):
@@ -18,7 +30,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, patience_s: float = 0.0) -> Terminal:
+def watch_stderr(monkeypatch: pytest.MonkeyPatch, patience_s: float = 0.0) -> Terminal:
     """Let stderr be a terminal. In the test itself: pytest puts its own back after a fixture."""
     monkeypatch.setattr(progress, "PATIENCE_S", patience_s)
     monkeypatch.setattr(progress, "REDRAW_S", 0.0)
@@ -27,8 +39,8 @@ def watched(monkeypatch: pytest.MonkeyPatch, patience_s: float = 0.0) -> Termina
     return terminal
 
 
-def test_it_is_drawn_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = watched(monkeypatch)
+def test_a_progress_bar_is_drawn_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watch_stderr(monkeypatch)
     with progress.ProgressBar("counting", 4) as bar:
         bar.add(1)
         bar.add(3)
@@ -39,28 +51,20 @@ def test_it_is_drawn_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last == ""
 
 
-def test_what_is_quick_or_unknown_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    unknown = watched(monkeypatch)
+def test_a_quick_or_unknown_amount_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = watch_stderr(monkeypatch)
     with progress.ProgressBar("counting", 0) as bar:
         bar.add(1)
     assert " 0%" in unknown.getvalue()
-    quick = watched(monkeypatch, patience_s=60.0)
+    quick = watch_stderr(monkeypatch, patience_s=60.0)
     with progress.ProgressBar("counting", 1) as bar:
         bar.add(1)
     assert quick.getvalue() == ""
 
 
-def test_verify_counts_what_it_reads(tmp_path: Path) -> None:
-    folder = tmp_path / "step-3"
-    folder.mkdir()
-    (folder / "a").write_bytes(b"x" * 1000)
-    read: list[int] = []
-    assert checkpoints.facts_of(folder / "a", read.append).size == 1000
-    assert read == [1000]
-    assert checkpoints.health(tmp_path)[0].problem == "manifest.json is missing"
-
-
-def test_it_is_drawn_after_a_second_and_not_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_bar_is_drawn_after_a_second_and_not_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, terminal = Clock(), Terminal()
     monkeypatch.setattr(progress, "time", clock)
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -73,15 +77,15 @@ def test_it_is_drawn_after_a_second_and_not_all_the_time(monkeypatch: pytest.Mon
     assert draws == [0, 0, 1, 1, 2, 2]
 
 
-def test_it_does_not_break_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = watched(monkeypatch)
+def test_a_progress_bar_fits_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watch_stderr(monkeypatch)
     monkeypatch.setenv("COLUMNS", "20")
     progress.ProgressBar("counting", 4).add(4)
     assert terminal.getvalue() == f"\r\x1b[Kcounting {'━' * 10}"  # 19 characters
 
 
-def test_nothing_is_drawn_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched(monkeypatch)
+def test_no_progress_bar_is_drawn_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch_stderr(monkeypatch)
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
     with progress.ProgressBar("counting", 4) as bar:

@@ -9,6 +9,10 @@ import pytest
 from hpc_ddp.core.console.units import brief_duration, byte_count, duration, measured, plural, speed
 
 
+def test_a_time_that_is_no_number_is_printed() -> None:
+    assert (duration(math.inf), duration(math.nan)) == ("inf d", "nan d")
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
@@ -25,18 +29,18 @@ from hpc_ddp.core.console.units import brief_duration, byte_count, duration, mea
         (1e9, "11574 d"),
     ],
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_have_two_digits(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_other_amounts() -> None:
+def test_times_sizes_speeds_and_counts_have_units() -> None:
     assert [brief_duration(s) for s in (0.31, 0.0045)] == ["0.31 s", "4.5 ms"]
     assert [byte_count(n) for n in (0, 999, 4_200_000_000)] == ["0 B", "999 B", "4.2 GB"]
     assert [speed(s) for s in (850.0, 12_400.0)] == ["850 MB/s", "12.4 GB/s"]
     assert [plural(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
 
 
-def test_measured_numbers() -> None:
+def test_measured_numbers_have_four_digits() -> None:
     numbers = (0.98611, 12345.6, math.nan, math.inf, -math.inf, None, 2.7e-5, -3e12)
     assert [measured(number) for number in numbers] == [
         "0.9861",

@@ -1,4 +1,4 @@
-"""Lines of the journal as records, also those of other writers."""
+"""Lines of the journal become records, also those of other writers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_ddp.core.journal.events import EVENTS, parse_event, step_of
-from hpc_ddp.core.journal.journal import (
-    read_briefly,
-    read_events,
-)
+from hpc_ddp.core.journal.journal import read_briefly, read_events
 
 
 @pytest.mark.parametrize(
@@ -57,6 +54,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=4,
 )
+
 NAMES = sorted({field.name for kind in EVENTS for field in kind.own_fields()})
 
 

@@ -1,4 +1,4 @@
-"""Where a run's time went, from journals made by hand."""
+"""The time of a run is divided into parts; journals are made by hand."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_ddp.core.journal.events import (
-    JournalEvent,
-    Submitted,
-    WorkerStarted,
-    event_of,
-)
+from hpc_ddp.core.journal.events import JournalEvent, Submitted, WorkerStarted, event_of
 from hpc_ddp.core.journal.goodput import PARTS, account, line, pieces, share
 from tests.raw_events import typed
 
@@ -50,7 +45,7 @@ def _verdict(attempt: int, at: float, cause: str, step: int | None = None) -> Jo
     return _event("verdict", at, attempt, cause=cause, action="requeue", step=step)
 
 
-def _told(
+def parts_of(
     events: list[JournalEvent], now: float | None = None, waits: bool = False
 ) -> dict[str, Any]:
     """Return the parts that are not zero, having checked that they add up."""
@@ -65,26 +60,26 @@ SUBMITTED = [_event("submitted", 100.0, first_attempt=0), _event("queued", 100.1
 FIRST = [*SUBMITTED, *_start(0, 150.0), *_steps(0, 170.0, 1, 20)]  # the 20th ends at 190
 
 
-def test_workers_that_start_again_within_an_attempt() -> None:
-    """Killed after step 20, begun again 5 s later, from step 10."""
+def test_steps_after_a_restart_within_an_attempt_count_as_redone() -> None:
+    """The workers are killed after step 20, and start again 5 s later from step 10."""
     again = [
         _event("worker", 200.0, began=195.0, called=199.0),
         _event("restored", 204.0, step=10, passed_over=[], restore_s=3.0),
         *_steps(0, 205.0, 11, 40),
     ]
-    told = _told([*FIRST, *again, _event("finished", 235.0, step=40)])
-    first = _told(FIRST)
-    assert told["lost"] == pytest.approx(5.0)
-    assert told["restoring"] == pytest.approx(3.0)
-    assert told["redone"] == pytest.approx(10.0)
-    assert told["training"] == pytest.approx(40.0)
-    assert told["queued"] == first["queued"]
+    parts = parts_of([*FIRST, *again, _event("finished", 235.0, step=40)])
+    first = parts_of(FIRST)
+    assert parts["lost"] == pytest.approx(5.0)
+    assert parts["restoring"] == pytest.approx(3.0)
+    assert parts["redone"] == pytest.approx(10.0)
+    assert parts["training"] == pytest.approx(40.0)
+    assert parts["queued"] == first["queued"]
 
 
-def test_an_undisturbed_run() -> None:
+def test_an_undisturbed_run_has_no_lost_steps() -> None:
     events = [*FIRST, _save(0, 180.0, 10), _save(0, 190.6, 20), _event("finished", 190.6, step=20)]
     events += [_verdict(0, 193.6, "finished")]
-    assert _told(events) == {
+    assert parts_of(events) == {
         "queued": 50,
         "starting": 16,
         "importing": 4,
@@ -95,7 +90,7 @@ def test_an_undisturbed_run() -> None:
     assert share(account(events)) == pytest.approx(19.6 / 43.6)
 
 
-def test_preempted_twice() -> None:
+def test_two_preemptions_add_queue_and_start_times() -> None:
     events = list(FIRST)
     for attempt, at, step in ((0, 190.0, 20), (1, 290.0, 30)):
         events += [_save(attempt, at + 1, step, 1.0), _event("stopped", at + 1, attempt, step=step)]
@@ -103,7 +98,7 @@ def test_preempted_twice() -> None:
         events += _start(attempt + 1, at + 70, step)
         events += _steps(attempt + 1, at + 90, step + 1, step + 10)
     events += [_event("finished", 390.0, 2, step=40), _verdict(2, 391.0, "finished")]
-    assert _told(events) == {
+    assert parts_of(events) == {
         "queued": 50 + 67 + 67,
         "starting": 16 + 13 + 13,
         "importing": 12,
@@ -114,7 +109,7 @@ def test_preempted_twice() -> None:
     }
 
 
-def test_what_a_crash_made_to_be_done_again() -> None:
+def test_steps_after_a_crash_count_as_redone() -> None:
     # Attempt 0 reaches step 20, with a checkpoint at 12; killed, and noticed 5 s later.
     events = [*FIRST, _save(0, 182.0, 12), _verdict(0, 195.0, "failed", 20)]
     events += _start(1, 200.0, 12)
@@ -122,20 +117,20 @@ def test_what_a_crash_made_to_be_done_again() -> None:
     marks = [_event("metrics", 220.0 + 2 * i + 1, 1, step=13 + 2 * i) for i in range(1, 10)]
     events += [_event("training", 220.0, 1, step=12), *marks]
     events += [_save(1, 225.2, 17, 0.2), _verdict(1, 245.0, "failed", 31)]
-    told = _told(events)
-    assert told["redone"] == 7.8
-    assert told["training"] == 20 - 0.5 + (239 - 228)
-    assert told["saving"] == 0.7
-    assert told["lost"] == 5 + 6
+    parts = parts_of(events)
+    assert parts["redone"] == 7.8
+    assert parts["training"] == 20 - 0.5 + (239 - 228)
+    assert parts["saving"] == 0.7
+    assert parts["lost"] == 5 + 6
     # The next one starts below both.
     events += [*_start(2, 250.0, 17), *_steps(2, 270.0, 18, 28)]
-    assert _told(events)["redone"] == 7.8 + 11
+    assert parts_of(events)["redone"] == 7.8 + 11
 
 
 def test_a_stall_lies_at_the_beginning_of_an_asynchronous_save() -> None:
     # Copied at 181.0, durable at 189.0: step 10 has long passed when the event comes.
     save = _event("checkpoint", 189.0, step=11, stall_s=0.3, write_s=8.0, bytes=1)
-    assert _told([*FIRST, save]) == {
+    assert parts_of([*FIRST, save]) == {
         "queued": 50,
         "starting": 16,
         "importing": 4,
@@ -144,12 +139,12 @@ def test_a_stall_lies_at_the_beginning_of_an_asynchronous_save() -> None:
     }
 
 
-def test_killed_before_the_first_step() -> None:
+def test_an_attempt_killed_before_its_first_step_is_lost() -> None:
     events = [*SUBMITTED, *_start(0, 150.0), _verdict(0, 172.0, "node lost")]
-    assert _told(events) == {"queued": 50, "starting": 11, "importing": 4, "lost": 7}
+    assert parts_of(events) == {"queued": 50, "starting": 11, "importing": 4, "lost": 7}
     assert share(account(events)) == 0.0
     only = [*SUBMITTED, _event("started", 150.0), _verdict(0, 152.0, "node lost")]
-    assert _told([*only, *_start(1, 160.0)]) == {
+    assert parts_of([*only, *_start(1, 160.0)]) == {
         "queued": 58,
         "lost": 2,
         "starting": 11,
@@ -157,41 +152,41 @@ def test_killed_before_the_first_step() -> None:
     }
 
 
-def test_killed_after_one_step_that_is_done_again() -> None:
+def test_an_attempt_killed_below_the_reached_step_is_lost() -> None:
     """The second attempt has one mark, below the step that the first one came to."""
     second = [*_start(1, 200.0, 10), _event("first_step", 221.0, 1, step=11)]
     events = [*FIRST, _verdict(0, 195.0, "failed", 20), *second, _verdict(1, 230.0, "failed", 11)]
-    assert _told(events) == {
+    assert parts_of(events) == {
         **{"queued": 55.0, "starting": 30.0, "importing": 8.0, "restoring": 3.0},
         **{"training": 20.0, "lost": 14.0},
     }
 
 
-def test_a_live_run() -> None:
-    assert _told(SUBMITTED, 110.0) == {"queued": 10}
-    assert _told([*SUBMITTED, *_start(0, 150.0)], 167.0)["starting"] == 13
-    assert _told(FIRST, 195.0)["training"] == 25
+def test_a_live_run_is_counted_until_now() -> None:
+    assert parts_of(SUBMITTED, 110.0) == {"queued": 10}
+    assert parts_of([*SUBMITTED, *_start(0, 150.0)], 167.0)["starting"] == 13
+    assert parts_of(FIRST, 195.0)["training"] == 25
     stopped = [*FIRST, _event("stopped", 190.5, step=20)]
-    assert _told(stopped, 200.0)["lost"] == 9.5
-    assert _told([*stopped, _verdict(0, 191.5, "preempted")], 200.0)["queued"] == 50 + 8.5
-    assert _told(FIRST, 200.0, waits=True)["queued"] == 50 + 10  # its node was lost
+    assert parts_of(stopped, 200.0)["lost"] == 9.5
+    assert parts_of([*stopped, _verdict(0, 191.5, "preempted")], 200.0)["queued"] == 50 + 8.5
+    assert parts_of(FIRST, 200.0, waits=True)["queued"] == 50 + 10  # its node was lost
 
 
-def test_continued_by_hand() -> None:
+def test_time_until_a_later_submit_counts_as_queued() -> None:
     events = [*FIRST, _event("stopped", 190.0, step=20), _verdict(0, 191.0, "notice")]
     events += [_event("submitted", 991.0, first_attempt=1), *_start(1, 1000.0, 20)]
-    assert _told(events)["queued"] == 50 + 809
+    assert parts_of(events)["queued"] == 50 + 809
 
 
-def test_a_script_of_others() -> None:
+def test_a_script_without_steps_counts_as_running() -> None:
     events = [*SUBMITTED, _event("started", 150.0), _verdict(0, 190.0, "preempted")]
-    assert _told(events) == {"queued": 50, "running": 40}
+    assert parts_of(events) == {"queued": 50, "running": 40}
     events += [_event("started", 250.0, 1)]
-    assert _told(events, 300.0) == {"queued": 110, "running": 90}
+    assert parts_of(events, 300.0) == {"queued": 110, "running": 90}
     assert share(account(events, 300.0)) is None
 
 
-def test_without_a_launcher_the_worker_comes_first() -> None:
+def test_a_worker_may_start_before_its_attempt() -> None:
     events = [_event("worker", 105.5, began=100.0, called=104.0), _event("started", 105.0)]
     events += _steps(0, 106.0, 1, 5)
     seconds = account(sorted(events, key=lambda event: event.time))
@@ -202,7 +197,7 @@ def test_without_a_launcher_the_worker_comes_first() -> None:
     }
 
 
-def test_the_line_for_people() -> None:
+def test_the_goodput_line_has_the_largest_parts() -> None:
     seconds = dict.fromkeys(PARTS, 0.0) | {"training": 41.2, "saving": 0.2, "lost": 0.04}
     seconds |= {"starting": 9.96, "queued": 7200.0}
     assert line(seconds) == "goodput 80 %: 41 s training, 0.2 s saving, 10 s starting, 2.0 h queued"
@@ -224,6 +219,7 @@ WHOLE = [
     _event("finished", 325.5, 2, step=35),
     _verdict(2, 327.0, "finished"),
 ]
+
 FIELDS = st.sampled_from(["step", "began", "called", "restore_s", "stall_s", "write_s"])
 
 
@@ -233,12 +229,12 @@ FIELDS = st.sampled_from(["step", "began", "called", "restore_s", "stall_s", "wr
     st.one_of(st.none(), st.floats(327.0, 400.0)),
     st.booleans(),
 )
-def test_the_parts_add_up_whatever_is_missing(
+def test_the_parts_add_up_with_any_events_missing(
     changes: list[tuple[bool, float, str]], now: float | None, waits: bool
 ) -> None:
     events = []
-    for event, (kept, shift, without) in zip(WHOLE, changes, strict=False):
-        if kept:
+    for event, (is_kept, shift, without) in zip(WHOLE, changes, strict=False):
+        if is_kept:
             line = {**event.to_line(), "time": event.time + shift}
             line.pop(without, None)
             changed = event_of(json.loads(json.dumps(line)))
@@ -270,7 +266,7 @@ def test_pieces_have_no_gaps() -> None:
     assert pieces([]) == []
 
 
-def test_the_share_is_of_what_was_not_queued() -> None:
+def test_the_share_excludes_the_queue() -> None:
     nothing = account([])
     assert share(nothing) is None
     assert share({**nothing, "queued": 5.0}) is None

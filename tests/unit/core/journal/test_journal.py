@@ -1,3 +1,5 @@
+"""Events are written line by line, and read back from all writers."""
+
 from __future__ import annotations
 
 import os
@@ -7,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import stop_clock
 
 from hpc_ddp.core import file_io
 from hpc_ddp.core.journal.events import (
@@ -18,6 +19,7 @@ from hpc_ddp.core.journal.events import (
     Queued,
     step_of,
 )
+from hpc_ddp.core.journal.goodput import account
 from hpc_ddp.core.journal.journal import (
     Journal,
     is_finished,
@@ -28,9 +30,12 @@ from hpc_ddp.core.journal.journal import (
 )
 from tests.raw_events import raw, typed
 from tests.waiting import LIMIT_S
+from unit.core.journal.fakes import event_at
+from unit.fakes import stop_clock
+from unit.report.written_runs import make_run
 
 
-def test_merges_writers_by_attempt_then_time(tmp_path: Path) -> None:
+def test_events_are_sorted_by_attempt_and_time(tmp_path: Path) -> None:
     Journal(tmp_path, "b", attempt=1).write(Cancelled())
     Journal(tmp_path, "a", attempt=0).write(Queued("7"))
     events = read_events(tmp_path)
@@ -76,7 +81,7 @@ def test_a_disk_in_trouble_holds_up_only_the_thread_that_writes(tmp_path: Path) 
     assert len(read_events(tmp_path)) == 4
 
 
-def test_what_is_written_later_is_there_after_a_drain(tmp_path: Path) -> None:
+def test_a_drain_waits_for_delayed_events(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "a")
     for step in range(3):
         journal.write_later(raw("metrics", step=step))
@@ -101,7 +106,7 @@ def test_a_forked_process_has_a_thread_of_its_own(tmp_path: Path) -> None:
     assert [event.event for event in read_events(tmp_path)] == ["queued", "cancelled"]
 
 
-def test_a_failing_disk_is_said_once_and_ends_nothing(
+def test_a_failing_disk_is_reported_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -111,11 +116,7 @@ def test_a_failing_disk_is_said_once_and_ends_nothing(
     assert capsys.readouterr().err.count("can't write the journal") == 1
 
 
-def _event(event: str, time: float = 1.0, attempt: int = 0, **fields: Any) -> JournalEvent:
-    return typed(event, time, attempt, **fields)
-
-
-def test_of_many_metrics_the_last_is_read_in_full(tmp_path: Path) -> None:
+def test_a_brief_read_parses_only_the_last_metrics(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "rank-0", attempt=2)
     for step in (1, 2, 3):
         journal.write(raw("metrics", step=step, loss=0.5))
@@ -130,7 +131,7 @@ def test_of_many_metrics_the_last_is_read_in_full(tmp_path: Path) -> None:
     assert all(event.attempt == 2 for event in events[1:])
 
 
-def test_a_line_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "deep" / "er", "a", attempt=4)
     journal.write_surely(Queued("7"))
     journal.write(Cancelled())
@@ -140,7 +141,7 @@ def test_a_line_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert journal.path.read_bytes().count(b"\n") == 2
 
 
-def test_an_event_that_matters_is_written_patiently(
+def test_an_important_event_is_retried_for_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = stop_clock(monkeypatch, file_io)
@@ -154,29 +155,57 @@ def test_an_event_that_matters_is_written_patiently(
     ("events", "finished"),
     [
         ([], False),
-        ([_event("finished")], True),
-        ([_event("finished"), _event("verdict", cause="failed")], False),
-        ([_event("verdict", cause="finished"), _event("started")], True),
-        ([_event("verdict", cause="preempted"), _event("finished")], True),
+        ([event_at("finished")], True),
+        ([event_at("finished"), event_at("verdict", cause="failed")], False),
+        ([event_at("verdict", cause="finished"), event_at("started")], True),
+        ([event_at("verdict", cause="preempted"), event_at("finished")], True),
     ],
 )
-def test_a_run_is_finished_by_its_last_word(events: list[JournalEvent], finished: bool) -> None:
+def test_a_run_is_finished_by_its_last_event(events: list[JournalEvent], finished: bool) -> None:
     assert is_finished(events) is finished
 
 
-def test_node_seconds() -> None:
+def test_node_seconds_are_counted_until_the_verdict() -> None:
     events = [
-        _event("submitted", 0.0),
-        _event("started", 10.0, nodes=["a", "b"]),
-        _event("metrics", 25.0),
-        _event("verdict", 20.0),
-        _event("rerun", 500.0),
-        _event("started", 30.0, 1, nodes=["a"]),
-        _event("metrics", 40.0, 1),
+        event_at("submitted", 0.0),
+        event_at("started", 10.0, nodes=["a", "b"]),
+        event_at("metrics", 25.0),
+        event_at("verdict", 20.0),
+        event_at("rerun", 500.0),
+        event_at("started", 30.0, 1, nodes=["a"]),
+        event_at("metrics", 40.0, 1),
     ]
     assert node_seconds(events) == 2 * 10 + 10
     assert node_seconds(events, now=100.0) == 2 * 10 + 70
     assert node_seconds(events, now=35.0) == 2 * 10 + 10
-    assert node_seconds([_event("started", 10.0), *events[:1]]) == 0
-    over = [*events, _event("verdict", 45.0, 1)]
-    assert node_seconds(over, now=100.0) == 2 * 10 + 15
+    assert node_seconds([event_at("started", 10.0), *events[:1]]) == 0
+    ended = [*events, event_at("verdict", 45.0, 1)]
+    assert node_seconds(ended, now=100.0) == 2 * 10 + 15
+
+
+def _event_of(time: float, event: str, attempt: int, **more: Any) -> JournalEvent:
+    return typed(event, time, attempt, **more)
+
+
+def test_each_attempt_counts_its_nodes_until_its_verdict() -> None:
+    events = [
+        _event_of(100, "queued", 0),
+        _event_of(110, "started", 0, nodes=["a", "b"]),
+        _event_of(120, "verdict", 0),
+        _event_of(150, "submitted", 0, first_attempt=1),
+        _event_of(200, "started", 1, nodes=["a"]),
+        _event_of(205, "metrics", 1),
+    ]
+    assert node_seconds(events) == 25
+    assert node_seconds(events, now=210) == 30
+    assert node_seconds([]) == 0
+
+
+def test_a_brief_read_has_the_same_events(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ended=True)
+    with open(run.journal_folder / "rank-0.jsonl", "ab") as file:
+        file.write(b'{"time": 1.0, "event": "metrics", "attempt": 0, "step": 9, "lo')  # torn
+    events, brief = run.events(), read_briefly(run.journal_folder)
+    assert [e.event for e in events] == [e.event for e in brief]
+    assert account(events) == account(brief)
+    assert last_event(events, MetricsLine) == last_event(brief, MetricsLine)

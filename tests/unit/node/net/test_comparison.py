@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from node_fakes import place_of
 
 from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node.net import fabric
@@ -13,6 +12,7 @@ from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.fabric import Found
 from hpc_ddp.node.net.place import Place
 from tests.raw_events import raw_events
+from unit.node.fakes import place_of
 
 INFINIBAND = Found("infiniband", ("mlx5_0",))
 
@@ -24,7 +24,7 @@ def _comparison(attempt: AttemptFolder, **values: Any) -> FabricComparison:
 
 @pytest.fixture
 def look(monkeypatch: pytest.MonkeyPatch) -> list[Found]:
-    """What this node has: the first of the list."""
+    """The cards of this node: the first of the list."""
     result = [INFINIBAND]
     monkeypatch.setattr(fabric, "look", lambda: result[0])
     monkeypatch.setattr(Place, "fabric_env", lambda place, result: {"NCCL_NET": "IB"})

@@ -1,4 +1,4 @@
-"""Where a process of an attempt runs, and what its node is reached by."""
+"""A process of an attempt knows its node, and the interface that reaches it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import place_of
 
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node.net import place as place_module
 from hpc_ddp.node.net.place import Place, node_index
+from unit.node.fakes import place_of
 
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
     """The variables of the first attempt of a run on two nodes."""
     run = RunFolder(tmp_path / "run").make()
-    run.claim_attempt({"nodes": ["n1", "n2"]}, lambda info: False)
+    run.claim_attempt({"nodes": ["n1", "n2"]}, lambda identity: False)
     return {"HPC_DDP_RUN": str(run.path), "HPC_DDP_ATTEMPT": "0"}
 
 
@@ -47,7 +47,7 @@ def test_the_place_is_read_from_the_environment(environ: dict[str, str]) -> None
         ({"HPC_DDP_STEP_LAUNCHER": "ibrun", "HPC_DDP_NODE_INDEX": "0"}, "elsewhere", 0),
     ],
 )
-def test_which_node_this_is(
+def test_a_node_is_found_by_index_or_host_name(
     environ: dict[str, str],
     variables: dict[str, str],
     host: str,
@@ -75,7 +75,7 @@ def test_a_host_that_is_none_of_the_nodes_is_refused(
         (("local-0", "local-1"), 1, "127.0.0.2", "local-0-ib", False),
     ],
 )
-def test_names_of_the_nodes(
+def test_hosts_and_peers_have_the_suffix(
     attempt: AttemptFolder, nodes: tuple[str, ...], index: int, host: str, peer: str, fabric: bool
 ) -> None:
     place = place_of(attempt, nodes=nodes, index=index, suffix="-ib", fabric="auto")
@@ -84,7 +84,7 @@ def test_names_of_the_nodes(
 
 
 @pytest.mark.parametrize(
-    ("values", "asked"),
+    ("values", "option"),
     [
         ({}, "n2"),
         ({"nodes": ("n1",)}, "127.0.0.1"),
@@ -96,13 +96,13 @@ def test_the_interface_is_that_to_the_others(
     attempt: AttemptFolder,
     monkeypatch: pytest.MonkeyPatch,
     values: dict[str, Any],
-    asked: str | None,
+    option: str | None,
 ) -> None:
     monkeypatch.setattr(place_module, "interface_to", lambda host: f"to-{host}")
-    assert place_of(attempt, **values).chosen_interface == (f"to-{asked}" if asked else "ib0")
+    assert place_of(attempt, **values).chosen_interface == (f"to-{option}" if option else "ib0")
 
 
-def test_what_is_set_for_the_interface_already_stays(
+def test_interface_variables_that_are_set_stay(
     attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place_module, "interface_to", lambda host: "eth0")
@@ -111,3 +111,20 @@ def test_what_is_set_for_the_interface_already_stays(
     assert place_of(attempt).interface_env() == {"NCCL_SOCKET_IFNAME": "=eth0"}
     monkeypatch.setattr(place_module, "interface_to", lambda host: None)
     assert place_of(attempt).interface_env() == {}
+
+
+def test_an_interface_of_nccls_own_files_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interface that the user names counts before them."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    conf = tmp_path / "nccl.conf"
+    conf.write_text("NCCL_SOCKET_IFNAME=ib0\n")
+    monkeypatch.setenv("NCCL_CONF_FILE", str(conf))
+    environ = {"HPC_DDP_RUN": str(tmp_path), "HPC_DDP_ATTEMPT": "0"}
+    RunFolder(tmp_path).claim_attempt({"nodes": ["local-0"]}, lambda identity: False)
+    environ["HPC_DDP_NODE_INDEX"] = "0"
+    assert Place.from_env(environ).interface_env() == {"GLOO_SOCKET_IFNAME": "lo"}
+    named = Place.from_env({**environ, "HPC_DDP_INTERFACE": "eth1"})
+    assert named.interface_env()["NCCL_SOCKET_IFNAME"] == "=eth1"

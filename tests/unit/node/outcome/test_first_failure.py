@@ -39,11 +39,11 @@ CAUSE = _failure(3, error="ValueError: boom", time=2.0)
         _failure(2, code=143),
     ],
 )
-def test_what_follows_is_not_the_cause(follower: Failure) -> None:
+def test_a_consequence_is_not_the_cause(follower: Failure) -> None:
     assert first_cause([follower, CAUSE]) == CAUSE
 
 
-def test_among_equals_the_earliest() -> None:
+def test_the_earliest_of_equal_failures_is_the_cause() -> None:
     early = _failure(1, error="KeyError: 1", time=1.0)
     assert first_cause([CAUSE, early]) == early
     assert first_cause([]) is None
@@ -68,11 +68,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("one", "other"), [*combinations(KINDS, 2)])
-def test_causes_go_before_what_follows_from_them_whenever_they_came(one: str, other: str) -> None:
-    late, early = _failure(1, time=9.0, **KINDS[one]), _failure(2, time=1.0, **KINDS[other])
-    assert (late.kind, early.kind) == (one, other)
-    both_are_causes = {one, other} == {"exception", "signal"}
+@pytest.mark.parametrize(("cause", "effect"), [*combinations(KINDS, 2)])
+def test_causes_precede_their_consequences_at_any_time(cause: str, effect: str) -> None:
+    late, early = _failure(1, time=9.0, **KINDS[cause]), _failure(2, time=1.0, **KINDS[effect])
+    assert (late.kind, early.kind) == (cause, effect)
+    both_are_causes = {cause, effect} == {"exception", "signal"}
     assert first_cause([early, late]) == (early if both_are_causes else late)
 
 
@@ -84,7 +84,9 @@ def test_a_worker_that_ended_without_a_word_is_known_by_its_code(code: int, kind
 
 
 @pytest.mark.parametrize(("torn_down", "code"), [(None, -9), ("n2", -15)])
-def test_what_was_killed_for_a_peers_failure_is_no_cause(torn_down: str | None, code: int) -> None:
+def test_a_worker_killed_for_a_peers_failure_is_not_the_cause(
+    torn_down: str | None, code: int
+) -> None:
     common = {"time": 1.0, "error": ""}
     failures = [{"rank": 0, "code": -9, **common}, {"rank": 1, "code": 1, **common}]
     record = {"node": "n", "torn_down": torn_down, "failures": failures}
@@ -95,7 +97,7 @@ def test_a_record_of_a_good_end_has_no_failures() -> None:
     assert from_record({"node": "n", "torn_down": None}) == []
 
 
-def test_says_rank_node_and_what() -> None:
+def test_a_failure_names_rank_node_and_error() -> None:
     assert str(CAUSE) == "rank 3 on n: ValueError: boom"
     assert str(_failure(0, code=-9)) == "rank 0 on n: SIGKILL"
     assert _failure(0, code=-9).exit_code == 137
@@ -106,7 +108,7 @@ def test_says_rank_node_and_what() -> None:
     assert str(replace(CAUSE, rank=None)) == "torchrun on n: ValueError: boom"
 
 
-def test_last_exception_of_a_log(tmp_path: Path) -> None:
+def test_the_last_exception_of_a_log_is_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(
         "Traceback (most recent call last):\n  File x\nKeyError: 'first'\n\nDuring …\n\n"
@@ -122,7 +124,7 @@ def test_last_exception_of_a_log(tmp_path: Path) -> None:
     assert last_exception(tmp_path / "none") == ""
 
 
-def test_an_error_that_was_explained_to_people_is_in_the_journal(tmp_path: Path) -> None:
+def test_an_explained_error_is_in_the_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "rank-0")
     assert journaled_error(journal.path, 0.0) == ""
     journal.write(raw("failed", error="hpc_ddp.core.errors.HpcDdpError: 3 saves failed: why"))
@@ -142,10 +144,10 @@ def test_a_worker_that_nccl_aborts_is_not_the_cause(tmp_path: Path) -> None:
     log.write_text("free(): invalid pointer\n")
     assert abort_reason(log) == ""
     aborted = Failure(1, "n2", -signal.SIGABRT, 1.0, reason)
-    own = replace(aborted, error="")
-    left = Failure(0, "n1", 3, 2.0, "")
-    assert first_cause([aborted, left]) is left
-    assert first_cause([own, left]) is own
+    silent = replace(aborted, error="")
+    departed = Failure(0, "n1", 3, 2.0, "")
+    assert first_cause([aborted, departed]) is departed
+    assert first_cause([silent, departed]) is silent
 
 
 def test_an_exception_before_a_restart_is_not_that_of_the_end(tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ def run(tmp_path: Path) -> RunFolder:
 def test_a_submit_counts_ends_without_a_verdict_anew(run: RunFolder) -> None:
     spec = JobSpec("train.py", nodes=2)
     for _ in range(12):
-        run.claim_attempt({}, lambda info: False)
+        run.claim_attempt({}, lambda identity: False)
     with pytest.raises(HpcDdpError, match="12 attempts in a row ended without a verdict"):
         gather_facts.check_silent_ends(run, spec)
     run.journal("submit").write(Submitted(first_attempt=12))
     gather_facts.check_silent_ends(run, spec)
-    run.claim_attempt({}, lambda info: False)
+    run.claim_attempt({}, lambda identity: False)
     gather_facts.check_silent_ends(run, spec)
 
 

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import Clock, Slurm, stop_clock
 
+from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import head_failover
+from unit.fakes import Clock, Slurm, stop_clock
 
 SHOWN = "   JobState={} Reason=None\n   Requeue=1 Restarts={} BatchFlag=1\n   NodeList=n[2-3]\n"
 ENVIRON = {"SLURM_JOB_ID": "7", "HPC_DDP_RESTARTS": "1"}
@@ -26,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> AttemptFolder:
-    return RunFolder(tmp_path / "name" / "run").make().claim_attempt({}, lambda info: False)
+    return RunFolder(tmp_path / "name" / "run").make().claim_attempt({}, lambda identity: False)
 
 
 def _place(attempt: AttemptFolder, index: int = 1) -> Place:
@@ -35,13 +36,17 @@ def _place(attempt: AttemptFolder, index: int = 1) -> Place:
     return Place(run, attempt, nodes, index, "", None, 0.0, None)
 
 
-def _answer(slurm: Slurm, state: str = "RUNNING", restarts: int = 1, left: str = "n2 n3") -> None:
+def _answer(
+    slurm: Slurm, state: str = "RUNNING", restarts: int = 1, remaining: str = "n2 n3"
+) -> None:
     shown = SHOWN.format(state, restarts)
-    slurm.answer_by("scontrol", f"[ $2 = hostnames ] && printf '%s\\n' {left} || printf '{shown}'")
+    slurm.answer_by(
+        "scontrol", f"[ $2 = hostnames ] && printf '%s\\n' {remaining} || printf '{shown}'"
+    )
 
 
 @pytest.mark.parametrize(
-    ("state", "restarts", "left"),
+    ("state", "restarts", "remaining"),
     [
         ("RUNNING", 1, ["n2", "n3"]),
         ("RUNNING", 2, []),  # Slurm has requeued it meanwhile
@@ -49,11 +54,11 @@ def _answer(slurm: Slurm, state: str = "RUNNING", restarts: int = 1, left: str =
         ("COMPLETING", 2, []),
     ],
 )
-def test_the_nodes_of_this_start_of_the_job(
-    slurm_commands: Slurm, state: str, restarts: int, left: list[str]
+def test_the_nodes_of_the_current_start_are_listed(
+    slurm_commands: Slurm, state: str, restarts: int, remaining: list[str]
 ) -> None:
     _answer(slurm_commands, state, restarts)
-    assert head_failover._nodes_left(ENVIRON) == left
+    assert head_failover._nodes_left(ENVIRON) == remaining
 
 
 def test_a_controller_that_refuses_names_no_node(slurm_commands: Slurm) -> None:
@@ -70,18 +75,18 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("left", "index", "ends"), [("n2 n3", 1, True), ("n2 n3", 2, False), ("n3 n4", 2, True)]
+    ("remaining", "index", "ends"), [("n2 n3", 1, True), ("n2 n3", 2, False), ("n3 n4", 2, True)]
 )
 def test_the_first_node_that_is_left_gives_the_verdict(
     slurm_commands: Slurm,
     attempt: AttemptFolder,
     clock: Clock,
     ended: list[dict[str, str]],
-    left: str,
+    remaining: str,
     index: int,
     ends: bool,
 ) -> None:
-    _answer(slurm_commands, left=left)
+    _answer(slurm_commands, remaining=remaining)
     slurm_commands.answer("scancel")
     head_failover.decide(_place(attempt, index), ENVIRON, lambda: False)
     assert ended == ([ENVIRON] if ends else [])
@@ -95,23 +100,23 @@ def test_a_job_that_its_verdict_has_requeued_is_not_cancelled(
     ended: list[dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    left = iter([["n2"], []])
-    monkeypatch.setattr(head_failover, "_nodes_left", lambda environ: next(left))
+    remaining = iter([["n2"], []])
+    monkeypatch.setattr(head_failover, "_nodes_left", lambda environ: next(remaining))
     head_failover.decide(_place(attempt), ENVIRON, lambda: False)
     assert ended == [ENVIRON]
     assert slurm_commands.calls("scancel") == []
 
 
-@pytest.mark.parametrize("left", ["n1 n2 n3", ""])
-def test_slurm_is_waited_for(
+@pytest.mark.parametrize("remaining", ["n1 n2 n3", ""])
+def test_slurms_list_of_nodes_is_awaited(
     slurm_commands: Slurm,
     attempt: AttemptFolder,
     clock: Clock,
     ended: list[dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,
-    left: str,
+    remaining: str,
 ) -> None:
-    _answer(slurm_commands, left=left)
+    _answer(slurm_commands, remaining=remaining)
     head_failover.decide(_place(attempt), ENVIRON, lambda: clock.now >= 1100)
     assert (clock.now, ended) == (1100.0, [])
     monkeypatch.setattr(head_failover, "PATIENCE_S", 200.0)
@@ -120,17 +125,17 @@ def test_slurm_is_waited_for(
 
 
 @pytest.mark.parametrize("why", ["no Slurm", "told", "superseded", "record"])
-def test_whoever_has_no_part_in_it_does_not_wait(
+def test_supervisors_that_can_not_decide_do_not_wait(
     slurm_commands: Slurm,
     attempt: AttemptFolder,
     clock: Clock,
     ended: list[dict[str, str]],
     why: str,
 ) -> None:
-    _answer(slurm_commands, left="n1 n2 n3")
+    _answer(slurm_commands, remaining="n1 n2 n3")
     place = _place(attempt)
     if why == "superseded":
-        place.run.claim_attempt({}, lambda info: False)
+        place.run.claim_attempt({}, lambda identity: False)
     if why == "record":
         attempt.node("n1").path.mkdir()
         attempt.node("n1").record.touch()
@@ -143,7 +148,7 @@ def test_whoever_has_no_part_in_it_does_not_wait(
 
 
 @pytest.mark.parametrize(
-    ("index", "environ", "left", "watches"),
+    ("index", "environ", "remaining", "watches"),
     [
         (1, ENVIRON, "n2 n3", True),
         (2, ENVIRON, "n2 n3", True),
@@ -158,11 +163,11 @@ def test_few_nodes_look_for_the_first_one(
     monkeypatch: pytest.MonkeyPatch,
     index: int,
     environ: dict[str, str],
-    left: str,
+    remaining: str,
     watches: bool,
 ) -> None:
     monkeypatch.setattr(head_failover, "ASK_EVERY_S", 0.0)
-    _answer(slurm_commands, left=left)
+    _answer(slurm_commands, remaining=remaining)
     started: list[Callable[[], None]] = []
 
     class Thread:
@@ -190,3 +195,17 @@ def test_a_first_node_that_is_there_is_looked_for_again(
     monkeypatch.setattr(head_failover, "_nodes_left", lambda environ: next(answers))
     assert head_failover.watch(_place(attempt), dict(os.environ, **ENVIRON)).wait(60)
     assert next(answers, None) is None
+
+
+def test_a_verdict_that_fails_leaves_no_job_without_a_shell(
+    slurm_commands: Slurm, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(environ: dict[str, str]) -> int:
+        raise HpcDdpError("the run's job.json is broken")
+
+    monkeypatch.setattr(batch, "verdict", refuse)
+    monkeypatch.setattr(head_failover, "_nodes_left", lambda environ: ["n2"])
+    slurm_commands.answer("scancel", err="Access denied", code=1)
+    head_failover._end_job({"SLURM_JOB_ID": "7"})
+    assert slurm_commands.calls("scancel") == [["7"]]
+    assert "the run's job.json is broken" in capfd.readouterr().err

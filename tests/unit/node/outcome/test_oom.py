@@ -1,4 +1,4 @@
-"""Where the kernel's count of processes that it killed for memory is found."""
+"""The kernel's count of processes that it killed for memory is read from the right group."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_a_group_may_have_a_colon_in_its_name(tmp_path: Path) -> None:
     assert kills(_proc(tmp_path, "0::/pods:containerd:7\n", mounts)) == 6
 
 
-def test_else_the_whole_machine_counts(tmp_path: Path) -> None:
+def test_the_whole_machine_counts_without_a_group(tmp_path: Path) -> None:
     assert kills(_proc(tmp_path, V1, "cgroup2 {0}/unified cgroup2 rw 0 0\n")) == 40
 
 
-def test_where_nobody_counts(tmp_path: Path) -> None:
+def test_a_kernel_without_counts_has_no_kills(tmp_path: Path) -> None:
     assert kills(_proc(tmp_path, "", "", vmstat="")) == 0
     assert kills(tmp_path / "none") == 0

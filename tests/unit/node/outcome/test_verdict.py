@@ -1,4 +1,4 @@
-"""The table of verdicts. Each row is a bad day; what it needs of Slurm is shown in tests/slurm."""
+"""Verdicts follow a table. Each row is a bad day; its events in Slurm are shown in tests/slurm."""
 
 from __future__ import annotations
 
@@ -9,80 +9,56 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.vocabulary import Action, Cause
-from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict, decide, too_many_silent
+from hpc_ddp.node.outcome.verdict import Verdict, decide, too_many_silent
 from hpc_ddp.slurm_text import Job
-from tests.raw_events import changed, typed
-
-RUNNING = Job("RUNNING", "None", 0, None, 1000.0)
-
-
-def _event(event: str, attempt: int = 0, **fields: Any) -> JournalEvent:
-    return typed(event, 0.0, attempt, **fields)
-
-
-def _record(node: str, notice: str | None = None, **failure: Any) -> dict[str, Any]:
-    failures = [{"rank": 0, "code": 1, "time": 1.0, "error": "", **failure}] if failure else []
-    return {"node": node, "code": len(failures), "notice": notice, "failures": failures}
-
-
-FINE = (_record("n1"), _record("n2"))
-BASE = AttemptFacts(
-    spec=JobSpec("t.py"),
-    attempt=0,
-    cancelled=False,
-    superseded=False,
-    job=RUNNING,
-    restarts=0,
-    nodes=("n1", "n2"),
-    records=FINE,
-    events=(_event("first_step", step=1),),
+from tests.raw_events import changed
+from unit.node.outcome.fakes import (
+    BASE,
+    FINE,
+    RUNNING,
+    decide_by,
+    decide_elastic,
+    event_of,
+    failed_records,
+    record_of,
 )
 
 
-def _decide(**changes: Any) -> Verdict:
-    return decide(replace(BASE, **changes))
+def test_a_good_end_is_finished() -> None:
+    assert decide_by() == Verdict(Cause.FINISHED, Action.NONE, "")
 
 
-def _failed(**failure: Any) -> tuple[dict[str, Any], ...]:
-    return (_record("n1", **{"error": "ValueError: boom", **failure}), _record("n2", code=-15))
-
-
-def test_finished() -> None:
-    assert _decide() == Verdict(Cause.FINISHED, Action.NONE, "")
-
-
-def test_each_task_of_a_node_is_heard() -> None:
+def test_the_record_of_each_task_counts() -> None:
     spec = JobSpec("t.py", launcher="srun", nproc_per_node=2)
-    assert _decide(spec=spec, records=FINE * 2).cause == "finished"
-    verdict = _decide(spec=spec, records=(*FINE, _record("n1")), events=())
+    assert decide_by(spec=spec, records=FINE * 2).cause == "finished"
+    verdict = decide_by(spec=spec, records=(*FINE, record_of("n1")), events=())
     assert (verdict.cause, verdict.why) == ("node lost", "no word from n2")
 
 
 def test_a_loop_without_a_finish_is_not_finished() -> None:
-    events = (_event("training", step=0), _event("first_step", step=1))
-    verdict = _decide(events=events)
+    events = (event_of("training", step=0), event_of("first_step", step=1))
+    verdict = decide_by(events=events)
     assert (verdict.cause, verdict.action, verdict.exit_code) == ("failed", "give up", 1)
     assert "without run.finish()" in verdict.why
 
 
-def test_finished_although_a_notice_came_in_the_last_moment() -> None:
-    records = (_record("n1", notice="SIGTERM"), _record("n2"))
-    assert _decide(records=records, events=(_event("finished", step=9),)).cause == "finished"
-    assert _decide(records=records[:1], events=(_event("finished"),)).cause == "finished"
+def test_a_notice_in_the_last_moment_leaves_a_run_finished() -> None:
+    records = (record_of("n1", notice="SIGTERM"), record_of("n2"))
+    assert decide_by(records=records, events=(event_of("finished", step=9),)).cause == "finished"
+    assert decide_by(records=records[:1], events=(event_of("finished"),)).cause == "finished"
     preempted = replace(RUNNING, preempted_at=900.0)
-    assert _decide(job=preempted, events=(_event("finished"),)).cause == "finished"
-    lost = _decide(job=preempted, records=FINE[:1], events=(_event("finished", step=9),))
+    assert decide_by(job=preempted, events=(event_of("finished"),)).cause == "finished"
+    lost = decide_by(job=preempted, records=FINE[:1], events=(event_of("finished", step=9),))
     assert (lost.cause, lost.why) == ("preempted", "preempted, at step 9")
-    assert _decide(job=preempted, events=(_event("first_step", step=4),)).why == (
+    assert decide_by(job=preempted, events=(event_of("first_step", step=4),)).why == (
         "preempted, at step 4"
     )
 
 
 def test_a_crash_after_the_training_is_a_crash() -> None:
-    events = (_event("first_step", step=1), _event("checkpoint", step=9), _event("finished"))
-    assert _decide(records=_failed(), events=events).cause == "failed"
+    events = (event_of("first_step", step=1), event_of("checkpoint", step=9), event_of("finished"))
+    assert decide_by(records=failed_records(), events=events).cause == "failed"
 
 
 @pytest.mark.parametrize(
@@ -104,15 +80,15 @@ def test_a_crash_after_the_training_is_a_crash() -> None:
     ],
 )
 def test_after_a_notice_slurm_tells_why(job: Job | None, cause: str, action: str) -> None:
-    records = (_record("n1", notice="SIGTERM"), _record("n2", notice="SIGTERM"))
-    verdict = _decide(
-        job=job, records=records, events=(_event("stopped", step=5, reason="notice"),)
+    records = (record_of("n1", notice="SIGTERM"), record_of("n2", notice="SIGTERM"))
+    verdict = decide_by(
+        job=job, records=records, events=(event_of("stopped", step=5, reason="notice"),)
     )
     assert (verdict.cause, verdict.action) == (cause, action)
 
 
 def test_a_sigterm_because_another_nodes_task_has_died_is_no_notice() -> None:
-    verdict = _decide(records=(_record("n1", notice="SIGTERM", error="Connection reset"),))
+    verdict = decide_by(records=(record_of("n1", notice="SIGTERM", error="Connection reset"),))
     assert (verdict.cause, verdict.action, verdict.why) == (
         "node lost",
         "requeue",
@@ -121,13 +97,13 @@ def test_a_sigterm_because_another_nodes_task_has_died_is_no_notice() -> None:
 
 
 def test_a_worker_that_dies_of_the_notice_is_preempted_not_failed() -> None:
-    records = (_record("n1", "SIGTERM", code=-15), _record("n2", "SIGTERM", error="gloo"))
-    verdict = _decide(job=replace(RUNNING, preempted_at=900.0), records=records, events=())
+    records = (record_of("n1", "SIGTERM", code=-15), record_of("n2", "SIGTERM", error="gloo"))
+    verdict = decide_by(job=replace(RUNNING, preempted_at=900.0), records=records, events=())
     assert (verdict.cause, verdict.action) == ("preempted", "requeue")
 
 
-def test_cancelled_through_us_whatever_else() -> None:
-    assert _decide(cancelled=True, records=_failed()).action == "none"
+def test_a_cancelled_run_is_cancelled_whatever_failed() -> None:
+    assert decide_by(cancelled=True, records=failed_records()).action == "none"
 
 
 @pytest.mark.parametrize(
@@ -135,17 +111,17 @@ def test_cancelled_through_us_whatever_else() -> None:
     [("notice", "time limit"), ("notice", "warning signal"), ("deadline", None)],
 )
 def test_the_deadline_is_the_time_limit(reason: str, notice: str | None) -> None:
-    events = (_event("stopped", step=5, reason=reason), _event("checkpoint"))
-    verdict = _decide(events=events, records=(_record("n1", notice), _record("n2", notice)))
+    events = (event_of("stopped", step=5, reason=reason), event_of("checkpoint"))
+    verdict = decide_by(events=events, records=(record_of("n1", notice), record_of("n2", notice)))
     assert (verdict.cause, verdict.action) == ("time limit", "requeue")
 
 
 def test_preemption_is_without_bound_unless_one_is_given() -> None:
-    before = [_event("verdict", k, cause="preempted", action="requeue") for k in range(50)]
+    before = [event_of("verdict", k, cause="preempted", action="requeue") for k in range(50)]
     job = replace(RUNNING, preempted_at=900.0)
-    assert _decide(job=job, attempt=50, events=before).action == "requeue"
+    assert decide_by(job=job, attempt=50, events=before).action == "requeue"
     spec = JobSpec("t.py", max_requeues=50)
-    verdict = _decide(job=job, attempt=50, events=before, spec=spec)
+    verdict = decide_by(job=job, attempt=50, events=before, spec=spec)
     assert (verdict.action, verdict.exit_code) == ("give up", 1)
     assert "--max-requeues" in verdict.why
 
@@ -172,17 +148,17 @@ def test_ends_without_a_verdict_are_bounded(
     why: str,
 ) -> None:
     """The job may take its own first node down each time, and the shell with it."""
-    events = [_event(name, number) for name, number in marks]
+    events = [event_of(name, number) for name, number in marks]
     reason = too_many_silent(JobSpec("t.py", **spec), most, events, range(attempts))
     assert why in (reason or "") if why else reason is None
 
 
 def test_the_operators_bound_holds_for_each_run() -> None:
-    before = [_event("verdict", k, cause="preempted", action="requeue") for k in range(5)]
+    before = [event_of("verdict", k, cause="preempted", action="requeue") for k in range(5)]
     job = replace(RUNNING, preempted_at=900.0)
-    assert _decide(job=job, attempt=5, events=before, most_requeues=6).action == "requeue"
+    assert decide_by(job=job, attempt=5, events=before, most_requeues=6).action == "requeue"
     for spec in (JobSpec("t.py"), JobSpec("t.py", max_requeues=50)):
-        verdict = _decide(job=job, attempt=5, events=before, most_requeues=5, spec=spec)
+        verdict = decide_by(job=job, attempt=5, events=before, most_requeues=5, spec=spec)
         assert (verdict.action, verdict.exit_code) == ("give up", 1)
         assert "requeued 5 times, which this cluster limits (max-requeues)" in verdict.why
 
@@ -197,14 +173,16 @@ def test_the_operators_bound_holds_for_each_run() -> None:
         ({"error": "RuntimeError: Connection closed by peer"}, False, "requeue", 0),
     ],
 )
-def test_what_is_retried(failure: dict[str, Any], stepped: bool, action: str, code: int) -> None:
-    events = (_event("first_step", step=1),) if stepped else ()
-    verdict = _decide(records=_failed(**failure), events=events)
+def test_failures_after_the_first_step_are_retried(
+    failure: dict[str, Any], stepped: bool, action: str, code: int
+) -> None:
+    events = (event_of("first_step", step=1),) if stepped else ()
+    verdict = decide_by(records=failed_records(**failure), events=events)
     assert (verdict.cause, verdict.action, verdict.exit_code) == ("failed", action, code)
 
 
 def test_the_same_error_at_the_same_step_is_not_retried() -> None:
-    last = _event(
+    last = event_of(
         "verdict",
         0,
         cause="failed",
@@ -213,154 +191,167 @@ def test_the_same_error_at_the_same_step_is_not_retried() -> None:
         step=7,
         progress=True,
     )
-    here = [_event("first_step", 1, step=5), _event("failed", 1, step=7), _event("checkpoint", 1)]
-    verdict = _decide(attempt=1, records=_failed(), events=[last, *here[:1], here[2], here[1]])
+    events = [
+        event_of("first_step", 1, step=5),
+        event_of("failed", 1, step=7),
+        event_of("checkpoint", 1),
+    ]
+    verdict = decide_by(
+        attempt=1, records=failed_records(), events=[last, *events[:1], events[2], events[1]]
+    )
     assert (verdict.action, verdict.exit_code) == ("give up", 1)
     assert "same step" in verdict.why
-    other = [last, here[0], here[2], _event("failed", 1, step=8)]
-    assert _decide(attempt=1, records=_failed(), events=other).action == "requeue"
+    later = [last, events[0], events[2], event_of("failed", 1, step=8)]
+    assert decide_by(attempt=1, records=failed_records(), events=later).action == "requeue"
 
 
 def test_a_hang_is_retried_like_a_lost_connection() -> None:
     error = "HangError: no step for 1800 s at step 7; stacks in /r/logs/n1/stack-rank-0.txt"
-    last = _event("verdict", cause="failed", action="requeue", error=error, step=7, progress=True)
-    here = [_event("first_step", 1, step=5), _event("failed", 1, step=7)]
-    records = _failed(error=error)
-    verdict = _decide(attempt=1, records=records, events=[last, *here])
+    last = event_of("verdict", cause="failed", action="requeue", error=error, step=7, progress=True)
+    events = [event_of("first_step", 1, step=5), event_of("failed", 1, step=7)]
+    records = failed_records(error=error)
+    verdict = decide_by(attempt=1, records=records, events=[last, *events])
     assert (verdict.cause, verdict.action) == ("failed", "requeue")
     assert error in verdict.why
-    stuck = [changed(last, progress=False), *here]
-    assert _decide(attempt=1, records=records, events=stuck).action == "give up"
+    stuck = [changed(last, progress=False), *events]
+    assert decide_by(attempt=1, records=records, events=stuck).action == "give up"
 
 
 def test_a_job_that_takes_one_node_down_after_the_other_is_bounded() -> None:
     lost = [
-        _event("verdict", k, cause="node lost", action="requeue", bad_nodes=[f"n{k}"])
+        event_of("verdict", k, cause="node lost", action="requeue", bad_nodes=[f"n{k}"])
         for k in range(9)
     ]
-    here = {"records": [], "lost_nodes": ["n9"]}
-    assert _decide(attempt=8, events=lost[:8], **here).action == "requeue"
-    assert "10 attempts in a row have ended without" in _decide(attempt=9, events=lost, **here).why
+    facts = {"records": [], "lost_nodes": ["n9"]}
+    assert decide_by(attempt=8, events=lost[:8], **facts).action == "requeue"
+    assert (
+        "10 attempts in a row have ended without" in decide_by(attempt=9, events=lost, **facts).why
+    )
     saved = [*lost[:5], changed(lost[5], progress=True), *lost[6:]]
-    assert _decide(attempt=9, events=saved, **here).action == "requeue"
+    assert decide_by(attempt=9, events=saved, **facts).action == "requeue"
 
 
 def test_a_signal_to_each_attempt_is_bounded() -> None:
     """A set-up line or a health script may send it, before a step is done."""
-    noticed = {"records": (_record("n1", notice="SIGTERM"), _record("n2", notice="SIGTERM"))}
-    before = [_event("verdict", k, cause="notice", action="requeue") for k in range(9)]
-    assert _decide(attempt=8, events=before[:8], **noticed).action == "requeue"
-    last = _decide(attempt=9, events=before, **noticed)
+    noticed = {"records": (record_of("n1", notice="SIGTERM"), record_of("n2", notice="SIGTERM"))}
+    before = [event_of("verdict", k, cause="notice", action="requeue") for k in range(9)]
+    assert decide_by(attempt=8, events=before[:8], **noticed).action == "requeue"
+    last = decide_by(attempt=9, events=before, **noticed)
     assert (last.cause, last.action) == ("notice", "give up")
     assert "10 attempts in a row have ended without a newer checkpoint" in last.why
     saved = [*before[:5], changed(before[5], progress=True), *before[6:]]
-    assert _decide(attempt=9, events=saved, **noticed).action == "requeue"
+    assert decide_by(attempt=9, events=saved, **noticed).action == "requeue"
     mixed = [changed(v, cause="node lost") if v.attempt % 2 else v for v in before]
-    assert _decide(attempt=9, events=mixed, **noticed).action == "give up"
+    assert decide_by(attempt=9, events=mixed, **noticed).action == "give up"
     spec = JobSpec("t.py", max_failures=0)
-    assert _decide(spec=spec, attempt=3, events=before[:3], **noticed).action == "give up"
+    assert decide_by(spec=spec, attempt=3, events=before[:3], **noticed).action == "give up"
     preempted = [changed(v, cause="preempted") for v in before]
-    assert _decide(attempt=9, events=preempted, **noticed).action == "requeue"
+    assert decide_by(attempt=9, events=preempted, **noticed).action == "requeue"
     job = replace(RUNNING, preempted_at=900.0)
-    assert _decide(attempt=9, events=before, job=job).action == "requeue"
+    assert decide_by(attempt=9, events=before, job=job).action == "requeue"
 
 
 def test_time_limits_of_a_script_with_its_own_checkpoints_do_not_count() -> None:
     spec = JobSpec("t.py", max_requeues=50)
     job = replace(RUNNING, state="COMPLETING", reason="TimeLimit")
-    before = [_event("verdict", k, cause="time limit", action="requeue") for k in range(20)]
-    assert _decide(spec=spec, attempt=20, events=before, job=job).action == "requeue"
+    before = [event_of("verdict", k, cause="time limit", action="requeue") for k in range(20)]
+    assert decide_by(spec=spec, attempt=20, events=before, job=job).action == "requeue"
     lost = {"records": FINE[:1], "lost_nodes": ["n2"]}
-    assert _decide(spec=spec, attempt=20, events=before, **lost).action == "requeue"
+    assert decide_by(spec=spec, attempt=20, events=before, **lost).action == "requeue"
 
 
 def test_a_disk_that_does_not_answer_a_restore_is_tried_again() -> None:
     """Before its first step, in attempt after attempt: the code of a `DiskError`, 75."""
     error = "/r/checkpoints/step-5 can't be read on rank 1, and was waited for: I/O error"
-    records = _failed(error=error, code=75)
+    records = failed_records(error=error, code=75)
     before = [
-        _event("verdict", k, cause="failed", action="requeue", error=error, step=None)
+        event_of("verdict", k, cause="failed", action="requeue", error=error, step=None)
         for k in range(3)
     ]
     for count in range(3):
-        assert _decide(attempt=count, records=records, events=before[:count]).action == "requeue"
-    last = _decide(attempt=3, records=records, events=before)
+        assert decide_by(attempt=count, records=records, events=before[:count]).action == "requeue"
+    last = decide_by(attempt=3, records=records, events=before)
     assert (last.action, last.exit_code) == ("give up", 75)
-    assert _decide(records=_failed(error=error, code=1), events=[]).action == "give up"
+    assert decide_by(records=failed_records(error=error, code=1), events=[]).action == "give up"
 
 
 def test_two_attempts_without_progress_end_it() -> None:
-    first = _event("verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False)
-    events = [first, _event("first_step", 1, step=1)]
-    verdict = _decide(attempt=1, records=_failed(error="", code=-9), events=events)
+    first = event_of(
+        "verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False
+    )
+    events = [first, event_of("first_step", 1, step=1)]
+    verdict = decide_by(attempt=1, records=failed_records(error="", code=-9), events=events)
     assert "without a newer checkpoint" in verdict.why
     preempted = [changed(first, cause=Cause.PREEMPTED), *events[1:]]
     assert (
-        _decide(attempt=1, records=_failed(error="", code=-9), events=preempted).action == "requeue"
+        decide_by(attempt=1, records=failed_records(error="", code=-9), events=preempted).action
+        == "requeue"
     )
 
 
 def test_progress_of_an_attempt_that_was_lost_without_a_verdict_counts() -> None:
-    first = _event("verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False)
-    lost = [_event("first_step", 1, step=1), _event("checkpoint", 1, step=90)]
-    killed = _failed(error="", code=-9)
-    assert _decide(attempt=2, records=killed, events=[first, *lost]).action == "requeue"
-    assert _decide(attempt=2, records=killed, events=[first, lost[0]]).action == "give up"
+    first = event_of(
+        "verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False
+    )
+    lost = [event_of("first_step", 1, step=1), event_of("checkpoint", 1, step=90)]
+    killed = failed_records(error="", code=-9)
+    assert decide_by(attempt=2, records=killed, events=[first, *lost]).action == "requeue"
+    assert decide_by(attempt=2, records=killed, events=[first, lost[0]]).action == "give up"
 
 
 def test_failures_have_a_budget() -> None:
     before = [
-        _event("verdict", k, cause="failed", action="requeue", error="", step=k, progress=True)
+        event_of("verdict", k, cause="failed", action="requeue", error="", step=k, progress=True)
         for k in range(3)
     ]
-    records = _failed(error="", code=-9)
-    verdict = _decide(attempt=3, records=records, events=[*before, _event("checkpoint", 3)])
+    records = failed_records(error="", code=-9)
+    verdict = decide_by(attempt=3, records=records, events=[*before, event_of("checkpoint", 3)])
     assert (verdict.action, verdict.exit_code) == ("give up", 137)
-    assert _decide(attempt=2, records=records, events=before[:2]).action == "requeue"
+    assert decide_by(attempt=2, records=records, events=before[:2]).action == "requeue"
 
 
 def test_a_plain_script_at_the_time_limit_starts_over_as_often_as_allowed() -> None:
     job = replace(RUNNING, state="COMPLETING", reason="TimeLimit")
     spec = JobSpec("t.py", max_requeues=1)
-    assert _decide(job=job, events=(), spec=spec).action == "requeue"
-    before = [_event("verdict", 0, cause="time limit", action="requeue")]
-    assert _decide(job=job, attempt=1, events=before, spec=spec).action == "give up"
-    three = [_event("verdict", k, cause="time limit", action="requeue") for k in range(3)]
-    assert _decide(job=job, attempt=3, events=three).action == "give up"
+    assert decide_by(job=job, events=(), spec=spec).action == "requeue"
+    before = [event_of("verdict", 0, cause="time limit", action="requeue")]
+    assert decide_by(job=job, attempt=1, events=before, spec=spec).action == "give up"
+    three = [event_of("verdict", k, cause="time limit", action="requeue") for k in range(3)]
+    assert decide_by(job=job, attempt=3, events=three).action == "give up"
 
 
-def test_what_never_starts_is_not_a_lost_node_for_ever() -> None:
-    before = [_event("verdict", k, cause="node lost", action="requeue") for k in range(3)]
-    verdict = _decide(records=(), attempt=3, events=before)
+def test_a_step_that_never_starts_is_given_up() -> None:
+    before = [event_of("verdict", k, cause="node lost", action="requeue") for k in range(3)]
+    verdict = decide_by(records=(), attempt=3, events=before)
     assert (verdict.action, verdict.exit_code) == ("give up", 1)
     assert "nothing was heard" in verdict.why
-    stepped = [*before, _event("first_step", 3, step=1)]
-    assert _decide(records=(), attempt=3, events=stepped).action == "requeue"
+    stepped = [*before, event_of("first_step", 3, step=1)]
+    assert decide_by(records=(), attempt=3, events=stepped).action == "requeue"
 
 
-def test_what_is_killed_again_and_again_with_nothing_saved_is_given_up() -> None:
+def test_repeated_kills_without_a_checkpoint_are_given_up() -> None:
     lost = {"cause": "node lost", "action": "requeue", "step": 50, "progress": False}
-    before = [_event("verdict", k, **lost, bad_nodes=[]) for k in range(3)]
-    stepped = [*before, _event("first_step", 3, step=1)]
-    verdict = _decide(records=(), attempt=3, events=stepped)
+    before = [event_of("verdict", k, **lost, bad_nodes=[]) for k in range(3)]
+    stepped = [*before, event_of("first_step", 3, step=1)]
+    verdict = decide_by(records=(), attempt=3, events=stepped)
     assert verdict.action == "give up"
     assert "without a newer checkpoint" in verdict.why
-    saved = [*stepped, _event("checkpoint", 3, step=40)]
-    assert _decide(records=(), attempt=3, events=saved).action == "requeue"
-    assert _decide(records=(), attempt=3, events=stepped, lost_nodes=("n1",)).action == "requeue"
-    known = [_event("verdict", k, **lost, bad_nodes=["n1"]) for k in range(3)]
-    again = [*known, _event("first_step", 3, step=1)]
-    assert _decide(records=(), attempt=3, events=again).action == "requeue"
+    saved = [*stepped, event_of("checkpoint", 3, step=40)]
+    assert decide_by(records=(), attempt=3, events=saved).action == "requeue"
+    assert decide_by(records=(), attempt=3, events=stepped, lost_nodes=("n1",)).action == "requeue"
+    earlier = [event_of("verdict", k, **lost, bad_nodes=["n1"]) for k in range(3)]
+    again = [*earlier, event_of("first_step", 3, step=1)]
+    assert decide_by(records=(), attempt=3, events=again).action == "requeue"
 
 
-def test_what_we_killed_ourselves_is_not_the_cause() -> None:
-    torn_down = {**_record("n2", code=-9), "torn_down": "n1"}
-    verdict = _decide(records=(_record("n1", code=3), torn_down), events=())
+def test_a_worker_killed_by_its_supervisor_is_not_the_cause() -> None:
+    torn_down = {**record_of("n2", code=-9), "torn_down": "n1"}
+    verdict = decide_by(records=(record_of("n1", code=3), torn_down), events=())
     assert (verdict.action, verdict.exit_code) == ("give up", 3)
 
 
 def test_a_silent_node_is_lost() -> None:
-    verdict = _decide(records=FINE[:1])
+    verdict = decide_by(records=FINE[:1])
     assert (verdict.cause, verdict.action, verdict.why) == (
         "node lost",
         "requeue",
@@ -369,41 +360,43 @@ def test_a_silent_node_is_lost() -> None:
 
 
 def test_a_failed_preflight_keeps_off_its_bad_nodes() -> None:
-    event = _event("preflight", ok=False, bad_nodes=["n2"], hopeless=False, why="n2: no space")
+    event = event_of("preflight", ok=False, bad_nodes=["n2"], hopeless=False, why="n2: no space")
     facts = replace(BASE, records=(), events=[event], lost_nodes=["n1"])
     assert facts.bad_nodes == ["n1", "n2"]
     verdict = decide(facts)
     assert (verdict.cause, verdict.action) == ("bad node", "requeue")
     assert verdict.why == "preflight: n2: no space"
-    hopeless = _decide(records=(), events=[changed(event, bad_nodes=[], hopeless=True)])
+    hopeless = decide_by(records=(), events=[changed(event, bad_nodes=[], hopeless=True)])
     assert (hopeless.cause, hopeless.action, hopeless.exit_code) == ("failed", "give up", 1)
-    before = [_event("verdict", k, cause="bad node", action="requeue") for k in range(3)]
+    before = [event_of("verdict", k, cause="bad node", action="requeue") for k in range(3)]
     again = [*before, changed(event, attempt=3)]
-    assert _decide(records=(), events=again, attempt=3).action == "give up"
-    assert _decide(records=(), events=again[1:], attempt=3).action == "requeue"
+    assert decide_by(records=(), events=again, attempt=3).action == "give up"
+    assert decide_by(records=(), events=again[1:], attempt=3).action == "requeue"
     ended = changed(event, bad_nodes=[], notice="SIGTERM")
-    assert _decide(records=(), events=[ended]).cause == "notice"
+    assert decide_by(records=(), events=[ended]).cause == "notice"
     preempted = replace(RUNNING, preempted_at=900.0)
-    assert _decide(records=(), events=[ended], job=preempted).cause == "preempted"
-    fine = _event("preflight", ok=True, bad_nodes=[])
-    assert _decide(events=[fine, *BASE.events]).cause == "finished"
-
-
-def _elastic(*records: dict[str, Any], **changes: Any) -> Verdict:
-    return _decide(spec=JobSpec("t.py", nodes=2, elastic=True), records=records, **changes)
+    assert decide_by(records=(), events=[ended], job=preempted).cause == "preempted"
+    fine = event_of("preflight", ok=True, bad_nodes=[])
+    assert decide_by(events=[fine, *BASE.events]).cause == "finished"
 
 
 def test_an_elastic_job_finishes_without_a_lost_node() -> None:
-    done = (_event("first_step", step=1), _event("finished", step=9))
-    assert _elastic(_record("n1"), events=done).cause == "finished"
-    left = _record("n2", rank=None, error="RendezvousConnectionError: n1 is gone") | {"left": True}
-    assert _elastic(_record("n1"), left, events=done).cause == "finished"
-    assert _elastic(_record("n1"), lost_nodes=("n2",), events=done).why == "Slurm has lost n2"
-    assert _decide(records=(_record("n1"),), events=done).cause == "node lost"  # not elastic
+    done = (event_of("first_step", step=1), event_of("finished", step=9))
+    assert decide_elastic(record_of("n1"), events=done).cause == "finished"
+    departed = record_of("n2", rank=None, error="RendezvousConnectionError: n1 is gone") | {
+        "left": True
+    }
+    assert decide_elastic(record_of("n1"), departed, events=done).cause == "finished"
+    assert (
+        decide_elastic(record_of("n1"), lost_nodes=("n2",), events=done).why == "Slurm has lost n2"
+    )
+    assert decide_by(records=(record_of("n1"),), events=done).cause == "node lost"  # not elastic
 
 
 def test_an_elastic_job_still_fails() -> None:
-    assert _elastic(_record("n1", error="ValueError: boom")).cause == "failed"
-    assert _elastic(_record("n1"), _record("n2", error="ValueError: boom")).cause == "failed"
-    verdict = _elastic(_record("n2", rank=None, error="no store") | {"left": True})
+    assert decide_elastic(record_of("n1", error="ValueError: boom")).cause == "failed"
+    assert (
+        decide_elastic(record_of("n1"), record_of("n2", error="ValueError: boom")).cause == "failed"
+    )
+    verdict = decide_elastic(record_of("n2", rank=None, error="no store") | {"left": True})
     assert (verdict.cause, verdict.why) == ("node lost", "no word from n1, n2")

@@ -1,36 +1,20 @@
-"""How fast nodes exchange data, and what a node reports of torch."""
+"""Nodes measure how fast they exchange data, and report their torch."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fakes import Clock
 
 from hpc_ddp.node.preflight import bandwidth
 from hpc_ddp.node.preflight.bandwidth import Meter, measure, partner
-from hpc_ddp.node.preflight.messages import MARK
-
-Lines = Callable[[], list[dict[str, Any]]]
-
-
-@pytest.fixture
-def lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Lines:
-    """Return the messages since the last call, without the node's name."""
-    monkeypatch.setenv("HPC_DDP_NODE", "n1")
-
-    def read() -> list[dict[str, Any]]:
-        texts = [line.removeprefix(MARK) for line in capfd.readouterr().out.splitlines()]
-        return [{k: v for k, v in json.loads(text).items() if k != "node"} for text in texts]
-
-    return read
+from unit.fakes import Clock
+from unit.node.preflight.fakes import Lines
 
 
 @pytest.mark.parametrize("world", range(2, 10))
@@ -57,7 +41,7 @@ def test_each_rank_has_several_partners(world: int) -> None:
 
 
 class FakeDist:
-    """What a `Meter` takes of torch.distributed: what is sent comes back at once."""
+    """The part of torch.distributed that a `Meter` uses: sent tensors come back at once."""
 
     class P2POp(NamedTuple):
         operation: str

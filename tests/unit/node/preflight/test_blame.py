@@ -1,4 +1,4 @@
-"""Which nodes are unfit, and why, by the reports of all."""
+"""Unfit nodes are blamed by the reports of all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.core.journal.events import PreflightEnded
 from hpc_ddp.node.preflight.blame import (
     NodeReport,
     Reports,
@@ -19,15 +18,7 @@ from hpc_ddp.node.preflight.blame import (
     outcome,
 )
 from hpc_ddp.node.preflight.links import partners
-from hpc_ddp.report.tables import preflight_table
-
-NODES = ("a", "b", "c", "d")
-
-
-def _reports(count: int = 3, **speeds: float) -> Reports:
-    """Nodes without a fault, of 1000 MB/s but for `speeds`."""
-    names = NODES[:count]
-    return {name: NodeReport(values={"exchange_mb_s": speeds.get(name, 1000.0)}) for name in names}
+from unit.node.preflight.fakes import NODES, reports_of
 
 
 def _faults(reports: Reports) -> dict[str, list[str]]:
@@ -85,7 +76,7 @@ def test_bad_nodes_among_many_are_blamed_and_no_others(count: int) -> None:
 
 
 def test_a_link_that_is_cut_names_its_node() -> None:
-    reports = _reports()
+    reports = reports_of()
     _trouble(reports, "ab cb ba bc", "link")
     blame_pairs(reports, "scratch")
     assert not _faults(reports)
@@ -95,19 +86,19 @@ def test_a_link_that_is_cut_names_its_node() -> None:
 
 
 def test_a_name_that_one_node_resolves_wrongly_is_that_nodes_fault() -> None:
-    one = _reports()
+    one = reports_of()
     _trouble(one, "ba", "link")  # b takes a for another host
     blame_pairs(one, "link")
     assert one["b"].faults == [("link", "ba")]
     assert _faults(one) == {"b": ["link"]}
-    all_others = _reports()
+    all_others = reports_of()
     _trouble(all_others, "ab cb", "link")  # b has no name
     blame_pairs(all_others, "link")
     assert all_others["b"].faults == [("link", "a: ab")]
 
 
 def test_a_node_with_a_fault_explains_its_troubles() -> None:
-    reports = _reports()
+    reports = reports_of()
     reports["b"].faults.append(("gpus", "none"))
     _trouble(reports, "ab cb ac", "link")
     blame_pairs(reports, "link", [("the batch shell", "b")])
@@ -115,11 +106,11 @@ def test_a_node_with_a_fault_explains_its_troubles() -> None:
 
 
 def test_the_batch_shell_shows_which_of_two_nodes_has_another_disk() -> None:
-    reports = _reports(2)
+    reports = reports_of(2)
     _trouble(reports, "ab ba", "scratch")
     blame_pairs(reports, "scratch", [("the batch shell", "b")])
     assert _faults(reports) == {"b": ["scratch"]}
-    alone = _reports(4)
+    alone = reports_of(4)
     blame_pairs(alone, "scratch", [("the batch shell", node) for node in "abc"])
     assert not _faults(alone)  # the shell's own view is late
     _trouble(alone, "ad bd", "scratch")
@@ -128,7 +119,7 @@ def test_the_batch_shell_shows_which_of_two_nodes_has_another_disk() -> None:
 
 
 def test_the_first_exchange_that_broke_explains_the_later_ones() -> None:
-    reports = _reports(4)
+    reports = reports_of(4)
     _trouble(reports, "ab db cb", "bandwidth", turn=1)
     _trouble(reports, "ca dc", "bandwidth", turn=2)
     blame_pairs(reports, "bandwidth")
@@ -136,7 +127,7 @@ def test_the_first_exchange_that_broke_explains_the_later_ones() -> None:
 
 
 def test_a_group_that_broke_is_explained_by_pairs_or_is_no_nodes_fault() -> None:
-    reports = _reports()
+    reports = reports_of()
     for report in reports.values():
         report.values["exchange_error"] = "Connection reset"
     _trouble(reports, "ab cb", "bandwidth", turn=1)
@@ -161,7 +152,7 @@ def test_a_group_that_broke_is_explained_by_pairs_or_is_no_nodes_fault() -> None
     ],
 )
 def test_a_slow_node_is_blamed(speeds: dict[str, float], slow: str) -> None:
-    reports = _reports(3, **speeds)
+    reports = reports_of(3, **speeds)
     reports["d"] = NodeReport()  # without an answer
     blame_slow(reports)
     assert set(_faults(reports)) == set(slow)
@@ -176,7 +167,7 @@ def test_a_slow_node_is_blamed(speeds: dict[str, float], slow: str) -> None:
 def test_five_times_slower_is_slow_unless_processors_are_busy(
     speed: float, load: float, slow: str
 ) -> None:
-    reports = _reports(3, b=speed)
+    reports = reports_of(3, b=speed)
     reports["a"].values["load"] = load
     blame_slow(reports)
     assert set(_faults(reports)) == set(slow)
@@ -189,7 +180,7 @@ def test_no_speeds_are_no_fault() -> None:
 
 
 def test_another_torch_and_no_gpu_are_faults() -> None:
-    reports = _reports()
+    reports = reports_of()
     for report, version in zip(reports.values(), ("2.5", "2.6", "2.6"), strict=True):
         report.values |= {"torch": version, "devices": 0}
     reports["c"].values["gpus_there"] = 4
@@ -214,7 +205,7 @@ def test_a_node_without_the_interconnect_of_the_others_is_unfit() -> None:
 
 
 def test_a_fault_of_all_nodes_is_no_nodes_fault() -> None:
-    reports = _reports()
+    reports = reports_of()
     for report in reports.values():
         report.faults.append(("torch", "No module named 'torch'"))
     fields = outcome(reports)
@@ -225,7 +216,7 @@ def test_a_fault_of_all_nodes_is_no_nodes_fault() -> None:
     reports["c"].faults.clear()
     fields = outcome(reports)
     assert (fields["bad_nodes"], fields["hopeless"]) == (["a", "b"], False)
-    silent = _reports()
+    silent = reports_of()
     for report in silent.values():
         report.faults.append(("silent", "no word"))  # because of Slurm's controller, perhaps
     fields = outcome(silent)
@@ -233,7 +224,7 @@ def test_a_fault_of_all_nodes_is_no_nodes_fault() -> None:
 
 
 def test_one_bad_node_and_a_silent_one_have_nothing_in_common() -> None:
-    reports = _reports(2)
+    reports = reports_of(2)
     reports["a"].faults.append(("gpus", "nvidia-smi: broken"))
     reports["b"].faults.append(("silent", "no word"))
     fields = outcome(reports)
@@ -242,7 +233,7 @@ def test_one_bad_node_and_a_silent_one_have_nothing_in_common() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_step_that_does_not_start_is_no_nodes_fault(count: int) -> None:
-    reports = _reports(count)
+    reports = reports_of(count)
     for report in reports.values():
         report.faults.append(("step", "srun has ended without it: Socket timed out"))
     fields = outcome(reports)
@@ -250,13 +241,13 @@ def test_a_step_that_does_not_start_is_no_nodes_fault(count: int) -> None:
 
 
 def test_one_node_alone_is_bad_where_another_may_be_better() -> None:
-    reports = _reports(1)
+    reports = reports_of(1)
     reports["a"].faults.append(("tmpdir", "full"))
     assert outcome(reports)["bad_nodes"] == ["a"]
     reports["a"].faults[:] = [("torch", "No module named 'torch'")]
     fields = outcome(reports)
     assert (fields["hopeless"], fields["why"]) == (True, "No module named 'torch'")
-    two = _reports(2)
+    two = reports_of(2)
     for report in two.values():
         report.faults.append(("link", "no connection"))
     assert outcome(two)["bad_nodes"] == ["a", "b"]
@@ -269,12 +260,3 @@ def test_the_outcome_names_few_of_many() -> None:
     assert event["why"] == "n0: why 0; n1: why 1; n2: why 2; and 2 more"
     assert event["report"]["n9"] == {"a": 1, "bad": [], "notes": ["odd"]}
     assert event["report"]["n0"]["bad"] == [{"check": "gpus", "why": "why 0"}]
-
-
-def test_the_table() -> None:
-    reports = _reports(2)
-    reports["a"].values |= {"interface": "eth0", "address": "10.0.0.1", "all_reduce_mb_s": 85.0}
-    reports["b"].faults.append(("tmpdir", "full"))
-    lines = preflight_table(PreflightEnded(**outcome(reports), seconds=1.0)).splitlines()
-    assert " ".join(lines[1].split()) == "a eth0 10.0.0.1 - - - - 1.0 GB/s 85 MB/s good"
-    assert lines[2].endswith("tmpdir")

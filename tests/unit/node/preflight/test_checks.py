@@ -1,4 +1,4 @@
-"""What one node finds out about itself, and the order in which it answers."""
+"""A node checks itself, and answers the driver's questions in order."""
 
 from __future__ import annotations
 
@@ -15,44 +15,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hpc_ddp.core.accelerators import device_files
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net import fabric, network
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import bandwidth, checks
 from hpc_ddp.node.preflight.checks import UnfitError
-from hpc_ddp.node.preflight.messages import MARK, report
+from hpc_ddp.node.preflight.messages import report
 from hpc_ddp.node.supervisor import NOTICE_SIGNALS
+from unit.node.preflight.fakes import Lines
 
 
 def _place(*nodes: str, index: int = 0) -> Place:
     run = RunFolder(Path("/r/name/run"))
     return Place(run, run.attempt(0), nodes or ("n1", "n2"), index, "", None, 0.0, None)
-
-
-Lines = Callable[[], list[dict[str, Any]]]
-
-
-@pytest.fixture
-def lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Lines:
-    """Return the messages since the last call, without the node's name."""
-    monkeypatch.setenv("HPC_DDP_NODE", "n1")
-
-    def read() -> list[dict[str, Any]]:
-        texts = [line.removeprefix(MARK) for line in capfd.readouterr().out.splitlines()]
-        return [{k: v for k, v in json.loads(text).items() if k != "node"} for text in texts]
-
-    return read
-
-
-def test_messages_are_short_and_whole(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HPC_DDP_NODE", "n1")
-    report(fault="x", why="é" * 5000)
-    line = capfd.readouterr().out
-    assert line.startswith(MARK)
-    assert len(line.encode()) < 1024
 
 
 # --- the node itself -----------------------------------------------------------------------
@@ -109,7 +84,7 @@ def test_an_address_of_ipv6_counts_beyond_the_link(
         assert checks._has_ipv6("ib0") is False
 
 
-def test_the_interconnect_of_a_node_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interconnect_is_checked_on_several_nodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     result = [fabric.Found("infiniband", ("a", "b"))]
     monkeypatch.setattr(fabric, "look", lambda: result[0])
     assert checks.interconnect(_place()) == {"fabric": "infiniband", "cards": 2}
@@ -127,7 +102,7 @@ FOUR = {"gpus": 4, "gpus_there": 4}
 
 
 @pytest.mark.parametrize(
-    ("asked", "environ", "listed", "files", "expected"),
+    ("count", "environ", "listed", "files", "expected"),
     [
         (2, {CUDA: "0,1"}, None, {}, {"gpus": 2, "note": "GPUs are counted by CUDA"}),
         (0, {CUDA: "0,1"}, None, {}, {"gpus": 2}),
@@ -155,8 +130,8 @@ FOUR = {"gpus": 4, "gpus_there": 4}
         (8, {}, None, {"AMD": 1}, {"gpus": 8, "gpus_there": 1}),  # one in partitions
     ],
 )
-def test_gpus_by_what_tells_of_them(
-    asked: int,
+def test_gpus_are_counted_by_variables_slurm_or_files(
+    count: int,
     environ: dict[str, str],
     listed: int | None,
     files: dict[str, int],
@@ -164,9 +139,9 @@ def test_gpus_by_what_tells_of_them(
 ) -> None:
     if isinstance(expected, str):
         with pytest.raises(UnfitError, match=expected):
-            checks.gpus(asked, environ, listed, files)
+            checks.gpus(count, environ, listed, files)
         return
-    result = checks.gpus(asked, environ, listed, files)
+    result = checks.gpus(count, environ, listed, files)
     note = result.pop("note", "")
     assert bool(note) is ("note" in expected)
     assert note.startswith(expected.get("note", ""))
@@ -199,13 +174,13 @@ def test_nvidia_smi_counts(
         assert checks._nvidia_smi() == result
 
 
-def test_gpus_are_looked_for_where_some_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_if_the_job_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int | None]] = []
     files: dict[str, int] = {}
     monkeypatch.setattr(checks, "_nvidia_smi", lambda: 4)
     monkeypatch.setattr(checks, "device_files", lambda: files)
     monkeypatch.setattr(
-        checks, "gpus", lambda asked, env, listed, files: calls.append((asked, listed))
+        checks, "gpus", lambda count, env, listed, files: calls.append((count, listed))
     )
     checks.count_gpus(_place(), 4)
     checks.count_gpus(_place(), 0)
@@ -213,21 +188,6 @@ def test_gpus_are_looked_for_where_some_are_asked_for(monkeypatch: pytest.Monkey
     files["AMD"] = 4
     checks.count_gpus(_place(), 4)  # an nvidia-smi of an image for all nodes fails there
     assert calls == [(4, 4), (0, None), (4, None)]
-
-
-def test_device_files_belong_to_the_vendor_of_the_device(tmp_path: Path) -> None:
-    vendors = {"renderD128": "0x1002", "renderD129": "0x1002", "renderD130": "0x8086"}
-    names = ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "davinci3", "davinci_manager")
-    for name in (*names, *(f"dri/{name}" for name in (*vendors, "renderD131"))):
-        (tmp_path / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "dev" / name).touch()
-    assert device_files(tmp_path) == {"NVIDIA": 3, "Ascend": 1}
-    for name, number in vendors.items():
-        folder = tmp_path / "sys/class/drm" / name / "device"
-        folder.mkdir(parents=True)
-        (folder / "vendor").write_text(f"{number}\n")
-    assert device_files(tmp_path) == {"NVIDIA": 3, "AMD": 2, "Intel": 1, "Ascend": 1}
-    assert device_files(tmp_path / "none") == {}
 
 
 class Usage(NamedTuple):
@@ -249,14 +209,14 @@ def test_space_in_tmpdir_and_the_run_folder(
         checks.tmpdir(tmp_path)
 
 
-def test_folders_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_folders_are_faults(tmp_path: Path) -> None:
     with pytest.raises(UnfitError, match="can't be written: No such file"):
         checks.tmpdir(tmp_path / "gone")
     with pytest.raises(UnfitError, match="can't write in the run folder /r/name/run: No such file"):
         checks.run_folder(_place(), tmp_path / "gone", "secret", 1)
 
 
-def test_a_tmpdir_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_tmpdir_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk tells only when the bytes go there."""
 
     class Full(io.BytesIO):
@@ -352,7 +312,7 @@ def answer(
     monkeypatch.setattr(fabric, "look", lambda: fabric.Found("efa", ("a",)))
 
     def call(*questions: Any) -> list[dict[str, Any]]:
-        RunFolder(tmp_path).claim_attempt({"nodes": ["n1", "n2"]}, lambda info: False)
+        RunFolder(tmp_path).claim_attempt({"nodes": ["n1", "n2"]}, lambda identity: False)
         environ = {"RUN": tmp_path, "ATTEMPT": 0, "NODE_INDEX": 0}
         for name, value in environ.items():
             monkeypatch.setenv(f"HPC_DDP_{name}", str(value))
@@ -380,13 +340,13 @@ def test_a_node_answers_each_question(
         monkeypatch.setenv(name, "")  # so that it is as before after the test
         monkeypatch.delenv(name)
     monkeypatch.setenv("HPC_DDP_FABRIC", "auto")
-    node, local, partners, *rest = answer(ORDER, {"ports": {"n1": 4, "n2": 5}}, {}, GO)
+    node, local, partners, *messages = answer(ORDER, {"ports": {"n1": 4, "n2": 5}}, {}, GO)
     assert (node, local["stage"]) == ({"note": "node"}, "local")
     contact = local["contact"]
     assert contact["host"] == "n1"
     assert contact["store_port"] != contact["port"]
     assert partners == {"note": "partners {'n1': 4, 'n2': 5} shared secret"}
-    assert rest == [
+    assert messages == [
         {"stage": "partners"},
         {"stage": "torch", "values": {"GLOO_SOCKET_IFNAME": "eth0", "MARKED": "1"}},
         {"stage": "exchange", "values": GO},

@@ -1,4 +1,4 @@
-"""How the dialogue with the nodes begins, goes on and ends."""
+"""The dialogue with the nodes begins, continues and ends."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Clock
 
 from hpc_ddp.node.preflight import dialogue as dialogue_module
 from hpc_ddp.node.preflight.blame import NodeReport
-from hpc_ddp.node.preflight.dialogue import (
-    STAGES,
-    Command,
-    Dialogue,
-    LaunchError,
-    NoticeError,
-)
+from hpc_ddp.node.preflight.dialogue import STAGES, Command, Dialogue, LaunchError, NoticeError
 from hpc_ddp.node.preflight.messages import MARK
+from unit.fakes import Clock
 
 
 def _line(node: str, **fields: Any) -> str:
@@ -61,7 +55,7 @@ ALL, ONE = None, "n2"  # the node of a process: None for srun
         (ALL, None, "n1", "", False),
     ],
 )
-def test_each_line_is_somebodys(
+def test_lines_are_assigned_to_their_nodes(
     dialogue: Dialogue,
     tmp_path: Path,
     node_of_process: str | None,
@@ -89,7 +83,7 @@ def test_the_first_reason_of_an_end_stays(dialogue: Dialogue) -> None:
     assert not dialogue.reports["n1"].has_ended
 
 
-def test_what_is_meant_for_us_is_heard(dialogue: Dialogue, tmp_path: Path) -> None:
+def test_messages_of_nodes_are_read(dialogue: Dialogue, tmp_path: Path) -> None:
     dialogue._take(ALL, "1: " + _line("n2", values={"a": 1}))
     dialogue._take(ONE, _line("n2", stage="partners"))
     for torn in (MARK, MARK + '{"node": ', _line("n9", note="x"), MARK + '{"fault": "x"}'):
@@ -114,7 +108,7 @@ def test_a_task_that_slurm_can_not_start_ends_all(dialogue: Dialogue) -> None:
     assert dialogue.reports["n1"].faults == []
 
 
-def test_numbers_of_a_list() -> None:
+def test_task_numbers_are_expanded() -> None:
     assert dialogue_module._numbers("1-3,5", 6) == [1, 2, 3, 5]
     assert dialogue_module._numbers("0-3,5", 2) == [0, 1]
 
@@ -181,7 +175,7 @@ def test_a_node_that_says_nothing_is_waited_for(
 def test_nodes_that_come_one_after_the_other_are_waited_for(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 32 busy nodes, healthy ones came after the time that one alone would have had."""
+    """Healthy nodes among 32 busy ones came later than one alone would have."""
     clock = Clock()
     monkeypatch.setattr(dialogue_module, "time", clock)
     dialogue = start(*["read -r question"] * 4)
@@ -219,7 +213,7 @@ def test_a_notice_ends_the_dialogue(start: Start) -> None:
         dialogue.wait("local", ["n1"])
 
 
-def test_what_does_not_end_is_ended(start: Start) -> None:
+def test_a_process_that_does_not_end_is_killed(start: Start) -> None:
     polite = start("read -r question; exit 5")
     polite.close(60.0)
     deaf = start("trap '' TERM; echo up >&2; while :; do read -t 60 -u 2; done; exit 1")

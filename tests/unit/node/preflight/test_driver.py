@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Clock, Slurm
 
 from hpc_ddp.core.checkpoints import manifest_crc
 from hpc_ddp.core.job.spec import JobSpec
@@ -20,13 +19,14 @@ from hpc_ddp.node.preflight.blame import NodeReport, outcome
 from hpc_ddp.node.preflight.dialogue import Command, Dialogue, LaunchError, NoticeError
 from hpc_ddp.node.preflight.driver import conclude, examine
 from tests.raw_events import raw_events
+from unit.fakes import Clock, Slurm
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     run = RunFolder(tmp_path / "name" / "run").make()
     run.job_json.write_text(JobSpec("train.py").to_json())
-    run.claim_attempt({"nodes": ["n3"]}, lambda info: False)
+    run.claim_attempt({"nodes": ["n3"]}, lambda identity: False)
     return run
 
 
@@ -190,22 +190,22 @@ def test_room_is_needed_for_two_checkpoints(run: RunFolder, size: int | None) ->
         folder = run.checkpoints / f"step-{step}"
         folder.mkdir()
         if size is not None:
-            value: dict[str, Any] = {"files": {"a": {"size": size if step == 2 else 1 << 40}}}
-            value["files"]["b"] = {"size": 0}
-            value["crc32"] = manifest_crc(value)
-            (folder / "manifest.json").write_text(json.dumps(value))
+            manifest: dict[str, Any] = {"files": {"a": {"size": size if step == 2 else 1 << 40}}}
+            manifest["files"]["b"] = {"size": 0}
+            manifest["crc32"] = manifest_crc(manifest)
+            (folder / "manifest.json").write_text(json.dumps(manifest))
     assert driver._needed(run) == max(driver.NEEDED_BYTES, 2 * (size or 0))
 
 
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said to the user."""
+    """The messages to the user."""
     words: list[str] = []
     monkeypatch.setattr(driver, "say", words.append)
     return words
 
 
-def test_the_outcome_is_journalled_and_said(run: RunFolder, printed: list[str]) -> None:
+def test_the_outcome_is_journalled_and_printed(run: RunFolder, printed: list[str]) -> None:
     report = {"n1": NodeReport(notes=["odd", "all"]), "n2": NodeReport(notes=["all"])}
     assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is True
     assert printed == [
@@ -296,10 +296,10 @@ def main(
         signal.signal(number, handler)
 
 
-def test_it_is_called_with_the_attempts_nodes(
+def test_a_preflight_examines_the_attempts_nodes(
     run: RunFolder, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, slurm_commands: Slurm
 ) -> None:
-    seen: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
     def look(
         run: RunFolder, nodes: Sequence[str], commands: Sequence[Command], notice: Callable[[], str]
@@ -312,7 +312,7 @@ def test_it_is_called_with_the_attempts_nodes(
             os.kill(os.getpid(), number)
         words.append(notice())
         run.attempt(0).notice.write_text("")
-        seen.append((nodes, commands[0].argv, env["HPC_DDP_FABRIC"], words))
+        calls.append((nodes, commands[0].argv, env["HPC_DDP_FABRIC"], words))
         return {**outcome({node: NodeReport() for node in nodes}), "seconds": 1.0}
 
     monkeypatch.setattr(driver, "examine", look)
@@ -320,7 +320,7 @@ def test_it_is_called_with_the_attempts_nodes(
     words = ["", "warning signal", "SIGHUP"]
     assert main(SLURM_JOB_NODELIST="n[1-2]") == 0
     assert main(HPC_DDP_FABRIC="efa", HPC_DDP_ATTEMPT="0") == 0
-    assert seen == [(("n1", "n2"), ["srun"], "auto", words), (("n3",), ["srun"], "efa", words)]
+    assert calls == [(("n1", "n2"), ["srun"], "auto", words), (("n3",), ["srun"], "efa", words)]
     assert [attempt.number for attempt in run.attempts()] == [0, 1]  # one by hand
     assert len(slurm_commands.calls("scontrol")) == 1
 

@@ -1,4 +1,4 @@
-"""Which partners a node has, and how it finds that they are there."""
+"""A node has partners, and connects to each of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import stop_clock
-from node_fakes import place_of
 
 from hpc_ddp.core.run_folder import AttemptFolder
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import links
 from hpc_ddp.node.preflight.links import Listener, partners
 from hpc_ddp.node.preflight.messages import MARK
+from unit.fakes import stop_clock
+from unit.node.fakes import place_of
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 9, 10, 100, 1024])
@@ -35,7 +35,7 @@ def test_each_node_is_checked_as_often_as_it_checks(count: int) -> None:
 # --- links ---------------------------------------------------------------------------------
 
 
-def test_a_link_to_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_is_checked_by_name_and_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = Listener("b", "secret")
     links.reach("b", "127.0.0.1", listener.port, "secret")
     with pytest.raises(OSError, match="b answers there"):
@@ -98,7 +98,7 @@ def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["fe80::1%eth0"], False),
     ],
 )
-def test_loopback_addresses(addresses: list[str], loopback: bool) -> None:
+def test_loopback_addresses_are_recognised(addresses: list[str], loopback: bool) -> None:
     assert links.is_loopback(addresses) is loopback
 
 
@@ -121,7 +121,7 @@ def place(attempt: AttemptFolder) -> Place:
         (UnicodeError("label"), "the name n2 does not resolve here: label"),
     ],
 )
-def test_a_name_and_a_link(
+def test_name_and_link_faults_are_told_apart(
     place: Place, monkeypatch: pytest.MonkeyPatch, addresses: list[str] | Exception, why: str
 ) -> None:
     def resolve(host: str) -> list[str]:

@@ -1,29 +1,25 @@
-"""The status of a run, from its journal and Slurm's queue."""
+"""The status of a run follows its journal and Slurm's queue."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fakes import Slurm
-from written_runs import RUNNING_JOB, make_run, write_event
 
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.core.journal.events import MetricsLine
-from hpc_ddp.core.journal.goodput import account
-from hpc_ddp.core.journal.journal import last_event, read_briefly
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status import run_table as overview
 from hpc_ddp.report.status.run_status import cancel, status_of
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
+from unit.fakes import Slurm
+from unit.report.written_runs import RUNNING_JOB, make_run, write_event, write_step_times
 
 
-def test_a_run_that_runs(tmp_path: Path) -> None:
+def test_a_running_runs_status(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     status = status_of(run, {"7": RUNNING_JOB})
     assert (status.state, status.why, status.nodes) == ("running", "n[1-2]", 2)
@@ -46,28 +42,12 @@ def test_why_a_run_waits_is_told_in_words(tmp_path: Path) -> None:
     assert (status.time_left_s, status.eta_s, status.slow) == (None, None, "")
 
 
-def test_brief_reading_tells_the_same(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ended=True)
-    with open(run.journal_folder / "rank-0.jsonl", "ab") as file:
-        file.write(b'{"time": 1.0, "event": "metrics", "attempt": 0, "step": 9, "lo')  # torn
-    events, brief = run.events(), read_briefly(run.journal_folder)
-    assert [e.event for e in events] == [e.event for e in brief]
-    assert account(events) == account(brief)
-    assert last_event(events, MetricsLine) == last_event(brief, MetricsLine)
-
-
-def _ranks(run: RunFolder, busy: list[float], data: list[float], **more: Any) -> None:
-    slowest = busy.index(max(busy))
-    fields = {"step": 9, "steps": 9, "step_s": 0.3, "slowest": slowest, "node": f"n{slowest}"}
-    write_event(run, "rank-0", "ranks", 1, busy_s=busy, data_s=data, **{**fields, **more})
-
-
 def test_a_slow_rank_is_named_only_when_it_is_slow_for_long(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for _ in range(2):
-        _ranks(run, [0.1, 0.11, 0.3, 0.1], [0.0] * 4)
+        write_step_times(run, [0.1, 0.11, 0.3, 0.1], [0.0] * 4)
     assert slow_rank(run.events()) is None
-    _ranks(run, [0.1, 0.3, 0.28, 0.1], [0.0] * 4)  # another one once
+    write_step_times(run, [0.1, 0.3, 0.28, 0.1], [0.0] * 4)  # another one once
     assert str(slow_rank(run.events())).startswith("rank 2 on n2 is slow: 0.3 s a step of its own")
     status = status_of(run, {"7": RUNNING_JOB})
     assert status.slow == "rank 2 on n2 is slow: 0.3 s a step of its own, others 0.1 s"
@@ -75,34 +55,6 @@ def test_a_slow_rank_is_named_only_when_it_is_slow_for_long(tmp_path: Path) -> N
     write_event(
         run, "rank-0", "worker", 0, began=time.time(), called=time.time()
     )  # they were started again
-    assert slow_rank(run.events()) is None
-
-
-def test_what_is_slow(tmp_path: Path) -> None:
-    for busy, data, found in (
-        ([0.1, 0.3], [0.0, 0.21], "waits for data"),
-        ([0.1, 0.3], [0.0, 0.05], "is slow"),
-        ([0.1, 0.12], [0.0, 0.0], ""),  # a little
-        ([0.001, 0.002], [0.0, 0.0], ""),  # of steps of 300 ms that is nothing
-        ([0.1, 0.1], [0.0, 0.0], ""),
-    ):
-        run = make_run(tmp_path / str(busy) / str(data))
-        for _ in range(3):
-            _ranks(run, busy, data)
-        assert found in str(slow_rank(run.events()) or ""), busy
-        assert bool(found) == (slow_rank(run.events()) is not None)
-
-
-def test_damaged_ranks_name_nobody(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    damages: list[dict[str, Any]] = [
-        {"busy_s": ["x"], "data_s": 3},
-        {"step_s": None},
-        {"busy_s": []},
-    ]
-    for damage in damages:
-        fields = {"busy_s": [0.1, 0.3], "data_s": [0.0], "slowest": 1, "node": 7, "step_s": 0.3}
-        write_event(run, "rank-0", "ranks", 0, **{**fields, **damage})
     assert slow_rank(run.events()) is None
 
 

@@ -1,4 +1,4 @@
-"""Templates of users: what is right about them, and where they are wrong, with file and line."""
+"""Templates of users are checked, and their mistakes named with file and line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DOCS = Path(__file__).parents[4] / "docs"
 EXTENDS = "{% extends 'job.sbatch.j2' %}\n"
 
 
-def _rendering(own: Path) -> Rendering:
-    spec = JobSpec(script="/home/me/train.py", template=str(own), setup=("module load x",))
+def _rendering(path: Path) -> Rendering:
+    spec = JobSpec(script="/home/me/train.py", template=str(path), setup=("module load x",))
     return Rendering(spec, RunFolder(Path("/runs/a/b")), Path("/code"), Path(spec.script))
 
 
@@ -59,11 +59,11 @@ def _rendering(own: Path) -> Rendering:
 def test_a_mistake_is_named_with_file_and_line(
     text: str, line: int, message: str, part: str, tmp_path: Path
 ) -> None:
-    own = tmp_path / "own.j2"
-    own.write_text(EXTENDS + text)
+    path = tmp_path / "own.j2"
+    path.write_text(EXTENDS + text)
     with pytest.raises(UsageError) as caught:
-        getattr(_rendering(own), part)(*(["setup"] if part == "block" else []))
-    where = f"{own}, line {line}: " if line else "job.sbatch.j2, line "
+        getattr(_rendering(path), part)(*(["setup"] if part == "block" else []))
+    where = f"{path}, line {line}: " if line else "job.sbatch.j2, line "
     assert where in caught.value.message
     assert message in caught.value.message
     assert caught.value.hint
@@ -78,27 +78,29 @@ def test_a_mistake_is_named_with_file_and_line(
         ("own.j2", b"\xff", "own.j2: UnicodeDecodeError"),
     ],
 )
-def test_a_wrong_parent(name: str, text: str | bytes, message: str, tmp_path: Path) -> None:
-    own = tmp_path / name
-    own.write_bytes(text if isinstance(text, bytes) else text.encode())
+def test_a_wrong_parent_is_named(
+    name: str, text: str | bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     (tmp_path / "two.j2").write_text(EXTENDS + "{% block one %}{% endblock %}")
     with pytest.raises(UsageError) as caught:
-        _rendering(own).whole()
+        _rendering(path).whole()
     assert message in caught.value.message
 
 
-def test_blocks_of_a_chain_of_templates(tmp_path: Path) -> None:
+def test_blocks_of_a_chain_of_templates_are_merged(tmp_path: Path) -> None:
     """A group's template has a block of its own, in ours, which a member's overrides."""
     (tmp_path / "group.j2").write_text(
         EXTENDS + "{% block setup %}{{ super() }}{% block data %}a{% endblock %}{% endblock %}"
     )
-    own = tmp_path / "job.sbatch.j2"  # may be called as ours is
-    own.write_text(
+    path = tmp_path / "job.sbatch.j2"  # may be called as ours is
+    path.write_text(
         "{% extends 'group.j2' %}{% set who = 'me' %}{% block data %}{{ who }}"
         "{% include 'more.sh' %}{% endblock %}"
     )
     (tmp_path / "more.sh").write_text("; more\n")
-    rendering = _rendering(own)
+    rendering = _rendering(path)
     assert (
         "trap - ERR\nset +eu  # a set-up line may have said otherwise\nme; more\n"
         in rendering.whole()
@@ -108,27 +110,27 @@ def test_blocks_of_a_chain_of_templates(tmp_path: Path) -> None:
     assert template.missing(rendering.whole()) == []
 
 
-def test_what_a_script_leaves_out_is_told(tmp_path: Path) -> None:
-    own = tmp_path / "own.j2"
-    own.write_text("#!/bin/bash\n# batch verdict\nsrun {{ python | q }} {{ script | q }}\n")
-    left_out = template.missing(_rendering(own).whole())
+def test_missing_parts_of_a_script_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "own.j2"
+    path.write_text("#!/bin/bash\n# batch verdict\nsrun {{ python | q }} {{ script | q }}\n")
+    left_out = template.missing(_rendering(path).whole())
     assert [text.split("'")[1] for text in left_out] == [
         *("HPC_DDP_RUN", "batch begin", "supervisor", "batch verdict")
     ]
     with pytest.raises(UsageError, match=r"own.j2: it has no block 'setup', and does not extend"):
-        _rendering(own).block("setup")
+        _rendering(path).block("setup")
 
 
 def test_blocks_that_submitit_does_not_use_are_refused(tmp_path: Path) -> None:
-    own = tmp_path / "own.j2"
-    own.write_text(EXTENDS + "{% block setup %}{% endblock %}\n{% block step %}{% endblock %}")
-    template.check_used(str(own), ("setup", "step"))
+    path = tmp_path / "own.j2"
+    path.write_text(EXTENDS + "{% block setup %}{% endblock %}\n{% block step %}{% endblock %}")
+    template.check_used(str(path), ("setup", "step"))
     with pytest.raises(UsageError, match=r"own.j2, line 3: .*'step'; accepted: setup"):
-        template.check_used(str(own), ("setup",))
+        template.check_used(str(path), ("setup",))
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("templates/*.j2")), ids=lambda path: path.name)
-def test_the_documented_templates_are_right(path: Path) -> None:
+def test_the_documented_templates_render(path: Path) -> None:
     text = _rendering(path).whole()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert template.missing(text) == []

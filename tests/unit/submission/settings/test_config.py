@@ -1,4 +1,4 @@
-"""From layers of settings to a job: where runs are, how a container is entered."""
+"""Tables of a project or site file count for one partition or QOS."""
 
 from __future__ import annotations
 
@@ -8,98 +8,77 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.slurm_values import parse_signal
-from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.submission.script import container
-from hpc_ddp.submission.script.directives import directives
-from hpc_ddp.submission.settings.config import Settings
-from hpc_ddp.submission.settings.runs_dir import runs_root
+from hpc_ddp.submission.settings.config import load
+
+SITE = """\
+partition = "low"
+time = "1:00:00"
+[env]
+A = "site"
+[when.partition.low]
+continue-by = "resubmit"
+[when.partition."a.b"]
+time = "2:00:00"
+gpus-per-node = 4
+[when.partition."a.b".env]
+A = "table"
+B = "table"
+[when.qos.long]
+time = "9:00:00"
+"""
 
 
-@pytest.mark.parametrize(
-    ("settings", "environ", "expected"),
-    [
-        ({"runs-dir": "/a"}, {"HPC_DDP_RUNS": "/b", "SCRATCH": "/c"}, "/a"),
-        ({"scratch": "/d"}, {"HPC_DDP_RUNS": "/b", "SCRATCH": "/c"}, "/b"),
-        ({"scratch": "/d/{account}/$USER", "account": "p1"}, {"USER": "me"}, "/d/p1/me/hpc-ddp"),
-        ({}, {"SCRATCH": "/c"}, "/c/hpc-ddp"),
-        ({"runs-dir": "~/runs"}, {}, str(Path.home() / "runs")),
-        ({"runs-dir": "/a$"}, {}, "/a$"),
-        ({}, {}, str(Path("runs").absolute())),
-    ],
-)
-def test_where_runs_are(settings: dict[str, Any], environ: dict[str, str], expected: str) -> None:
-    assert runs_root(Settings(settings), environ) == Path(expected)
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / ".config" / "hpc-ddp"
+    folder.mkdir(parents=True)
+    (folder / "site.toml").write_text(SITE)
+    return tmp_path
+
+
+def _values(home: Path, **options: Any) -> dict[str, Any]:
+    keys = {name.replace("_", "-"): value for name, value in options.items()}
+    return dict(load(keys, home, home).values)
+
+
+def test_a_table_counts_for_its_partition_alone(home: Path) -> None:
+    low = _values(home)
+    assert (low["partition"], low["continue-by"], low["time"]) == ("low", "resubmit", "1:00:00")
+    assert "when" not in low
+    settings = _values(home, partition="a.b")
+    assert "continue-by" not in settings
+    assert (settings["time"], settings["gpus-per-node"]) == ("2:00:00", "4")
+    assert settings["env"] == {"A": "table", "B": "table"}
+    assert _values(home, partition="x,a.b")["time"] == "2:00:00"
+    assert _values(home, partition="x")["time"] == "1:00:00"
+    assert _values(home, partition="x", qos="long")["time"] == "9:00:00"
+
+
+def test_settings_of_the_job_override_a_sites_table(home: Path) -> None:
+    assert _values(home, continue_by="requeue")["continue-by"] == "requeue"
+    (home / "hpc-ddp.toml").write_text('partition = "a.b"\n[when.partition."a.b"]\ntime = "3"\n')
+    assert _values(home)["time"] == "3"
+    assert _values(home, time="4")["time"] == "4"
+    assert _values(home)["gpus-per-node"] == "4"
+
+
+def test_an_array_is_no_chain_by_a_table(home: Path) -> None:
+    assert "continue-by" not in _values(home, array="0-3")
+    assert _values(home, array="0-3", continue_by="resubmit")["continue-by"] == "resubmit"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("/d/{account}", "no account is named"), ("$NOWHERE/x", "NOWHERE is not set here")],
+    [
+        ("when = 1", "no table"),
+        ("[when.account.x]", r"no table \[when.account"),
+        ("[when.partition]\nx = 1", "must be a table"),
+        ("[when.partition.x]\nnodse = 1", "unknown key 'nodse', did you mean 'nodes'"),
+        ('[when.partition.x]\npartition = "y"', "unknown key 'partition'"),
+        ('[when.partition.x]\nnodes = ["y"]', "nodes is"),
+    ],
 )
-def test_what_is_missing_is_said(text: str, message: str) -> None:
+def test_malformed_tables_are_refused(home: Path, text: str, message: str) -> None:
+    (home / "hpc-ddp.toml").write_text(text + "\n")
     with pytest.raises(UsageError, match=message):
-        runs_root(Settings({"scratch": text}), {})
-
-
-def _entry(**values: Any) -> container.Entry:
-    spec = JobSpec(script="/home/me/train.py", chdir="/home/me", image="a.sif", **values)
-    return container.entry(spec, Path("/scratch/r"), Path("/scratch/r/code/0"))
-
-
-def test_containers() -> None:
-    bind = ("--bind", "/scratch/r,/home/me", "a.sif")
-    assert _entry().command == ("apptainer", "exec", *bind)
-    assert _entry(gpus_per_node="4").command == ("apptainer", "exec", "--nv", *bind)
-    rocm = _entry(gpus_per_node="4", container_tool="singularity", container_options=["--rocm"])
-    assert rocm.command == ("singularity", "exec", "--rocm", *bind)
-    more = _entry(gpus_per_node="4", container_options=["--bind", "/data"])
-    assert more.command == ("apptainer", "exec", "--nv", "--bind", "/data", *bind)
-    shifter = _entry(container_tool="shifter", container_options=["--module=gpu"])
-    assert (shifter.sbatch, shifter.command) == (("--image=a.sif",), ("shifter", "--module=gpu"))
-    pyxis = _entry(container_tool="pyxis")
-    assert pyxis.command == ()
-    assert pyxis.srun[1] == "--container-mounts=/scratch/r:/scratch/r,/home/me:/home/me"
-    podman = _entry(container_tool="podman-hpc").command
-    assert podman[-7:] == (
-        *("--volume", "/scratch/r:/scratch/r", "--volume", "/home/me:/home/me"),
-        *("--workdir", "/home/me", "a.sif"),
-    )
-
-
-def test_containers_that_can_not_be() -> None:
-    with pytest.raises(UsageError, match="accepted: apptainer, podman-hpc, pyxis"):
-        _entry(container_tool="docker")
-    spec = JobSpec(script="/s.py", chdir="/a,b", image="a.sif")
-    with pytest.raises(UsageError, match="comma or a colon"):
-        container.entry(spec, Path("/r"), Path("/r/code/0"))
-
-
-@pytest.mark.parametrize(
-    ("request_", "more", "expected"),
-    [
-        ("gpus-per-node", {}, [("gpus-per-node", "a100:4")]),
-        ("gres", {}, [("gres", "gpu:a100:4")]),
-        ("gpus-per-task", {}, [("gpus-per-task", "a100:4")]),
-        ("gpus-per-task", {"launcher": "srun"}, [("gpus-per-task", "a100:1")]),
-        ("none", {}, []),
-    ],
-)
-def test_how_gpus_are_asked_for(
-    request_: str, more: dict[str, Any], expected: list[tuple[str, str]]
-) -> None:
-    spec = JobSpec(script="/s.py", gpus_per_node="a100:4", gpu_request=request_, **more)
-    assert [pair for pair in directives(spec) if "g" in pair[0]] == expected
-    assert spec.workers_per_node == 4
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("USR1@90", ("USR1", 90)),
-        ("B:SIGUSR2@600", ("USR2", 600)),
-        ("10@30", ("USR1", 30)),
-        ("sigterm", ("TERM", 60)),
-    ],
-)
-def test_signals_in_all_of_sbatchs_forms(text: str, expected: tuple[str, int]) -> None:
-    assert parse_signal(text) == expected
+        _values(home)

@@ -1,4 +1,4 @@
-"""What the operators of a cluster have from hpc-ddp: a mark on its jobs, a site file, limits."""
+"""Operators of a cluster have a mark on its jobs, a site file and limits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ import pytest
 from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submission import plan
 from hpc_ddp.submission.plan import Plan
 from hpc_ddp.submission.restart import plan_continuation
-from hpc_ddp.submission.settings import config, operators, origin, sites
+from hpc_ddp.submission.settings import operators, sites
 from hpc_ddp.submission.settings.config import Settings
 from hpc_ddp.submission.settings.operators import comment_pairs
-from hpc_ddp.submission.settings.runs_dir import run_of, runs_folder
 from tests.skips import skip_or_fail
 
 LIMITS = """
@@ -32,39 +30,11 @@ budget-gpu-hours = 1000
 """
 
 
-def test_jobs_say_which_version_has_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_name_the_version_in_their_comment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert comment_pairs(["--network=x", "--commentary"]) == [("comment", f"hpc-ddp/{__version__}")]
     assert comment_pairs(["--comment=mine"]) == []
     monkeypatch.setenv("SBATCH_COMMENT", "mine")  # sbatch takes a script's option over it
     assert comment_pairs([]) == []
-
-
-@pytest.fixture
-def site_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands for ``/etc/hpc-ddp/site.toml``; beside it a home, and a project with a script."""
-    (tmp_path / "project").mkdir()
-    (tmp_path / "project" / "train.py").write_text("")
-    monkeypatch.chdir(tmp_path / "project")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv(operators.VARIABLE, raising=False)
-    path = tmp_path / "etc" / "site.toml"
-    path.parent.mkdir()
-    monkeypatch.setattr(operators, "SITE_FILE", path)
-    return path
-
-
-@pytest.fixture
-def settings(site_file: Path) -> Callable[..., Settings]:
-    def load(**options: Any) -> Settings:
-        said = {key.replace("_", "-"): value for key, value in options.items()}
-        return config.load({"script": "train.py"} | said, Path.cwd(), site_file.parents[1])
-
-    return load
-
-
-@pytest.fixture
-def planned(settings: Callable[..., Settings]) -> Callable[..., Plan]:
-    return lambda **options: plan.plan_new(settings(**options), Path.cwd(), Path("/runs"))
 
 
 def test_the_operators_file_goes_over_a_profile_and_below_the_users(
@@ -97,23 +67,15 @@ def test_the_operators_file_goes_over_a_profile_and_below_the_users(
     assert site_file in sites.all_files(home)
 
 
-def test_its_settings_are_explained(
-    site_file: Path, planned: Callable[..., Plan], settings: Callable[..., Settings]
-) -> None:
-    site_file.write_text('account = "a"\n')
-    rows = origin.origins(planned(), settings())
-    assert {row.key: row.place for row in rows}["account"] == "~/etc/site.toml"
-
-
 def test_a_module_names_another_file(
     site_file: Path, settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site_file.write_text('account = "a"\n')
-    other = site_file.with_name("other.toml")
-    monkeypatch.setenv(operators.VARIABLE, str(other))
+    second = site_file.with_name("other.toml")
+    monkeypatch.setenv(operators.VARIABLE, str(second))
     with pytest.raises(UsageError, match=r"HPC_DDP_SITE_FILE is '.*other.toml', which is no file"):
         settings()
-    other.write_text('account = "b"\n')
+    second.write_text('account = "b"\n')
     assert settings().get("account") == "b"
     monkeypatch.setenv(operators.VARIABLE, "")
     assert settings().get("account") == "a"
@@ -183,7 +145,7 @@ def test_a_limit_does_not_loosen_how_often_a_script_starts_over(
     assert run.most_requeues == math.inf
 
 
-def test_a_run_from_before_the_limits(
+def test_a_run_from_before_the_limits_is_checked(
     site_file: Path, planned: Callable[..., Plan], settings: Callable[..., Settings]
 ) -> None:
     run = RunFolder(site_file.parents[1] / "runs" / "train" / "1").make()
@@ -219,7 +181,7 @@ def test_broken_limits_name_their_file(
     assert caught.value.hint == f"tell the operators of this cluster: {site_file}"
 
 
-def test_what_is_unknown_in_the_operators_file_is_a_warning(
+def test_unknown_keys_of_the_operators_file_are_warnings(
     site_file: Path, settings: Callable[..., Settings], capsys: pytest.CaptureFixture[str]
 ) -> None:
     site_file.write_text('acount = "a"\npartition = "p"\n[limits]\nnode = 3\ntime = "1:00:00"\n')
@@ -233,40 +195,6 @@ def test_what_is_unknown_in_the_operators_file_is_a_warning(
     )
     assert lines[2].startswith(f"warning: {site_file}: unknown limit 'node', did you mean 'nodes'?")
     assert lines[1] == lines[3] == f"hint: tell the operators of this cluster: {site_file}"
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [("nodes = [", "can't be read as TOML"), ("nodes = 2.5", "nodes is 2.5, but must be")],
-)
-@pytest.mark.parametrize("file", ["operators", "project", "user"])
-def test_a_bad_line_keeps_nobody_from_a_run(
-    site_file: Path, file: str, text: str, problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    home, cwd = site_file.parents[1], Path.cwd()
-    user = home / ".config" / "hpc-ddp" / "site.toml"
-    user.parent.mkdir(parents=True)
-    paths = {"operators": site_file, "project": cwd / "hpc-ddp.toml", "user": user}
-    for path in paths.values():
-        path.write_text('scratch = "/s"\n')
-    paths[file].write_text(text)
-    with pytest.raises(UsageError, match=problem):
-        config.load({}, cwd, home)
-    assert runs_folder(None) == Path("/s/hpc-ddp")
-    assert f"warning: {paths[file]}" in capsys.readouterr().err
-
-
-def test_a_path_of_a_run_needs_no_settings(
-    site_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = RunFolder(site_file.parents[1] / "runs" / "train" / "1").make()
-    run.job_json.write_text("{}")
-    site_file.write_text('scratch = "/scratch/{account}"\n')
-    monkeypatch.delenv("HPC_DDP_RUNS", raising=False)
-    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
-    assert run_of(str(run.path), None) == run
-    with pytest.raises(UsageError, match="no account is named"):
-        run_of("1", None)
 
 
 def test_only_the_operators_have_limits(site_file: Path, settings: Callable[..., Settings]) -> None:

@@ -1,8 +1,9 @@
-"""Where the value of each setting comes from."""
+"""Each setting has its origin: option, file, fabric or default."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from hpc_ddp.submission.plan import Plan
 from hpc_ddp.submission.restart import plan_continuation
 from hpc_ddp.submission.settings import config, origin
 from hpc_ddp.submission.settings.config import Settings
+
+
+def test_settings_of_the_operators_file_have_their_origin(
+    site_file: Path, planned: Callable[..., Plan], settings: Callable[..., Settings]
+) -> None:
+    site_file.write_text('account = "a"\n')
+    rows = origin.origins(planned(), settings())
+    assert {row.key: row.place for row in rows}["account"] == "~/etc/site.toml"
 
 
 @pytest.fixture
@@ -75,7 +84,7 @@ def test_each_setting_has_its_origin(project: Path, monkeypatch: pytest.MonkeyPa
     assert not (project.parent / "runs").exists()
 
 
-def test_a_run_that_goes_on_keeps_its_own_settings(project: Path) -> None:
+def test_a_continued_run_keeps_its_settings(project: Path) -> None:
     settings = config.load({"nodes": 2}, project, project.parent)
     run = plan.plan_new(settings, project, project.parent / "runs").write().run
     options = {"time": "5"}

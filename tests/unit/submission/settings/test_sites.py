@@ -28,11 +28,22 @@ from hpc_ddp.submission.settings import config, sites
 from hpc_ddp.submission.settings.runs_dir import runs_root
 from hpc_ddp.submission.settings.trust import read_toml
 
+
+def test_a_written_site_file_has_a_mode_that_is_accepted(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        path = sites.write(tmp_path, "ours", 'title = "Ours"\n', force=False)
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
 EXAMPLES = {path.stem: path for path in sorted(Path(__file__).parent.glob("sites/*.toml"))}
 SHIPPED = {path.stem: path for path in sorted((folder("templates") / "sites").glob("*.toml"))}
-
 LOGS = "each run has a folder of its own, with all logs"
 RENDEZVOUS = "the job finds its first node and a free port itself; workers get torchrun's variables"
+
+
 # What differs in all scripts of ours, and why.
 DIFFERS = {
     **dict.fromkeys(("output", "error"), LOGS),
@@ -41,6 +52,7 @@ DIFFERS = {
     **dict.fromkeys(("RDZV_HOST", "RDZV_ADDR", "RDZV_PORT", "RDZV_ENDPOINT"), RENDEZVOUS),
     **dict.fromkeys(("bash", "-c"), "only there to expand variables on each node"),
 }
+
 SHORT = {
     **{"-N": "nodes", "-n": "ntasks", "-A": "account", "-p": "partition", "-q": "qos"},
     **{"-C": "constraint", "-t": "time", "-J": "job-name", "-o": "output", "-e": "error"},
@@ -51,7 +63,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Script:
-    """What a rendered script says. `options` are those of srun and torchrun alike."""
+    """The parts of a rendered script. `options` are those of srun and torchrun alike."""
 
     directives: Mapping[str, str]
     env: Mapping[str, str]
@@ -88,20 +100,22 @@ def _read(text: str, nodes: int, script: str) -> Script:
         f"{fakes}{step}\nbreak; done"
     )
     ran = subprocess.run(["bash", "-c", shell], env={}, capture_output=True, text=True, check=True)
-    told, _, words = ran.stdout.partition("WORDS\0")
-    env = dict(item.split("=", 1) for item in told.split("\0") if item)
+    variables, _, words = ran.stdout.partition("WORDS\0")
+    env = dict(pair.split("=", 1) for pair in variables.split("\0") if pair)
     if interface := env["HPC_DDP_INTERFACE"]:  # the supervisors tell it, where nothing else has
         env = {f"{lib}_SOCKET_IFNAME": interface for lib in ("NCCL", "GLOO")} | env
-    said = words.split("\0")[:-1]
-    at = next(i for i, word in enumerate(said) if word.endswith(f"/{script}"))
+    arguments = words.split("\0")[:-1]
+    at = next(i for i, word in enumerate(arguments) if word.endswith(f"/{script}"))
     options: dict[str, list[str]] = {}
-    for word, after in zip(said[:at], [*said[1:at], ""], strict=True):
+    for word, after in zip(arguments[:at], [*arguments[1:at], ""], strict=True):
         name, value = _option(word)
         options.setdefault(name, []).append(value or after)
     _, _, setup = text.partition("$BASH_COMMAND\" >&2' ERR\n")
     setup_lines = setup.partition("\ntrap - ERR")[0].splitlines()
     suffix = env["HPC_DDP_HOST_SUFFIX"]
-    return Script(directives, env, setup_lines, said[:at], options, said[at + 1 :], suffix)
+    return Script(
+        directives, env, setup_lines, arguments[:at], options, arguments[at + 1 :], suffix
+    )
 
 
 @pytest.fixture
@@ -140,10 +154,10 @@ def _rendered(example: dict[str, Any], work: Path, monkeypatch: pytest.MonkeyPat
     return _read(json.loads(result.stdout)["script"], int(nodes[0]) if nodes else 1, script)
 
 
-def _same(name: str, theirs: str, ours: str) -> bool:
+def _same(name: str, expected: str, actual: str) -> bool:
     if name == "time":
-        return parse_time(theirs) == parse_time(ours)
-    return not theirs or "$" in theirs or theirs == ours
+        return parse_time(expected) == parse_time(actual)
+    return not expected or "$" in expected or expected == actual
 
 
 def _missing_directives(example: Mapping[str, Any], script: Script) -> Iterator[str]:
@@ -157,19 +171,19 @@ def _missing_directives(example: Mapping[str, Any], script: Script) -> Iterator[
 
 def _missing_words(example: Mapping[str, Any], script: Script) -> Iterator[str]:
     python = ("python", "python3", "-m", "torchrun", "torchrun_jsc", "torch.distributed.run")
-    said = f" {' '.join([*script.words, *script.args])} "
+    command = f" {' '.join([*script.words, *script.args])} "
     for text in example.get("launch", ()):
         name, value = _option(text)
         if text.split("/")[-1] in python:
             torchrun = "torch" in text
-            found = (
+            is_there = (
                 "agent" in script.words if torchrun else any("python" in w for w in script.words)
             )
-        elif f" {text} " in said or text.endswith(".py"):
-            found = True
+        elif f" {text} " in command or text.endswith(".py"):
+            is_there = True
         else:
-            found = any(_same(name, value, ours) for ours in script.options.get(name, ()))
-        if not found and not {name, text} & {*DIFFERS}:
+            is_there = any(_same(name, value, ours) for ours in script.options.get(name, ()))
+        if not is_there and not {name, text} & {*DIFFERS}:
             yield text
 
 
@@ -188,7 +202,7 @@ def _missing(example: Mapping[str, Any], script: Script) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_sites_own_example_can_be_said(
+def test_a_sites_own_example_can_be_expressed(
     name: str, login: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each word of it is in ours, or in the example's table of what differs, and none besides."""
@@ -226,19 +240,19 @@ def test_each_value_of_a_shipped_site_has_a_source(name: str) -> None:
 
 def _sources(text: str) -> dict[str, str]:
     """Return a site file's sources by number; one may go on in a line that is further in."""
-    found = re.findall(r"^# \[(\d+)\] (.*(?:\n#     .*)*)", text, re.M)
-    return {number: " ".join(source.replace("\n#", "").split()) for number, source in found}
+    matches = re.findall(r"^# \[(\d+)\] (.*(?:\n#     .*)*)", text, re.M)
+    return {number: " ".join(source.replace("\n#", "").split()) for number, source in matches}
 
 
 def _row(name: str) -> str:
     values = read_toml(SHIPPED[name])
-    known = ", ".join(f"`{key}`" for key in values.pop("match", {}))
+    variables = ", ".join(f"`{key}`" for key in values.pop("match", {}))
     title, env = values.pop("title", ""), values.pop("env", {})
-    told = [f"`{key}` {_shown(value)}" for key, value in values.items()]
-    told += [f"env: {', '.join(env)}"] if env else []
+    settings = [f"`{key}` {_shown(value)}" for key, value in values.items()]
+    settings += [f"env: {', '.join(env)}"] if env else []
     sources = "<br>".join(_sources(SHIPPED[name].read_text()).values())
     sources = re.sub(r"(https?://[^\s,<]+)", r"<\1>", sources)
-    return f"| `{name}` | {title} | {known} | {'; '.join(told)} | {sources} |"
+    return f"| `{name}` | {title} | {variables} | {'; '.join(settings)} | {sources} |"
 
 
 def _shown(value: object) -> str:
@@ -268,7 +282,7 @@ def _loaded(login: Path, **options: Any) -> config.Settings:
     return config.load(options, login, Path.home())
 
 
-def test_a_named_site_an_own_one_and_a_recognised_one(
+def test_a_site_is_named_written_or_recognised(
     login: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TACC_SYSTEM", "ls6")
@@ -349,7 +363,7 @@ def test_a_jobs_value_replaces_a_sites_that_it_excludes(login: Path) -> None:
     assert (settings.get("image"), settings.get("container")) == ("a.sif", None)
 
 
-def test_what_a_site_can_not_do_without_stays(login: Path) -> None:
+def test_lists_of_a_site_are_extended_by_the_job(login: Path) -> None:
     (login / "hpc-ddp.toml").write_text('setup = ["module load b"]\nsbatch = ["--comment=x"]')
     _own("ours", 'setup = ["module load a"]\nsbatch = ["--hint=nomultithread"]\nsrun = ["--x"]')
     settings = _loaded(login, site="ours", sbatch=["--comment=y"])

@@ -1,4 +1,4 @@
-"""What follows from what a cluster says of itself.
+"""Settings are inferred from a cluster's description of itself.
 
 `clusters` has what Slurm's own commands printed on the tests' cluster, in four versions, with a
 partition more that cancels what it preempts, and one that gives whole nodes. The rest is made up
@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from hpc_ddp.slurm_text import parse_config, parse_records
-from hpc_ddp.submission.site_detect.cluster import ClusterFacts, gpus_of
+from hpc_ddp.submission.site_detect.cluster import ClusterFacts
 from hpc_ddp.submission.site_detect.infer import Site, describe
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
 
 CLUSTERS = sorted((Path(__file__).parent / "clusters").glob("slurm-*.txt"))
 
@@ -34,8 +35,8 @@ def _real(path: Path) -> ClusterFacts:
 def _made(
     partitions: str, nodes: str, config: dict[str, str] | None = None, **more: Any
 ) -> ClusterFacts:
-    given = {"ClusterName": "made", "SLURM_VERSION": "24.05.1", **(config or {})}
-    return ClusterFacts(given, parse_records(partitions), parse_records(nodes), **more)
+    configuration = {"ClusterName": "made", "SLURM_VERSION": "24.05.1", **(config or {})}
+    return ClusterFacts(configuration, parse_records(partitions), parse_records(nodes), **more)
 
 
 def _says(site: Site, *texts: str) -> None:
@@ -48,7 +49,7 @@ def _when(site: Site, kind: str, name: str) -> Any:
     return tomllib.loads(site.to_toml("x")).get("when", {}).get(kind, {}).get(name, {})
 
 
-def test_there_are_texts_of_several_versions() -> None:
+def test_the_kept_clusters_have_four_versions() -> None:
     assert [path.stem for path in CLUSTERS] == [
         f"slurm-{version}" for version in ("20.11", "22.05", "24.11", "26.05")
     ]
@@ -77,24 +78,6 @@ def test_the_same_cluster_is_the_same_in_each_version(path: Path) -> None:
     assert "partition" not in tomllib.loads(site.to_toml("x"))
 
 
-@pytest.mark.parametrize(
-    ("gres", "gpus"),
-    [
-        ("(null)", ()),
-        ("gpu:4", (("", 4),)),
-        ("gpu:a100:4(S:0-1)", (("a100", 4),)),
-        ("gpu:a100:2(S:0,1),gpu:a100_3g.20gb:4(S:1),nvme:1", (("a100", 2), ("a100_3g.20gb", 4))),
-        ("craynetwork:4,gpu:h100:8(IDX:0-7)", (("h100", 8),)),
-        ("gpu:no_consume:2,shard:8", (("", 2),)),
-        ("gpu:gh200:no_consume:4", (("gh200", 4),)),
-        ("gpu", (("", 1),)),
-        ("gpumem:80,mps:400", ()),
-    ],
-)
-def test_gpus_of_a_node(gres: str, gpus: tuple[tuple[str, int], ...]) -> None:
-    assert gpus_of(gres) == gpus
-
-
 def _nodes(partitions: str, gres: str, count: int, cpus: int = 64, first: int = 1) -> str:
     return "".join(
         f"NodeName=n{k} CPUTot={cpus} Gres={gres} RealMemory=512000 Partitions={partitions} X=1\n"
@@ -102,7 +85,7 @@ def _nodes(partitions: str, gres: str, count: int, cpus: int = 64, first: int = 
     )
 
 
-def test_types_of_gpus_and_a_default_without_any() -> None:
+def test_each_type_of_gpu_is_listed() -> None:
     site = describe(
         _made(
             "PartitionName=cpu Default=YES OverSubscribe=NO\n"
@@ -126,14 +109,14 @@ def test_types_of_gpus_and_a_default_without_any() -> None:
     assert "[when.partition.cpu]" not in text
 
 
-def test_whole_nodes_of_which_slurm_knows_no_gpus() -> None:
+def test_whole_nodes_without_known_gpus_request_none() -> None:
     site = describe(
         _made("PartitionName=gh Default=NO OverSubscribe=EXCLUSIVE", _nodes("gh", "(null)", 9))
     )
     _says(site, "no default partition", 'gpu-request = "none"')
 
 
-def test_preemption_by_qos() -> None:
+def test_preemption_by_qos_is_described() -> None:
     qos = [
         {"Name": "normal", "GraceTime": "00:00:00", "Preempt": "scavenger", "PreemptMode": "off"},
         {"Name": "scavenger", "GraceTime": "00:02:00", "Preempt": "", "PreemptMode": "cancel"},
@@ -154,7 +137,7 @@ def test_preemption_by_qos() -> None:
     _says(describe(blind), "jobs can be preempted (CANCEL")
 
 
-def test_what_suspends_and_what_preempts_nobody() -> None:
+def test_partitions_that_suspend_or_preempt_nothing_are_told_apart() -> None:
     partitions = (
         "PartitionName=day Default=YES PriorityTier=1 PreemptMode=GANG,SUSPEND GraceTime=0\n"
         "PartitionName=now PriorityTier=2 PreemptMode=OFF\n"
@@ -181,7 +164,7 @@ def test_the_default_is_named_where_its_table_counts() -> None:
     assert _when(site, "partition", "a.b") == {"continue-by": "resubmit"}
 
 
-def test_accounts_scratch_and_containers() -> None:
+def test_accounts_scratch_and_containers_are_inferred() -> None:
     accounts = [
         {"Cluster": "made", "DefaultAccount": "p1", "Account": name, "Partition": ""}
         for name in ("p1", "p2", "p2")
@@ -210,40 +193,35 @@ def test_accounts_scratch_and_containers() -> None:
     assert (read["scratch"], read["container-tool"]) == ("$WORK", "singularity")
 
 
-def test_an_expedited_requeue_is_asked_for_where_slurm_has_it() -> None:
+def test_an_expedited_requeue_is_requested_if_slurm_has_it() -> None:
     config = {"SlurmctldParameters": "idle_on_node_suspend,enable_expedited_requeue"}
     site = describe(_made("PartitionName=a Default=YES", "", config))
     assert tomllib.loads(site.to_toml("x"))["sbatch"] == ["--requeue=expedite"]
 
 
-def test_where_runs_are_kept_is_said_once() -> None:
+def test_the_folder_of_runs_is_named_once() -> None:
     facts = _made("PartitionName=a Default=YES", "", {}, scratch=[("WORK", "/w", True)], runs="/r")
     site = describe(facts)
     _says(site, "Runs are kept in /r (HPC_DDP_RUNS).")
-    assert not any(each.key == "scratch" for each in site.settings)
+    assert not any(setting.key == "scratch" for setting in site.settings)
     keys = ["scratch", "continue-by"]
     site = describe(_made("PartitionName=a Default=YES", ""), shipped_keys=keys)
     assert not any("kept" in remark for remark in site.remarks)
 
 
-def test_what_is_known_is_left_out() -> None:
+def test_settings_of_a_shipped_site_are_left_out() -> None:
     facts = _made(
         "PartitionName=a Default=YES", _nodes("a", "gpu:4", 1), scratch=[("W", "/w", True)]
     )
-    assert [each.key for each in describe(facts).settings] == [
+    assert [setting.key for setting in describe(facts).settings] == [
         *("partition", "gpus-per-node", "cpus-per-node", "scratch")
     ]
-    left = describe(facts, shipped_keys=["gpus-per-node", "cpus-per-node", "scratch", "title"])
-    assert tomllib.loads(left.to_toml("x")) == {}
-    assert not left.settings
+    site = describe(facts, shipped_keys=["gpus-per-node", "cpus-per-node", "scratch", "title"])
+    assert tomllib.loads(site.to_toml("x")) == {}
+    assert not site.settings
 
 
-def test_a_slurm_that_says_next_to_nothing() -> None:
+def test_an_almost_empty_configuration_is_described() -> None:
     site = describe(ClusterFacts({"SLURM_VERSION": "19.05.8"}, [], []))
     _says(site, "Slurm 19.05 is older than 20.11")
     assert tomllib.loads(site.to_toml("x")) == {}
-
-
-def test_what_looks_like_a_name_within_a_value() -> None:
-    (row,) = parse_records("NodeName=n1 Gres=gpu:2 OS=Linux 6 #1 Reason=bad Gres=none [me@x]\n")
-    assert (row["Gres"], row["OS"], row["Reason"]) == ("gpu:2", "Linux", "bad")

@@ -1,4 +1,4 @@
-"""What ranks have to save is compared before it is written."""
+"""The tensors that ranks have to save are compared before they are written."""
 
 from __future__ import annotations
 
@@ -70,21 +70,24 @@ def test_other_tensors_are_named_with_the_rank() -> None:
 
 
 def test_an_object_that_only_some_ranks_track_is_named() -> None:
-    """Also one without tensors."""
-    one, other = (Inventory(0, {}, objects=names) for names in (["meter", "model"], ["model"]))
+    """An object without tensors is named, too."""
+    one, fewer = (Inventory(0, {}, objects=names) for names in (["meter", "model"], ["model"]))
     assert _fit(one, one, replace(one, stage=1))
     for stage in (0, 1):
-        fault = _fault(one, one, replace(other, stage=stage))
+        fault = _fault(one, one, replace(fewer, stage=stage))
         assert fault == "rank 2 shares other objects than rank 0: meter"
 
 
 def test_different_numbers_are_named_with_the_ranks() -> None:
     one = Inventory(0, SHAPES, ALL, {"m.weight": 7, "m.bias": 8})
-    same, other = replace(one, written={}), Inventory(0, SHAPES, {}, {"m.weight": 7, "m.bias": 9})
+    same, different = (
+        replace(one, written={}),
+        Inventory(0, SHAPES, {}, {"m.weight": 7, "m.bias": 9}),
+    )
     assert _fit(one, same, same)
-    assert "m.bias differs between rank 0 and rank 2:" in _fault(one, same, other)
-    assert "m.bias differs between rank 0 and ranks 1, 2:" in _fault(one, other, other)
-    behind = [replace(one, stage=1), replace(other, stage=1)]
+    assert "m.bias differs between rank 0 and rank 2:" in _fault(one, same, different)
+    assert "m.bias differs between rank 0 and ranks 1, 2:" in _fault(one, different, different)
+    behind = [replace(one, stage=1), replace(different, stage=1)]
     assert "m.bias differs between rank 1 and rank 2:" in _fault(Inventory(0, {}), *behind)
 
 
@@ -118,10 +121,10 @@ def test_an_inventory_counts_what_a_rank_shares_with_others() -> None:
 def test_the_checksum_of_a_tensor_is_that_of_its_numbers(tensor: torch.Tensor) -> None:
     assert checksum(tensor).item() == checksum(tensor.clone(memory_format=torch.preserve_format))
     for place in {0, tensor.numel() - 1}:
-        other = tensor.clone(memory_format=torch.contiguous_format)
-        memory = other.view(-1).view(torch.uint8)
-        memory[place * other.element_size()] ^= 1
-        assert checksum(other).item() != checksum(tensor).item()
+        changed = tensor.clone(memory_format=torch.contiguous_format)
+        memory = changed.view(-1).view(torch.uint8)
+        memory[place * changed.element_size()] ^= 1
+        assert checksum(changed).item() != checksum(tensor).item()
     assert checksum(tensor[:0] if tensor.dim() else torch.empty(0)).item() == 0
 
 

@@ -1,42 +1,25 @@
+"""The ranks exchange notices, deadlines and due saves, and stop at the same step."""
+
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_fakes import Alone, Saves
 
-from hpc_ddp.core.journal.events import JournalEvent
-from hpc_ddp.core.journal.journal import Journal, read_events
-from hpc_ddp.training.checkpoint.schedule import (
-    SaveSchedule,
-    between_failures,
-    slowest_save,
-)
-from hpc_ddp.training.data.order import Position
-from hpc_ddp.training.run import Run
-from hpc_ddp.training.stops.consensus import (
-    Decision,
-    StopConsensus,
-    next_period,
-)
+from hpc_ddp.training.stops.consensus import Decision, StopConsensus, next_period
 from hpc_ddp.training.stops.signals import CANCELLED, DEADLINE, NONE, NOTICE, Notices
-from hpc_ddp.training.telemetry import metrics as metrics_module
-from hpc_ddp.training.telemetry.metrics import Metrics
-from tests.raw_events import typed
-from tests.waiting import LIMIT_S
+from unit.fakes import Clock
+from unit.training.fakes import Alone, Saves, make_schedule
 
 
-def make_schedule(saves: Saves | None = None, **options: Any) -> SaveSchedule:
-    return SaveSchedule(saves or Saves(), 0, **options)  # type: ignore[arg-type]  # a stand-in
-
-
-def make_pace(notices: Notices, end_time: float | None = None, **options: Any) -> StopConsensus:
+def make_consensus(
+    notices: Notices, end_time: float | None = None, **options: Any
+) -> StopConsensus:
     schedule = make_schedule(**options)
     notices.end_time = end_time
     return StopConsensus(Alone(), notices, schedule)  # type: ignore[arg-type]  # a stand-in
@@ -59,7 +42,7 @@ def test_short_steps_exchange_rarely_and_slow_ones_each_time() -> None:
 
 def test_a_notice_is_acted_on_at_the_next_exchange() -> None:
     notices = Notices(None)
-    pace = make_pace(notices)
+    pace = make_consensus(notices)
     assert pace.step_done(1) == Decision()
     notices.reason = NOTICE
     decisions = [pace.step_done(step).reason for step in range(2, 12)]
@@ -72,87 +55,27 @@ def test_the_deadline_leaves_time_for_a_save() -> None:
     for save_s, left_s, reason in ((1, 60, NONE), (60, 60, DEADLINE), (1, 3, DEADLINE)):
         saves = Saves()
         saves.slowest_save_s = save_s
-        pace = make_pace(Notices(None), end_time=time.time() + left_s, saves=saves)
+        pace = make_consensus(Notices(None), end_time=time.time() + left_s, saves=saves)
         pace._started_at -= 1000
         assert pace.decide_now().reason == reason
 
 
 def test_saves_are_due_by_steps_and_by_time() -> None:
-    pace = make_pace(Notices(None), every_steps=3)
+    pace = make_consensus(Notices(None), every_steps=3)
     assert [pace.step_done(step).save for step in range(1, 7)] == [False, False, True] * 2
-    pace = make_pace(Notices(None), every=0.0)
+    pace = make_consensus(Notices(None), every=0.0)
     due = [pace.step_done(step).save for step in range(1, 4)]
     assert True in due
     assert due != [True] * 3  # not again before the save has been made
-    assert not make_pace(Notices(None), every=1000.0).decide_now().save
+    assert not make_consensus(Notices(None), every=1000.0).decide_now().save
 
 
-def test_a_clock_waits_for_the_save_under_way_and_retries_a_failed_one_soon() -> None:
-    saves = Saves()
-    schedule = make_schedule(saves, every=0.0)
-    assert schedule.is_due()
-    saves.in_flight = True
-    assert not schedule.is_due()
-    saves.slowest_save_s = 7.0
-    assert schedule.save_s() == 14.0
-    saves.in_flight, saves.failed = False, True
-    schedule = make_schedule(saves, every=1000.0)
-    assert not schedule.is_due()
-    schedule._last -= 31
-    assert schedule.is_due()
-
-
-def test_auto_is_young_and_daly_from_what_was_measured(capsys: Any) -> None:
-    history: list[JournalEvent] = []
-    for attempt, end in enumerate(("failed", "stopped", "verdict")):  # two that lost something
-        for event, at in (("first_step", 0), ("checkpoint", 10), (end, 28_800)):
-            more = {"write_s": 3.0} if event == "checkpoint" else {}
-            history.append(typed(event, 1e9 + at, attempt, **more))
-    assert between_failures(history) == 2 * 86_400 / 3
-    saves = Saves()
-    schedule = make_schedule(
-        saves,
-        every="auto",
-        slowest_save_s=slowest_save(history),
-        failure_interval_s=between_failures(history),
-    )
-    assert schedule.save_s() == 3.0
-    assert not schedule.is_due()
-    saves.slowest_save_s, saves.stall_s = 1.0, 0.5
-    for _ in range(2):
-        schedule.saved()
-    assert schedule._every == pytest.approx(240)
-    assert capsys.readouterr().err == (
-        "hpc-ddp: saving every 240 s: a save holds the training up for 0.500 s, and a failure is"
-        " expected every 16.0 h; together 0.42 % of the time\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("content", "source"), [('{"source": "USR2"}', "USR2"), ("preemption\n", "preemption")]
-)
-def test_a_notice_file_names_its_source(tmp_path: Path, content: str, source: str) -> None:
-    path = tmp_path / "notice"
-    notices = Notices(path)
-    cancelled = tmp_path / "cancelled"
-    notices.watch_for_cancel(cancelled)
-    path.touch()  # empty: no word yet
-    notices._look()
-    assert notices.reason == NONE
-    cancelled.touch()
-    notices._look()
-    assert (notices.reason, notices.source) == (CANCELLED, "cancelled")
-    path.write_text(content)
-    notices._look()
-    assert (notices.reason, notices.source) == (NOTICE, source)
-
-
-def test_a_limit_that_is_extended_is_used(tmp_path: Path) -> None:
+def test_an_extended_time_limit_is_used(tmp_path: Path) -> None:
     path = tmp_path / "end-time"
     path.touch()  # empty: Slurm has the same time still
     now = time.time()
     notices = Notices(None)
-    pace = make_pace(notices)
+    pace = make_consensus(notices)
     notices.watch_end_time(now + 5, path)
     assert pace._reason() == DEADLINE
     path.write_text(f"{now + 3600:.0f}")
@@ -163,52 +86,178 @@ def test_a_limit_that_is_extended_is_used(tmp_path: Path) -> None:
     assert pace._reason() == DEADLINE
 
 
-def test_metrics_are_written_rarely_and_at_the_end(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "rank-0")
-    metrics = Metrics(journal, 2, ["a", "b"])
-    for step in range(1, 100):
-        loss = torch.tensor(float(step))
-        metrics.add(Position(step=step), 16, {"loss": loss})
-    metrics.flush()
-    metrics.flush()
-    journal.drain(LIMIT_S)
-    first, *events = [event.to_line() for event in read_events(tmp_path)]
-    assert (first["event"], first["step"], first["hosts"]) == ("first_step", 1, ["a", "b"])
-    assert 1 <= len(events) <= 2
-    assert (events[-1]["step"], events[-1]["loss"]) == (99, 99.0)
-    assert "total_steps" not in events[-1]
-
-
-def test_a_line_of_metrics_is_left_to_the_journals_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(metrics_module, "EVERY_S", 0.0)
-    calls: list[tuple[str, str, int]] = []
-    journal: Any = SimpleNamespace(
-        write=lambda event: calls.append(("now", event.event, event.to_fields()["step"])),
-        write_later=lambda event: calls.append(("later", event.event, event.to_fields()["step"])),
-    )
-    metrics = Metrics(journal, 1, ["a"])
-    for step in (1, 2):
-        metrics.add(Position(step=step), 4, {"loss": torch.tensor(1.0)})
-    metrics.flush()
-    assert calls == [("now", "first_step", 1), ("later", "metrics", 1), ("later", "metrics", 2)]
-
-
-def test_the_weights_are_read_an_exchange_after_a_look() -> None:
-    calls: list[tuple[int, str]] = []
-    run: Any = SimpleNamespace(_look_at=0, _look_answers_at=None)
-    for exchanges in (0, 0, 1, 1, 9, 10, 10, 12, 13):
-        precision = SimpleNamespace(look=lambda at=exchanges: calls.append((at, "look")))
-        run._precision = precision
-        run._refuse_non_finite = lambda at=exchanges: calls.append((at, "read"))
-        Run._watch_weights(run, exchanges)
-    assert calls == [(0, "look"), (1, "read"), (10, "look"), (12, "read")]
-
-
-def test_a_save_that_is_due_is_heard_of_where_all_wait() -> None:
-    now = make_pace(Notices(None), every=0.0)
+def test_a_due_save_is_decided_where_all_ranks_wait() -> None:
+    now = make_consensus(Notices(None), every=0.0)
     assert now.decide_now().save  # sent, and read at once
-    before = make_pace(Notices(None), every=0.0)
+    before = make_consensus(Notices(None), every=0.0)
     before._exchange()
     assert before.decide_now().save  # sent at the last exchange
+
+
+class RecordedTimer:
+    """A rank's timer whose calls are recorded."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.wanted = True
+
+    def is_due(self) -> bool:
+        return self.wanted
+
+    def report(self) -> None:
+        self.calls.append("report")
+
+    def gather(self) -> None:
+        self.calls.append("gather")
+
+
+def make_lone_consensus(
+    saves: Saves | None = None, effort: Any = None, **options: Any
+) -> StopConsensus:
+    alone: Any = Alone()
+    return StopConsensus(alone, Notices(None), make_schedule(saves, **options), effort)
+
+
+def _play_steps(pace: StopConsensus, clock: Clock, seconds: Sequence[float]) -> None:
+    for step, duration in enumerate(seconds, start=1):
+        clock.now += duration
+        pace.step_done(step)
+
+
+def _reason_with(pace: StopConsensus, clock: Clock, left_s: float) -> int:
+    pace._notices.end_time = clock.now + left_s
+    return pace._reason()
+
+
+def test_the_deadline_is_counted_from_steps_and_saves(clock: Clock) -> None:
+    """A margin, one and a half saves, and the steps of two exchanges and one more."""
+    saves = Saves()
+    saves.slowest_save_s = 4.0
+    pace = make_lone_consensus(saves)
+    pace._started_at = clock.now - 1000
+    pace._period = 1
+    _play_steps(pace, clock, [2.0, 2.0, 2.0])
+    pace._period = 1
+    need_s = 5.0 + 6.0 + 3 * 2.0
+    assert _reason_with(pace, clock, need_s + 0.1) == NONE
+    assert _reason_with(pace, clock, need_s) == DEADLINE
+    pace._notices.reason = CANCELLED
+    assert _reason_with(pace, clock, 0.0) == CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "steps"),
+    [
+        (480.0, [0.02] * 600 + [12.0] + [0.02] * 50),  # an evaluation inside an epoch
+        (3600.0, [0.005] * 500 + [60.0] + [0.005] * 50),
+        (6000.0, [0.002] * 1000 + [30.0, 0.002]),  # a disk that stalls
+        (600.0, [180.0, 0.1, 0.1]),  # torch.compile, in the first step
+        (600.0, [0.1] * 50 + [180.0, 0.1, 0.1]),  # and again for another shape
+    ],
+)
+def test_a_pause_is_expected_once(clock: Clock, limit_s: float, steps: list[float]) -> None:
+    """A run does not stop for its deadline with more than a tenth of its time left."""
+    pace = make_lone_consensus()
+    pace._notices.end_time = clock.now + limit_s
+    for step, duration in enumerate(steps, start=1):
+        clock.now += duration
+        assert pace.step_done(step).reason == NONE, step
+    quick_s = steps[-1]
+    while pace.step_done(0).reason == NONE:
+        clock.now += quick_s
+    assert 5.0 < pace._notices.end_time - clock.now < limit_s / 10
+
+
+def test_slow_steps_are_expected_to_stay_slow(clock: Clock) -> None:
+    pace = make_lone_consensus()
+    _play_steps(pace, clock, [0.1] * 20 + [10.0] * 4)
+    pace._period = 1
+    assert _reason_with(pace, clock, 5.0 + 7.5 + 30.0) == DEADLINE
+    assert _reason_with(pace, clock, 5.0 + 7.5 + 30.1) == NONE
+
+
+def test_one_slow_save_does_not_end_each_attempt(clock: Clock) -> None:
+    """One of 45 s, in an earlier attempt of a job of a minute, ended all later ones at once."""
+    pace = make_lone_consensus(slowest_save_s=45.0)
+    _play_steps(pace, clock, [0.5, 0.5, 0.5])
+    assert _reason_with(pace, clock, 58.5) == NONE
+    clock.now += 25.0
+    assert _reason_with(pace, clock, 33.5) == NONE
+
+
+def test_time_is_left_for_one_more_evaluation(clock: Clock) -> None:
+    pace = make_lone_consensus()
+    pace._started_at = clock.now - 10_000
+    _play_steps(pace, clock, [0.0, 0.0])
+    clock.now += 40.0
+    pace.end_pause()
+    pace._period = 1
+    assert _reason_with(pace, clock, 5.0 + 7.5 + 40.0) == DEADLINE
+    assert _reason_with(pace, clock, 5.0 + 7.5 + 40.1) == NONE
+
+
+def test_time_before_a_restarted_step_is_not_counted(clock: Clock) -> None:
+    planner = make_lone_consensus()
+    clock.now += 50.0
+    planner.restart_step()
+    clock.now += 3.0
+    planner.step_done(1)
+    control: Any = planner._control
+    assert control.sent == [NONE, 0, 0, 3_000_000]
+    assert planner.exchanges == 1
+
+
+def test_step_times_are_gathered_after_all_ranks_know(clock: Clock) -> None:
+    effort = RecordedTimer()
+    planner = make_lone_consensus(effort=effort)
+    planner._exchange()
+    assert effort.calls == ["report"]
+    effort.wanted = False
+    planner._exchange()
+    assert effort.calls == ["report", "report", "gather"]
+    planner._exchange()
+    assert effort.calls[3:] == ["report"]
+
+
+def test_an_exchange_is_read_one_period_later(clock: Clock) -> None:
+    planner = make_lone_consensus(every=5.0)
+    clock.now += 5.0
+    planner._notices.reason = NOTICE
+    assert planner._exchange() == Decision()
+    control: Any = planner._control
+    assert control.sent == [NOTICE, 1, 0, 0]
+    assert planner._read() == Decision(NOTICE, save=True)
+    assert planner._period == 2
+    assert planner._read() == Decision()  # it has been read
+    exchanges = []
+    for step in range(4):
+        planner.step_done(step)
+        exchanges.append(planner.exchanges)
+    assert exchanges == [1, 2, 2, 3]
+
+
+def test_a_save_that_was_just_decided_is_not_due_again(clock: Clock) -> None:
+    planner = make_lone_consensus(every=5.0)
+    clock.now += 5.0
+    planner._exchange()
+    assert planner._exchange().save
+    control: Any = planner._control
+    assert control.sent[1] == 0
+    decided = make_lone_consensus(every_steps=2)
+    decided._notices.reason = NOTICE
+    decided.step_done(1)
+    assert decided.step_done(2) == Decision(NOTICE, save=True)
+
+
+def test_no_time_is_kept_for_steps_before_the_first(clock: Clock) -> None:
+    for turns in (0, 1):
+        planner = make_lone_consensus()
+        for _ in range(turns):
+            planner._exchange()
+        assert _reason_with(planner, clock, 5.0 + 1.5 * 5.0 + 0.1) == NONE
+
+
+def test_ranks_without_the_clock_of_saves_send_that_none_is_due(clock: Clock) -> None:
+    planner = make_lone_consensus(every=1.0, rank=1)
+    clock.now += 5.0
+    assert planner.decide_now() == Decision()

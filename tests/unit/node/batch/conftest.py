@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_ddp import slurm
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.node import batch
+from hpc_ddp.node.outcome import excluded_nodes, gather_facts, requeue
+from unit.fakes import Clock, Slurm, stop_clock
+from unit.node.batch.fakes import END, show_job
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return stop_clock(monkeypatch, batch, excluded_nodes, requeue, slurm, now=END - 1000)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "name" / "run").make()
+    run.lib.mkdir()
+    run.job_json.write_text(JobSpec("train.py", nodes=2).to_json())
+    return run
+
+
+@pytest.fixture
+def controller(slurm_commands: Slurm, clock: Clock) -> Slurm:
+    """Slurm with a running job of two nodes."""
+
+    def answer(text: str) -> None:
+        slurm_commands.answer_by(
+            "scontrol", f"[ $2 = hostnames ] && printf 'n1\\nn2\\n' || cat <<'x'\n{text}x\n"
+        )
+
+    answer(show_job())
+    return slurm_commands
+
+
+@pytest.fixture
+def attempt(run: RunFolder) -> AttemptFolder:
+    return run.claim_attempt({"job_id": "7", "nodes": ["n1", "n2"]}, lambda identity: False)
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The messages to the user."""
+    lines: list[str] = []
+    for module in (batch, excluded_nodes, gather_facts, requeue):
+        monkeypatch.setattr(module, "say", lines.append)
+    return lines

@@ -1,0 +1,247 @@
+"""`batch begin` starts an attempt, or refuses it; Slurm's commands are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core import process
+from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_json, write_json
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node import batch
+from hpc_ddp.node.batch import attempt_env, begin
+from tests.raw_events import raw, raw_events
+from unit.fakes import Clock, Slurm
+from unit.node.batch.fakes import END, job_environ, show_job, write_spec
+
+
+def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
+    write_spec(run, nodes=2, host_suffix="-ib", signal="USR1@90", fabric="efa")
+    exports = begin(job_environ(run, SLURM_RESTART_COUNT="3", SLURM_CLUSTER_NAME="c"))
+    assert exports is not None
+    port = int(exports.pop("HPC_DDP_PORT"))
+    assert 10049 <= port < 32768
+    assert exports == {
+        "HPC_DDP_RUN": str(run.path),
+        "HPC_DDP_RESTARTS": "3",
+        "HPC_DDP_HEAD": "n1-ib",
+        "HPC_DDP_ATTEMPT": "0",
+        "HPC_DDP_NNODES": "2",
+        "HPC_DDP_LEAST_NODES": "2",
+        "HPC_DDP_RDZV_ID": "7.0",
+        "HPC_DDP_END_TIME": f"{END:.0f}",
+        "HPC_DDP_FABRIC": "efa",
+        "HPC_DDP_SIGNAL": "USR1",
+        "HPC_DDP_WARN_S": "90",
+        "HPC_DDP_CPUS": "1",
+    }
+    (event,) = raw_events(run.path)
+    assert (event["event"], event["nodes"], event["cluster"]) == ("started", ["n1", "n2"], "c")
+    assert (event["job_id"], event["restarts"]) == ("7", 3)
+    assert run.attempt(0).info == {
+        name: event[name] for name in ("job_id", "restarts", "host", "nodes")
+    }
+    assert (run.root / ".jobs" / "7").resolve() == run.path
+    assert not (run.attempt(0).path / "next.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("ends_in", "warn_s", "end"), [(300.0, "30", True), (6000.0, "60", True), (None, "60", False)]
+)
+def test_a_short_attempt_is_warned_in_its_last_tenth(
+    run: RunFolder, clock: Clock, ends_in: float | None, warn_s: str, end: bool
+) -> None:
+    spec = JobSpec("train.py", nodes="2-4", elastic=True)
+    when = None if ends_in is None else clock.now + ends_in
+    env = attempt_env(run, run.attempt(2), 1, "id", when, spec)
+    exports = env.to_env()
+    assert (exports["HPC_DDP_WARN_S"], bool(exports["HPC_DDP_END_TIME"])) == (warn_s, end)
+    assert (exports["HPC_DDP_LEAST_NODES"], exports["HPC_DDP_RDZV_ID"]) == ("1", "id.2")
+    assert replace(AttemptEnv.from_env(exports), end_time=when, warn_s=env.warn_s) == env
+
+
+def test_ports_are_spread_over_the_range() -> None:
+    ports = [batch._first_port(str(number)) for number in range(20_000)]
+    assert (min(ports), ports[1] - ports[0]) == (10000, 7)
+    assert max(ports) < 32768
+    assert len(set(ports)) > 15_000
+
+
+@pytest.mark.parametrize(
+    ("restarts", "link", "begins"),
+    [("", False, False), ("0", False, False), ("1", False, True), ("", True, True)],
+)
+def test_a_finished_run_is_not_begun_again(
+    controller: Slurm, run: RunFolder, restarts: str, link: bool, begins: bool
+) -> None:
+    attempt = run.claim_attempt({}, lambda identity: False)
+    run.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
+    if link:
+        write_json(attempt.path / "next.json", {"job_id": "7"})
+    environ = job_environ(run, SLURM_RESTART_COUNT=restarts)
+    if begins:
+        assert begin(environ) is None
+        assert len(run.attempts()) == 1
+    else:
+        with pytest.raises(HpcDdpError, match="is finished"):
+            begin(environ)
+
+
+def test_a_run_that_was_cancelled_is_not_requeued_back_to_life(
+    controller: Slurm, run: RunFolder
+) -> None:
+    run.cancelled.touch()
+    with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
+        begin(job_environ(run, SLURM_RESTART_COUNT="1"))
+    assert begin(job_environ(run)) is not None  # somebody's own sbatch lifts the mark
+
+
+@pytest.mark.parametrize(("attempts", "last"), [(0, 0), (2, 1)])
+def test_a_run_without_hours_left_does_not_start(
+    controller: Slurm, run: RunFolder, attempts: int, last: int
+) -> None:
+    write_spec(run, budget_gpu_hours=2.0, nproc_per_node=2)
+    for _ in range(attempts):
+        run.claim_attempt({}, lambda identity: False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "gpu_hours", lambda run, gpus: float(gpus))
+        with pytest.raises(HpcDdpError, match="2 of 2 GPU hours are spent") as caught:
+            begin(job_environ(run))
+    assert f"hpc-ddp submit --run {run.path} --budget-gpu-hours" in str(caught.value.hint)
+    (event,) = raw_events(run.path)
+    assert (event["cause"], event["action"], event["exit_code"]) == ("budget", "give up", 1)
+    assert event["attempt"] == last
+
+
+@pytest.mark.parametrize(
+    ("earlier", "job", "live"),
+    [
+        ({"job_id": "7", "restarts": 0}, show_job(), False),  # an earlier start of this very job
+        ({"job_id": "6", "restarts": 1}, show_job(restarts=1), True),
+        ({"job_id": "6", "restarts": 1}, show_job("SUSPENDED", 1), True),
+        ({"job_id": "6", "restarts": 1}, show_job(restarts=2), False),
+        ({"job_id": "6", "restarts": 1}, show_job("COMPLETED", 1), False),
+        ({"job_id": "6"}, None, False),
+        (process.identity(), show_job(), True),
+        ({**process.identity(), "pid": 1 << 30}, show_job(), False),
+    ],
+)
+def test_two_attempts_are_not_run_at_once(
+    slurm_commands: Slurm, clock: Clock, earlier: dict[str, Any], job: str | None, live: bool
+) -> None:
+    slurm_commands.answer("scontrol", job or "", "Invalid job id specified", int(job is None))
+    assert batch._is_live(earlier, job_id="7", restarts=1) is live
+
+
+def test_a_job_of_which_slurm_does_not_answer_counts_as_live(
+    slurm_commands: Slurm, clock: Clock
+) -> None:
+    for _ in range(30):
+        slurm_commands.answer("scontrol", err="Unable to contact slurm controller", code=1)
+    slurm_commands.answer("scontrol", show_job("COMPLETED"))
+    assert not batch._is_live({"job_id": "6", "restarts": 0}, job_id="7", restarts=0)
+    assert sum(clock.slept) > 780  # s, which a controller was away for
+
+
+def test_a_step_of_thousands_of_nodes_starts(
+    slurm_commands: Slurm, clock: Clock, run: RunFolder
+) -> None:
+    """Linux starts no process with a variable of more than 128 KiB."""
+    names = "seq -f nid%05g.cluster.site.org 9999"
+    answer = f"[ $2 = hostnames ] && {names} || cat <<'x'\n{show_job()}x\n"
+    slurm_commands.answer_by("scontrol", answer)
+    write_spec(run, nodes=9999)
+    environ = job_environ(run)
+    exports = begin(environ)
+    assert exports is not None
+    printed = subprocess.check_output(["env"], env={**environ, **exports}, text=True)
+    assert "HPC_DDP_NNODES=9999\n" in printed
+    env = AttemptEnv.from_env({**environ, **exports})
+    assert env.nodes[::9998] == ("nid00001.cluster.site.org", "nid09999.cluster.site.org")
+
+
+def test_a_refused_query_of_the_other_job_starts_nothing(slurm_commands: Slurm) -> None:
+    slurm_commands.answer("scontrol", err="Access denied", code=1)
+    with pytest.raises(HpcDdpError, match="Access denied"):
+        batch._is_live({"job_id": "6"}, job_id="7", restarts=0)
+
+
+def test_a_task_of_an_array_has_a_folder_of_its_own(controller: Slurm, run: RunFolder) -> None:
+    write_spec(run, array="0-1", sweep={"lr": ("1", "2")}, args=("a",))
+    environ = job_environ(run, SLURM_ARRAY_TASK_ID="1", SLURM_ARRAY_JOB_ID="5")
+    exports = begin(environ)
+    assert exports is not None
+    task = run.task(1)
+    assert exports["HPC_DDP_RUN"] == str(task.path)
+    assert JobSpec.from_json(task.job_json.read_text()).args == ("a", "--lr=2")
+    assert os.readlink(task.path / "lib") == "../lib"
+    assert (run.root / ".jobs" / "7").resolve() == task.path
+    last = environ | {"SLURM_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"}
+    assert begin(last) is not None
+    assert batch._run_of({**environ, "HPC_DDP_RUN": str(task.path)}) == task
+    assert not (run.root / ".jobs" / "5").exists()  # the array's own, linked at the submit
+
+
+def test_a_link_of_a_chain_queues_the_next_one(controller: Slurm, run: RunFolder) -> None:
+    write_spec(run, nodes=2, continue_by="resubmit")
+    controller.answer("sbatch", "8\n")
+    assert begin(job_environ(run)) is not None
+    assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}
+
+
+def test_a_link_queues_the_next_one_before_its_set_up(controller: Slurm, run: RunFolder) -> None:
+    write_spec(run, nodes=2, continue_by="resubmit")
+    controller.answer("sbatch", "8\n")
+    batch.queue_next(job_environ(run))
+    assert read_json(run.early_links) == {"7": "8"}
+    assert (run.root / ".jobs" / "8").resolve() == run.path
+    batch.queue_next(job_environ(run, SLURM_RESTART_COUNT="1"))
+    assert begin(job_environ(run)) is not None
+    assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}
+    assert not run.early_links.exists()
+    assert len(controller.calls("sbatch")) == 1
+
+
+def test_a_cancelled_or_finished_run_queues_no_link(controller: Slurm, run: RunFolder) -> None:
+    write_spec(run, nodes=2, continue_by="resubmit")
+    write_json(run.early_links, {"6": "7"})
+    run.cancelled.touch()
+    with pytest.raises(HpcDdpError, match="was cancelled"):
+        batch.queue_next(job_environ(run))
+    run.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
+    batch.queue_next(job_environ(run))
+    assert controller.calls("sbatch") == []
+
+
+def test_the_second_shell_of_an_allocation_is_refused(
+    controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is the same, and so is its restart count."""
+    environ = job_environ(run, HPC_DDP_INTERACTIVE="1")
+    assert begin(environ) is not None
+    with pytest.raises(HpcDdpError, match="is already being run"):
+        begin(environ)
+    monkeypatch.setattr(process, "is_live", lambda identity: False)  # it was ended
+    assert begin(environ) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("64(x2),48", 48), ("8", 8), ("36,72(x12)", 36), ("", 1), ("4(x16)", 4)]
+)
+def test_the_smallest_node_sets_the_cpus(text: str, cpus: int) -> None:
+    assert batch.least_cpus(text) == cpus
+
+
+def test_exported_values_survive_a_shell() -> None:
+    lines = batch.export_lines({"A": "a b'$(x)", "B": ""})
+    done = subprocess.run(
+        ["bash", "-c", f'{lines}printf "%s|%s" "$A" "$B"'], capture_output=True, text=True
+    )
+    assert done.stdout == "a b'$(x)|"

@@ -1,0 +1,206 @@
+"""`batch verdict` and the other calls of the batch script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core.journal.events import VerdictGiven
+from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.node import batch
+from hpc_ddp.node.batch import verdict
+from hpc_ddp.node.outcome.gather_facts import judge
+from tests.raw_events import raw, raw_events
+from unit.fakes import Clock, Slurm
+from unit.node.batch.fakes import show_job, step_environ, write_record
+
+
+def test_a_good_end_is_finished(
+    controller: Slurm, run: RunFolder, attempt: AttemptFolder, printed: list[str]
+) -> None:
+    for node in ("n1", "n2"):
+        write_record(attempt, node)
+    assert verdict(step_environ(run)) == 0
+    (event,) = raw_events(run.path)
+    assert (event["cause"], event["action"], event["why"], event["exit_code"]) == (
+        *("finished", "none", ""),
+        0,
+    )
+    assert (event["progress"], event["step"], event["bad_nodes"]) == (False, None, [])
+    assert "rank" not in event
+    assert printed == ["attempt 0: finished"]
+    assert controller.calls("sinfo") == []
+
+
+def test_an_error_of_the_script_is_given_up(
+    controller: Slurm, run: RunFolder, attempt: AttemptFolder, printed: list[str]
+) -> None:
+    failure = {"rank": 3, "code": 4, "time": 1.0, "error": "ValueError: x"}
+    write_record(attempt, "n1", code=1)
+    write_record(attempt, "n2", code=1, failures=[failure])
+    assert verdict(step_environ(run)) == 4
+    (event,) = raw_events(run.path)
+    assert (event["cause"], event["action"], event["exit_code"]) == ("failed", "give up", 4)
+    assert (event["rank"], event["node"], event["error"]) == (3, "n2", "ValueError: x")
+    assert printed == [
+        f"its log: {attempt.path}/n2/rank-3.log",
+        "attempt 0: rank 3 on n2: ValueError: x; it came before the first step, and would come"
+        " again; given up",
+    ]
+
+
+@pytest.mark.parametrize(("step", "then"), [(None, "it starts over"), (5, "it goes on")])
+def test_a_lost_node_is_kept_off_the_requeued_job(
+    controller: Slurm,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    printed: list[str],
+    step: int | None,
+    then: str,
+) -> None:
+    controller.answer("sinfo", "n2|down*\n")
+    controller.answer("sbatch")
+    if step:
+        run.journal("rank-0").write(raw("first_step", step=step))
+    write_record(attempt, "n1")
+    assert verdict(step_environ(run)) == 0
+    (event,) = [event for event in raw_events(run.path) if event["event"] == "verdict"]
+    assert (event["cause"], event["bad_nodes"]) == ("node lost", ["n2"])
+    assert printed == [
+        f"attempt 0: no word from n2; {then}",
+        "kept off: n2",
+    ]
+    changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
+    assert changes == [["requeue", "7"], ["update", "JobId=7", "ExcNodeList=n2"]]
+
+
+@pytest.mark.parametrize(
+    ("marks", "cause", "text"),
+    [
+        ({"cancelled": True}, "cancelled", "attempt 0: cancelled; by the user"),
+        ({"superseded": True}, "superseded", "attempt 0: superseded"),
+        ({"restarts": 1}, "superseded", "attempt 0: superseded"),
+    ],
+)
+def test_marks_on_disk_and_slurms_state_decide(
+    slurm_commands: Slurm,
+    clock: Clock,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    printed: list[str],
+    marks: dict[str, Any],
+    cause: str,
+    text: str,
+) -> None:
+    slurm_commands.answer("scontrol", show_job(restarts=marks.get("restarts", 0)))
+    slurm_commands.answer("sinfo")
+    if "cancelled" in marks:
+        run.cancelled.touch()
+    if "superseded" in marks:
+        run.claim_attempt({}, lambda identity: False)
+    verdict(step_environ(run))
+    assert raw_events(run.path)[0]["cause"] == cause
+    assert printed == [text]
+
+
+def test_slurm_is_not_asked_for_nodes_without_a_job(
+    run: RunFolder, attempt: AttemptFolder, slurm_commands: Slurm
+) -> None:
+    slurm_commands.answer("sinfo", "n1|down\nn2|down\n")
+    facts, decided = judge(run, attempt, step_environ(run), None)
+    assert (facts.lost_nodes, decided.cause) == ([], "node lost")
+    assert slurm_commands.calls("sinfo") == []
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, run: RunFolder) -> Callable[..., int]:
+    def main(*words: str, **environ: str) -> int:
+        for name, value in step_environ(run, **environ).items():
+            monkeypatch.setenv(name, value)
+        return batch.main(list(words))
+
+    return main
+
+
+def test_each_call_of_the_batch_script(
+    controller: Slurm,
+    run: RunFolder,
+    call: Callable[..., int],
+    printed: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call("begin") == 0
+    assert "export HPC_DDP_ATTEMPT=0\n" in capsys.readouterr().out
+    attempt = run.attempt(0)
+    assert call("interrupted") == 0
+    assert attempt.notice.read_text() == "interrupted"
+    assert call("warned", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0
+    assert attempt.notice.read_text() == "warning signal"
+    assert call("watch", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0
+    assert call("teardown-time", HPC_DDP_END_TIME="1") == 0
+    assert int(capsys.readouterr().out) >= 1
+    attempt.port_taken.touch()
+    assert call("next-port", HPC_DDP_PORT="20000") == 0
+    assert int(capsys.readouterr().out) > 20000
+    for node in ("n1", "n2"):
+        write_record(
+            attempt, node, code=1, failures=[{"rank": 0, "code": 3, "time": 1, "error": ""}]
+        )
+    assert call("verdict") == 3
+    assert call("no such") == 2
+    assert printed[-1] == "unknown call ['no such']"
+    run.journal("batch", 1).write(raw("verdict", cause="finished", action="none", why=""))
+    assert call("begin", SLURM_RESTART_COUNT="1") == 0
+    assert capsys.readouterr().out == "exit 0\n"
+
+
+@pytest.mark.parametrize(
+    ("expedited", "code", "updates"),
+    [("Yes", 3, [["update", "JobId=7", "Requeue=0"]]), ("No", 3, []), ("Yes", 0, [])],
+)
+def test_an_expedited_job_that_is_given_up_fails(
+    controller: Slurm,
+    run: RunFolder,
+    call: Callable[..., int],
+    printed: list[str],
+    expedited: str,
+    code: int,
+    updates: list[list[str]],
+) -> None:
+    """Slurm would hold it in the queue for an exit code other than 0."""
+    controller.answer("scontrol", f"{show_job()}   ExpeditedRequeue={expedited}\n")
+    assert call("begin") == 0
+    if not code:
+        run.journal("rank-0", 0).write(raw("finished", step=1))
+    failures = [{"rank": 0, "code": 3, "time": 1, "error": ""}] if code else []
+    for node in ("n1", "n2"):
+        write_record(run.attempt(0), node, code=code, failures=failures)
+    assert call("verdict") == code
+    assert [words for words in controller.calls("scontrol") if words[0] == "update"] == updates
+
+
+def test_a_refused_call_is_reported(
+    controller: Slurm, run: RunFolder, call: Callable[..., int], printed: list[str]
+) -> None:
+    run.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
+    assert call("begin") == 1
+    assert printed == [
+        f"run {run.path} is finished",
+        "hint: start a new one: hpc-ddp submit",
+    ]
+    assert call("interrupted", HPC_DDP_ATTEMPT="9") == 75
+    assert "the run's folder can't be used: " in printed[-1]
+
+
+def test_the_last_event_of_an_attempt_is_its_verdict(
+    controller: Slurm, run: RunFolder, attempt: AttemptFolder, printed: list[str]
+) -> None:
+    run.journal("rank-0").write(raw("finished", step=3))
+    for node in ("n1", "n2"):
+        write_record(attempt, node)
+    verdict(step_environ(run))
+    assert last_event(run.events(), VerdictGiven) == run.events()[-1]
+    assert raw_events(run.path)[-1]["step"] == 3

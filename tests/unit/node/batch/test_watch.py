@@ -1,0 +1,152 @@
+"""The batch shell's calls while the step runs: warnings, time limits, ports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
+from hpc_ddp.node import batch
+from hpc_ddp.node.batch import next_port, warned
+from unit.fakes import Clock
+from unit.node.batch.fakes import step_environ
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Callable[..., list[float]]:
+    """Have Slurm give a job one end after the other, each from a time on, None for no answer;
+    return when it was asked."""
+
+    def set_limits(is_preempted: bool = False, **ends: float | None) -> list[float]:
+        asked_at: list[float] = []
+
+        def ask(job_id: str, is_quiet: bool = False) -> Any:
+            asked_at.append(clock.now)
+            end = [end for since, end in ends.items() if float(since[1:]) <= clock.now][-1]
+            if end is None:
+                return None
+            left_s = end - clock.now
+            return SimpleNamespace(end_time=end, left_s=left_s, preempted=is_preempted)
+
+        monkeypatch.setattr(batch, "ask", ask)
+        return asked_at
+
+    return set_limits
+
+
+@pytest.mark.parametrize(
+    ("is_preempted", "end_in", "warn_s", "word", "slept"),
+    [
+        (False, 1000.0, "60", "warning signal", 940.0),
+        (False, 1000.0, "", "warning signal", 1000.0),
+        (False, 1000.0, "2000", "warning signal", 0.0),
+        (True, 1000.0, "60", "preemption", 0.0),
+        (False, None, "60", "warning signal", 0.0),
+    ],
+)
+def test_a_warning_is_passed_on_in_time(
+    clock: Clock,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    limits: Callable[..., list[float]],
+    is_preempted: bool,
+    end_in: float | None,
+    warn_s: str,
+    word: str,
+    slept: float,
+) -> None:
+    limits(is_preempted, _0=None if end_in is None else clock.now + end_in)
+    warned(step_environ(run, HPC_DDP_WARN_S=warn_s))
+    assert attempt.notice.read_text() == word
+    assert sum(clock.slept) == pytest.approx(slept)
+
+
+@pytest.mark.parametrize(
+    ("later", "last"),
+    [
+        (200_000.0, 199_940),  # extended by the operator
+        (50_000.0, 49_940),  # shortened
+        (None, 86_340),  # the controller is down: what is known counts
+        (math.inf, None),  # set to UNLIMITED
+    ],
+)
+def test_the_end_time_is_queried_repeatedly(
+    clock: Clock,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    limits: Callable[..., list[float]],
+    later: float | None,
+    last: float | None,
+) -> None:
+    clock.now = 0.0
+    asked_at = limits(_0=86_400.0, _20000=later, _300000=300_050.0)
+    batch.watch(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="86400"))
+    if last is None:  # until there is a limit again
+        assert attempt.end_time.read_text() == "300050"
+        return
+    assert asked_at[-1] == pytest.approx(last)  # just before the nodes are warned
+    assert attempt.end_time.read_text() == (f"{later:.0f}" if later else "")
+    assert len(asked_at) < 90
+
+
+def test_a_later_time_limit_is_used(
+    clock: Clock, run: RunFolder, attempt: AttemptFolder, limits: Callable[..., list[float]]
+) -> None:
+    clock.now = 0.0
+    limits(_0=math.inf, _5000=9000.0)
+    batch.watch(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME=""))
+    assert attempt.end_time.read_text() == "9000"
+    assert clock.now == pytest.approx(8940.0)
+
+
+def test_a_warning_that_came_before_the_limit_was_extended_waits(
+    clock: Clock, run: RunFolder, attempt: AttemptFolder, limits: Callable[..., list[float]]
+) -> None:
+    clock.now = 80.0
+    limits(_0=150.0, _85=1150.0)
+    warned(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="150"))
+    assert clock.now == pytest.approx(1090.0)
+    assert attempt.end_time.read_text() == "1150"
+    assert attempt.notice.read_text() == "warning signal"
+
+
+@pytest.mark.parametrize(
+    ("left_s", "seconds"), [(1000.0, 300), (320.0, 300), (120.0, 100), (3.0, 1), (None, 300)]
+)
+def test_a_teardown_leaves_time_for_the_verdict(
+    clock: Clock,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    limits: Callable[..., list[float]],
+    printed: list[str],
+    left_s: float | None,
+    seconds: int,
+) -> None:
+    limits(_0=clock.now + left_s if left_s else None)
+    assert batch.teardown_time(step_environ(run, HPC_DDP_END_TIME="")) == seconds
+    assert bool(printed) == (seconds < 300)
+
+
+def test_a_second_port_starts_without_records_of_the_first(
+    run: RunFolder, attempt: AttemptFolder
+) -> None:
+    node = attempt.node("n1")
+    node.path.mkdir()
+    for path in (node.record, attempt.node("n1", 1).record, attempt.port_taken):
+        path.write_text("{}")
+    attempt.failed.write_text("n1")
+    assert next_port(step_environ(run, HPC_DDP_PORT="32767")) >= 10000
+    assert (attempt.failed.read_text(), node.records()) == ("", [])
+    assert not attempt.port_taken.exists()
+
+
+def test_the_next_port_is_another_one(
+    run: RunFolder, attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt.port_taken.touch()
+    monkeypatch.setattr(batch, "free_port", lambda start: start)
+    assert next_port(step_environ(run, HPC_DDP_PORT="20000")) == 20001

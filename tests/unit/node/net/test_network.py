@@ -1,0 +1,56 @@
+"""Ports and interfaces of a node."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from hpc_ddp.node.net import network
+
+
+def test_a_node_alone_is_reached_by_loopback() -> None:
+    assert network.reach(["n1"], 0, "-ib") == "127.0.0.1"
+    assert network.reach(["n1", "n2"], 1, "-ib") == "n2-ib"
+
+
+def test_a_free_port_is_the_next_one() -> None:
+    free = network.free_port(20000)
+    with socket.create_server(("", free)):
+        assert network.free_port(free) > free >= 20000
+    first, last = network.FIRST_PORT, network.LAST_PORT
+    assert all(first <= network.free_port(start) <= last for start in (0, last + 1, 70000))
+
+
+def test_the_last_port_is_followed_by_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {network.FIRST_PORT + 1}
+    tried: list[int] = []
+
+    class Probe:
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            return
+
+        def bind(self, address: tuple[str, int]) -> None:
+            tried.append(address[1])
+            if address[1] not in free:
+                raise OSError
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert network.free_port(network.LAST_PORT) == network.FIRST_PORT + 1
+    assert tried == [network.LAST_PORT, network.FIRST_PORT, network.FIRST_PORT + 1]
+    free.clear()
+    tried.clear()
+    with pytest.raises(OSError, match="no free port between 10000 and 32767"):
+        network.free_port(0)
+    assert len(set(tried)) == network.LAST_PORT - network.FIRST_PORT + 1
+
+
+def test_loopback_leads_to_itself() -> None:
+    assert network.interface_to("127.0.0.1") == "lo"
+    assert network.interface_to("::1") is None  # none of IPv4
+    assert network.address_of("lo") == "127.0.0.1"
+    assert network.address_of("no-such0") is None
+    assert "127.0.0.1" in network.addresses()

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp import slurm
+from hpc_ddp.core.journal import journal
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.outcome import excluded_nodes, requeue
+from hpc_ddp.node.outcome.requeue import go_on
+from hpc_ddp.node.outcome.verdict import Verdict
+from unit.fakes import Clock, stop_clock
+from unit.node.outcome.requeue.fakes import GO_ON, facts_of, job_environ
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "name" / "my run").make()
+    run.job_json.write_text("{}")
+    run.claim_attempt({"job_id": "7"}, lambda identity: False)
+    return run
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return stop_clock(monkeypatch, excluded_nodes, requeue, slurm, journal)
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The messages to the user."""
+    lines: list[str] = []
+    monkeypatch.setattr(requeue, "say", lines.append)
+    monkeypatch.setattr(excluded_nodes, "say", lines.append)
+    return lines
+
+
+@pytest.fixture
+def end(run: RunFolder, clock: Clock, printed: list[str]) -> Callable[..., int]:
+    """Go on after the run's attempt."""
+
+    def call(decided: Verdict = GO_ON, lost: tuple[str, ...] = (), **values: Any) -> int:
+        spec = {name: values.pop(name) for name in ("continue_by",) if name in values}
+        attempt, facts = run.attempt(0), facts_of(run, lost, **spec)
+        return go_on(run, attempt, job_environ(**values), facts, decided)
+
+    return call

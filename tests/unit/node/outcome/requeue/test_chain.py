@@ -1,0 +1,128 @@
+"""Each job of a chain queues the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hpc_ddp.core.file_io import write_json
+from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.outcome.requeue import queue_next_link
+from hpc_ddp.node.outcome.verdict import Verdict
+from tests.raw_events import raw
+from unit.fakes import Clock, Slurm
+from unit.node.outcome.requeue.fakes import (
+    GO_ON,
+    SHOWN_JOB,
+    blame_nodes,
+    changes_of,
+    exclude_nodes,
+    job_environ,
+)
+
+
+@pytest.mark.parametrize(
+    ("link", "decided", "code", "cancelled"),
+    [
+        ("8", GO_ON, 0, []),
+        ("8", Verdict(Cause.FAILED, Action.GIVE_UP, "", 3), 3, [["8"]]),
+        ("8", Verdict(Cause.FINISHED, Action.NONE, ""), 0, [["8"]]),
+        ("8", Verdict(Cause.SUPERSEDED, Action.NONE, ""), 0, []),
+        (None, Verdict(Cause.FINISHED, Action.NONE, ""), 0, []),
+    ],
+)
+def test_the_end_of_a_link_keeps_or_cancels_the_next(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    link: str | None,
+    decided: Verdict,
+    code: int,
+    cancelled: list[list[str]],
+) -> None:
+    slurm_commands.answer("scancel")
+    if link:
+        write_json(run.attempt(0).path / "next.json", {"job_id": link})
+    assert end(decided, continue_by="resubmit") == code
+    assert slurm_commands.calls("scancel") == cancelled
+    assert slurm_commands.calls("sbatch") == []
+
+
+def test_a_link_that_was_not_queued_at_the_start_is_at_the_end(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str]
+) -> None:
+    slurm_commands.answer("sbatch", "8\n")
+    slurm_commands.answer("sbatch", err="no", code=1)
+    assert end(continue_by="resubmit") == 0
+    assert end(continue_by="resubmit") == 0  # it waits already
+    assert len(slurm_commands.calls("sbatch")) == 1
+
+
+def test_a_chain_without_a_next_job_is_left_to_the_user(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str]
+) -> None:
+    slurm_commands.answer("sbatch", err="no", code=1)
+    assert end(continue_by="resubmit") == 75
+    assert "could not be requeued" in printed[-1]
+
+
+def test_a_link_that_can_not_be_cancelled_will_find_the_verdict(
+    slurm_commands: Slurm, end: Callable[..., int], run: RunFolder, printed: list[str]
+) -> None:
+    write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
+    slurm_commands.answer("scancel", err="Access denied", code=1)
+    assert end(Verdict(Cause.FAILED, Action.GIVE_UP, "", 3), continue_by="resubmit") == 3
+    assert printed == ["scancel refused: Access denied"]
+
+
+@pytest.mark.parametrize("lost", [(), ("n2",)])
+def test_a_waiting_link_is_kept_off_a_lost_node(
+    slurm_commands: Slurm, end: Callable[..., int], run: RunFolder, lost: tuple[str, ...]
+) -> None:
+    write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
+    blame_nodes(run, "n2")
+    slurm_commands.answer("sbatch")
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("PENDING", 0))
+    assert end(lost=lost, continue_by="resubmit") == 0
+    update = ["update", "JobId=8", "ExcNodeList=n2"]
+    assert changes_of(slurm_commands) == ([update] if lost else [])
+
+
+def test_the_next_link_of_a_task_is_that_task(
+    run: RunFolder, slurm_commands: Slurm, clock: Clock
+) -> None:
+    task = run.task(1).make()
+    attempt = task.claim_attempt({}, lambda identity: False)
+    slurm_commands.answer("sbatch", "9;cluster\n")
+    environ = job_environ(SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="1")
+    assert queue_next_link(task, attempt, environ) == "9"
+    (words,) = slurm_commands.calls("sbatch")
+    assert words == [
+        *("--parsable", "--dependency=afterany:5_1", "--array=1"),
+        str(run.script),
+    ]
+    assert (run.root / ".jobs" / "9").resolve() == run.path
+
+
+@pytest.mark.parametrize(("excluded", "kept_off"), [("", "n2"), ("n[2,8-9]", "n8,n9,n2")])
+def test_the_next_link_is_kept_off_bad_nodes(
+    run: RunFolder, slurm_commands: Slurm, clock: Clock, excluded: str, kept_off: str
+) -> None:
+    """The option --exclude replaces the script's line, which this job had."""
+    blame_nodes(run, "n2")
+    exclude_nodes(slurm_commands, excluded)
+    slurm_commands.answer("sbatch", "9\n")
+    assert queue_next_link(run, run.attempt(0), job_environ()) == "9"
+    words = slurm_commands.calls("sbatch")[-1]
+    assert words[1:3] == ["--dependency=afterany:7", f"--exclude={kept_off}"]
+
+
+def test_a_link_without_an_answer_is_none_of_the_known_jobs(
+    run: RunFolder, slurm_commands: Slurm, clock: Clock
+) -> None:
+    run.journal("submit").write(raw("queued", job_id="7"))
+    slurm_commands.answer("sbatch", err="Socket timed out", code=1)
+    slurm_commands.answer("squeue", f"7|N/A|{run.script}\n6|N/A|{run.script}\n")
+    assert queue_next_link(run, run.attempt(0), job_environ()) == "6"

@@ -1,0 +1,267 @@
+"""A run is requeued after its attempt; Slurm's commands are stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.journal.vocabulary import Action, Cause
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.outcome import requeue
+from hpc_ddp.node.outcome.excluded_nodes import KEPT_OFF_S
+from hpc_ddp.node.outcome.verdict import Verdict
+from unit.fakes import Clock, Slurm
+from unit.node.outcome.requeue.fakes import (
+    RUNNING,
+    SHOWN_JOB,
+    blame_nodes,
+    changes_of,
+    exclude_nodes,
+)
+
+AWAY = "{ echo Unable to contact slurm controller >&2; exit 1; }"
+
+
+def test_a_job_is_requeued_by_its_own_id(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str]
+) -> None:
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    assert end() == 0
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
+    assert end(**array) == 0
+    assert changes_of(slurm_commands) == [["requeue", "7"], ["requeue", "5_1"]]
+    assert slurm_commands.calls("scontrol")[0] == ["show", "job", "7"]
+    assert printed == []
+
+
+@pytest.mark.parametrize(
+    ("decided", "code"),
+    [
+        (Verdict(Cause.FINISHED, Action.NONE, ""), 0),
+        (Verdict(Cause.FAILED, Action.GIVE_UP, "", 3), 3),
+    ],
+)
+def test_a_job_that_is_not_requeued_ends_with_its_code(
+    slurm_commands: Slurm, end: Callable[..., int], decided: Verdict, code: int
+) -> None:
+    assert end(decided) == code
+    assert slurm_commands.calls("scontrol") == []
+
+
+def test_an_allocation_is_left_to_its_owner(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str], run: RunFolder
+) -> None:
+    assert end(HPC_DDP_INTERACTIVE="1") == 75
+    assert slurm_commands.calls("scontrol") == []
+    assert len(printed) == 1
+    assert f"'{run.path}'" in printed[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "wanted", "newest", "code", "words"),
+    [
+        ("RUNNING", 3, True, True, 0, "attempt 0 is no longer the job's current one: left alone"),
+        ("RUNNING", 2, True, False, 0, "attempt 0 is no longer the job's current one: left alone"),
+        ("PENDING", 2, True, True, 75, "the job is PENDING by now: not requeued"),
+        ("RUNNING", 2, False, True, 75, "the job is RUNNING by now: not requeued"),
+    ],
+)
+def test_another_start_of_the_job_is_left_alone(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    printed: list[str],
+    state: str,
+    restarts: int,
+    wanted: bool,
+    newest: bool,
+    code: int,
+    words: str,
+) -> None:
+    slurm_commands.answer("scontrol", SHOWN_JOB.format(state, restarts))
+    if not wanted:
+        run.cancelled.touch()
+    if not newest:
+        run.claim_attempt({}, lambda identity: False)
+    assert end() == code
+    assert printed == [words]
+    assert changes_of(slurm_commands) == []
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        SHOWN_JOB.format("COMPLETING", 2).replace("None", "TimeLimit"),
+        SHOWN_JOB.format("COMPLETING", 2)
+        + "   PreemptEligibleTime=x PreemptTime=2026-11-21T10:00:00\n",
+    ],
+)
+def test_a_job_that_slurm_is_ending_is_requeued(
+    slurm_commands: Slurm, end: Callable[..., int], shown: str
+) -> None:
+    slurm_commands.answer("scontrol", shown)
+    assert end() == 0
+    assert changes_of(slurm_commands) == [["requeue", "7"]]
+
+
+def test_a_controller_that_refuses_to_tell_is_asked_again(
+    slurm_commands: Slurm, end: Callable[..., int], clock: Clock
+) -> None:
+    slurm_commands.answer("scontrol", err="Access denied", code=1)
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    assert end() == 0
+    assert clock.slept == [requeue.PAUSE_S]
+    assert changes_of(slurm_commands) == [["requeue", "7"]]
+
+
+@pytest.mark.parametrize(("lost", "newest"), [(("n2",), True), ((), True), (("n2",), False)])
+def test_a_job_that_slurm_has_requeued_itself_is_kept_off_the_lost_node(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    lost: tuple[str, ...],
+    newest: bool,
+) -> None:
+    blame_nodes(run, "n2")
+    if not newest:
+        run.claim_attempt({}, lambda identity: False)
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("PENDING", 3))
+    slurm_commands.answer("sbatch")
+    assert end(Verdict(Cause.SUPERSEDED, Action.NONE, ""), lost=lost) == 0
+    assert bool(slurm_commands.calls("scontrol")) is (lost != () and newest)
+
+
+def test_a_requeue_without_an_answer_is_tried_again(
+    slurm_commands: Slurm, end: Callable[..., int], clock: Clock, printed: list[str]
+) -> None:
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    slurm_commands.answer("scontrol", err="Socket timed out", code=1)
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    slurm_commands.answer("scontrol")
+    assert end() == 0
+    assert printed == ["scontrol got no answer: Socket timed out; trying again"]
+    assert clock.slept == [requeue.PAUSE_S]
+    assert len(changes_of(slurm_commands)) == 2
+
+
+def test_a_requeue_is_given_up_after_a_while(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    clock: Clock,
+    printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(requeue, "TRIES", 4)
+    slurm_commands.answer_by(
+        "scontrol",
+        f"[ $1 = show ] && printf '{SHOWN_JOB.format('RUNNING', 2)}' || "
+        "{ echo Socket timed out >&2; exit 1; }",
+    )
+    assert end() == 75
+    assert clock.slept == [requeue.PAUSE_S] * 4
+    assert "could not be requeued; go on with: hpc-ddp submit --run '" in printed[-1]
+
+
+@pytest.mark.parametrize(("left_s", "away_s", "code"), [(6420, 780, 0), (120, 780, 75)])
+def test_a_controller_that_is_away_is_no_refusal(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    clock: Clock,
+    left_s: int,
+    away_s: int,
+    code: int,
+) -> None:
+    """Slurm is asked until shortly before the job's end, which an operator may change."""
+    run.attempt(0).end_time.write_text(f"{clock.now + left_s}")
+    back_at = clock.now + away_s
+    answers = slurm_commands.answer_by
+    answers("scontrol", f"[ $(cat '{run.path}/now') -lt {int(back_at)} ] && {AWAY} || {RUNNING}")
+    sleep = clock.sleep
+
+    def pass_time(seconds: float) -> None:
+        sleep(seconds)
+        (run.path / "now").write_text(f"{int(clock.now)}")
+
+    clock.sleep = pass_time  # type: ignore[method-assign]
+    pass_time(0)
+    assert end(HPC_DDP_END_TIME=f"{clock.now + 60}") == code
+    assert bool(changes_of(slurm_commands)) is (code == 0)
+    assert clock.now < back_at + 60
+    assert len(slurm_commands.calls("scontrol")) < 60  # now and then, and so are the messages
+
+
+@pytest.mark.parametrize(("code", "ended"), [(0, 0), (1, 75)])
+def test_a_refused_requeue_submits_a_new_job(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    printed: list[str],
+    code: int,
+    ended: int,
+) -> None:
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    slurm_commands.answer("scontrol", err="Requested operation is disabled", code=1)
+    slurm_commands.answer("sbatch", "8\n", code=code)
+    assert end() == ended
+    assert printed[0] == "scontrol refused: Requested operation is disabled"
+    if ended:
+        assert "the next job of the chain could not be queued: " in printed[1]
+    else:
+        assert printed[1:] == ["it goes on as job 8"]
+        assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}
+
+
+REFUSED = "not kept off n2, n3: sbatch refused: too few nodes"
+
+
+@pytest.mark.parametrize(
+    ("age_s", "excluded", "fits", "kept_off", "words"),
+    [
+        (60.0, "", True, "n2,n3", ["kept off: n2, n3"]),
+        (60.0, "n[8-9]", True, "n8,n9,n2,n3", ["kept off: n2, n3"]),
+        (60.0, "n[2,8-9]", True, "n8,n9,n2,n3", ["kept off: n2, n3"]),
+        (60.0, "n[8-9]", False, "n8,n9", [REFUSED]),
+        (KEPT_OFF_S, "n[2,8-9]", True, "n8,n9", []),
+        (KEPT_OFF_S, "", True, "", []),
+    ],
+)
+def test_a_requeued_job_is_kept_off_bad_nodes(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    clock: Clock,
+    printed: list[str],
+    age_s: float,
+    excluded: str,
+    fits: bool,
+    kept_off: str,
+    words: list[str],
+) -> None:
+    """Slurm's list may be of any option, variable or plugin: all but our own nodes stay."""
+    blame_nodes(run, "n3", "n2")
+    clock.now += age_s
+    exclude_nodes(slurm_commands, excluded)
+    slurm_commands.answer("sbatch", err="too few nodes", code=int(not fits))
+    assert end() == 0
+    assert changes_of(slurm_commands) == [
+        ["requeue", "7"],
+        ["update", "JobId=7", f"ExcNodeList={kept_off}"],
+    ]
+    assert printed == words
+    arguments = [f"--exclude={'n8,n9,' if excluded else ''}n2,n3", str(run.script)]
+    expected = [["--test-only", *arguments]] if age_s < KEPT_OFF_S else []
+    assert slurm_commands.calls("sbatch") == expected
+
+
+def test_a_job_whose_exclusion_is_refused_continues(
+    slurm_commands: Slurm, end: Callable[..., int], run: RunFolder, printed: list[str]
+) -> None:
+    blame_nodes(run, "n2")
+    refused = "{ echo Access denied >&2; exit 1; }"
+    slurm_commands.answer_by("scontrol", f"[ $1 = update ] && {refused} || {RUNNING}")
+    slurm_commands.answer("sbatch")
+    assert end() == 0
+    assert printed == ["scontrol refused: Access denied"]

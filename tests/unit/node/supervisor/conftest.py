@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hpc_ddp.core import process
+from hpc_ddp.node import supervisor
+from hpc_ddp.node.outcome import oom as oom_module
+from unit.fakes import Clock, stop_clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(oom_module, "kills", lambda: 0)
+    return stop_clock(monkeypatch, supervisor)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The signals that were sent, as process id and number."""
+    result: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: result.append((pid, number)))
+    monkeypatch.setattr(process, "_began", lambda pid: "then")
+    return result

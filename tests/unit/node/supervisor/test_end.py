@@ -1,0 +1,137 @@
+"""A supervisor records how its node ended, and waits for its peers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.run_folder import AttemptFolder
+from hpc_ddp.node import supervisor
+from hpc_ddp.node.outcome import head_failover
+from hpc_ddp.node.outcome import oom as oom_module
+from unit.fakes import Clock
+from unit.node.supervisor.fakes import COMMAND, make_supervisor
+
+
+@pytest.mark.parametrize(
+    ("code", "notice", "torn_down", "index", "elastic", "superseded", "ended", "failed"),
+    [
+        (0, None, None, 0, False, False, 0, ""),
+        (1, "SIGTERM", None, 0, False, False, 0, ""),
+        (1, None, None, 0, False, False, 1, "n1"),
+        (1, None, "n2", 0, False, False, 1, ""),
+        (1, None, None, 0, False, True, 0, ""),
+        (1, None, None, 0, True, False, 1, "n1"),
+        (1, None, None, 1, True, False, 1, "left"),
+        (1, None, None, 1, False, False, 0, "n2"),  # the first one's code ends the step
+        (1, None, "n1", 1, False, False, 0, ""),
+    ],
+)
+def test_the_end_of_a_supervisor_depends_on_notice_peers_and_leader(
+    attempt: AttemptFolder,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    notice: str | None,
+    torn_down: str | None,
+    index: int,
+    elastic: bool,
+    superseded: bool,
+    ended: int,
+    failed: str,
+) -> None:
+    decided: list[bool] = []
+    monkeypatch.setattr(
+        head_failover, "decide", lambda place, env, reports: decided.append(reports())
+    )
+    words = [*COMMAND[:3], "--nnodes=1:3" if elastic else "--nnodes=3", "train.py", "--a=:"]
+    watcher = make_supervisor(attempt, *words, index=index)
+    watcher.notice, watcher.torn_down = notice, torn_down
+    if superseded:
+        watcher.place.run.claim_attempt({}, lambda identity: False)
+    for node in ("n1", "n2", "n3"):
+        attempt.node(node).path.mkdir(exist_ok=True)
+        attempt.node(node).record.touch()
+    assert watcher._end(code) == ended
+    has_left = failed == "left"
+    assert attempt.failed.read_text() == ("" if has_left else failed)
+    assert decided == ([False] if has_left else [])
+    assert bool(clock.slept) is (ended == 1 and not has_left)  # for the peers' ends
+    record = read_json(watcher.folder.record)
+    assert (record["code"], record["notice"], record["torn_down"]) == (code, notice, torn_down)
+    assert record["left"] is has_left
+
+
+def test_a_failed_worker_is_no_lost_leader(attempt: AttemptFolder, clock: Clock) -> None:
+    watcher = make_supervisor(
+        attempt, *COMMAND[:3], "--nnodes=1:3", "train.py", index=1, nodes=("n0", "n1")
+    )
+    watcher.folder.failures.write_text(
+        json.dumps({"failures": [{"rank": 1, "code": 1, "time": 5.0}]})
+    )
+    assert watcher._end(1) == 0
+    assert read_json(watcher.folder.record)["left"] is False
+    assert attempt.failed.read_text() == "n1"
+
+
+def test_the_peers_ends_are_awaited_for_a_bounded_time(
+    attempt: AttemptFolder, clock: Clock
+) -> None:
+    watcher = make_supervisor(attempt)
+    for node in ("n1", "n2", "n3"):
+        attempt.node(node).path.mkdir(exist_ok=True)
+    attempt.node("n1").record.touch()
+    attempt.node("n3").record.touch()
+    watcher._wait_for_peers()
+    assert supervisor.PEERS_S <= sum(clock.slept) < supervisor.PEERS_S + 0.3
+    clock.slept.clear()
+    attempt.node("n2").record.touch()
+    watcher._wait_for_peers()
+    assert len(clock.slept) == 1
+    assert watcher.launch.peers == [attempt.node(node).record for node in ("n1", "n2", "n3")]
+
+
+def test_no_peer_is_awaited_if_a_port_was_taken(attempt: AttemptFolder, clock: Clock) -> None:
+    attempt.port_taken.touch()
+    assert make_supervisor(attempt)._end(1) == 1
+    assert clock.slept == []
+
+
+def test_an_end_that_can_not_be_recorded_is_reported(
+    attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone(write: Callable[[], object]) -> None:
+        raise OSError("Stale file handle")
+
+    watcher = make_supervisor(attempt)
+    monkeypatch.setattr(supervisor, "patiently", gone)
+    assert watcher._end(0) == 0
+    assert "n1 can't record how it ended: Stale file handle" in capsys.readouterr().err
+
+
+def test_causes_of_the_workers_deaths_are_read(
+    attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = make_supervisor(attempt)
+    reports = [{"rank": rank, "code": code, "time": 5.0} for rank, code in enumerate((1, -9, -11))]
+    watcher.folder.failures.write_text(json.dumps({"failures": reports}))
+    watcher.folder.rank_log(0).write_text(
+        "Traceback (most recent call last):\n  x\nValueError: a\n"
+    )
+    watcher.folder.rank_log(1).write_text(
+        "Traceback (most recent call last):\n  x\nValueError: b\n"
+    )
+    assert [failure["error"] for failure in watcher._failures(1)] == ["ValueError: a", "", ""]
+    monkeypatch.setattr(oom_module, "kills", lambda: 1)
+    assert [failure["error"] for failure in watcher._failures(1)] == [
+        "ValueError: a",
+        oom_module.KILLED,
+        "",
+    ]
+    watcher.folder.failures.write_text("{}")
+    assert watcher._failures(-9) == [
+        {"rank": None, "code": -9, "time": 1000.0, "error": oom_module.KILLED}
+    ]

@@ -1,0 +1,251 @@
+"""A supervisor decides what signals, notices and deadlines mean."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.run_folder import AttemptFolder
+from hpc_ddp.node import supervisor
+from hpc_ddp.node.supervisor import Signals
+from tests.raw_events import raw_events
+from unit.fakes import Clock
+from unit.node.supervisor.fakes import make_agent, make_supervisor, write_pids
+
+
+def test_signals_wake_a_supervisor_and_a_childs_end_is_none() -> None:
+    numbers = (*supervisor.NOTICE_SIGNALS, signal.SIGCHLD)
+    before = {number: signal.getsignal(number) for number in numbers}
+    woken_by = signal.set_wakeup_fd(-1)
+    signals = Signals()
+    try:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            signals.wait(60)
+        assert signals.seen == list(supervisor.NOTICE_SIGNALS)
+        signals.wait(0)
+    finally:
+        signal.set_wakeup_fd(woken_by)
+        for end in (signals._read, signals._write):
+            end.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_signal_is_a_notice(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    watcher, agent = make_supervisor(attempt, notice_signal=signal.SIGUSR1), make_agent()
+    write_pids(watcher, 41, 42)
+    watcher.signals.seen += [signal.SIGHUP, signal.SIGTERM]
+    watcher._poll(agent)
+    assert (watcher.notice, watcher.torn_down) == ("SIGHUP", None)
+    assert sorted(sent) == [(41, signal.SIGUSR1), (42, signal.SIGUSR1)]
+    assert not agent.killed
+    assert read_json(watcher.folder.notice) == {"source": "SIGHUP", "time": 1000.0}
+    (event,) = raw_events(watcher.place.run.path)
+    assert (event["event"], event["source"]) == ("notice", "SIGHUP")
+    watcher.signals.seen += [signal.SIGTERM]
+    watcher._poll(agent)  # one is enough
+    assert watcher.signals.seen == []
+    assert (watcher.notice, len(sent)) == ("SIGHUP", 2)
+
+
+def test_a_notice_before_there_are_workers_ends_torchrun(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    watcher, agent = make_supervisor(attempt), make_agent()
+    (watcher.folder.path / "rank-0.pid").touch()  # not yet written
+    watcher.signals.seen += [signal.SIGTERM]
+    watcher._poll(agent)
+    assert (sent, agent.killed) == ([], True)
+
+
+def test_a_signal_after_a_peers_failure_is_a_teardown(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    watcher, agent = make_supervisor(attempt), make_agent()
+    write_pids(watcher, 41)
+    attempt.failed.write_text("n2\n")
+    watcher.signals.seen += [signal.SIGTERM]
+    watcher._poll(agent)
+    assert (watcher.notice, watcher.torn_down) == (None, "n2")
+    assert not watcher.folder.notice.exists()
+    clock.now += supervisor.TEARDOWN_S - 0.1
+    watcher._poll(agent)
+    assert (sent, agent.killed) == ([(41, signal.SIGTERM)], False)
+    clock.now += 0.2
+    watcher._poll(agent)
+    assert (sent[1:], agent.killed) == ([(41, signal.SIGKILL)], True)
+
+
+@pytest.mark.parametrize(
+    ("failed", "word", "end_time", "notice", "torn_down"),
+    [
+        ("", "", None, None, None),
+        ("n1", "", None, None, None),  # its own mark
+        ("n2", "warning signal", None, None, "n2"),
+        ("", "warning signal", 1000.0, "warning signal", None),
+        ("", "", 1060.0, "time limit", None),
+        ("", "", 1061.0, None, None),
+    ],
+)
+def test_marks_and_deadlines_become_notices_and_teardowns(
+    attempt: AttemptFolder,
+    clock: Clock,
+    failed: str,
+    word: str,
+    end_time: float | None,
+    notice: str | None,
+    torn_down: str | None,
+) -> None:
+    watcher = make_supervisor(attempt, end_time=end_time)
+    attempt.failed.write_text(failed)
+    attempt.notice.write_text(word)
+    watcher._poll(make_agent())
+    assert (watcher.notice, watcher.torn_down) == (notice, torn_down)
+
+
+def test_logs_are_polled_once_a_second(
+    attempt: AttemptFolder, clock: Clock, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    watcher, shown = make_supervisor(attempt), []
+    for number in range(4):
+        with open(watcher.folder.rank_log(0), "a") as log:
+            log.write(str(number))
+        watcher._poll(make_agent())
+        shown.append(capfdbinary.readouterr().out)
+        clock.now += 0.5
+    assert shown == [b"0", b"", b"12", b""]
+
+
+def test_workers_alive_after_a_notice_are_killed_before_the_end(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    watcher, agent = make_supervisor(attempt, end_time=1010.0, warn_s=60.0), make_agent()
+    write_pids(watcher, 41)
+    watcher._poll(agent)
+    clock.now = 1009.9
+    watcher._poll(agent)
+    assert not agent.killed
+    clock.now = 1010.0
+    watcher._poll(agent)
+    assert agent.killed
+    assert sent == [(41, signal.SIGTERM), (41, signal.SIGKILL)]
+
+
+def test_a_late_notice_leaves_the_workers_time(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    watcher, agent = make_supervisor(attempt, end_time=900.0), make_agent()
+    write_pids(watcher, 41)
+    for _ in range(2):
+        watcher._poll(agent)
+        assert (sent, agent.killed) == ([(41, signal.SIGTERM)], False)
+        clock.now += 5.0
+    watcher._poll(agent)
+    assert agent.killed
+
+
+def test_a_suspended_job_has_another_end(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    """The batch side asks for it when the job runs again; until then no end is known."""
+    watcher, agent = make_supervisor(attempt, end_time=1100.0, warn_s=60.0), make_agent()
+    write_pids(watcher, 41)
+    watcher._poll(agent)
+    clock.now = 1200.0
+    watcher._poll(agent)
+    attempt.end_time.write_text("1300")
+    for _ in range(7):
+        clock.now += 5.0
+        watcher._poll(agent)
+        assert (sent, agent.killed) == ([], False), clock.now
+    clock.now = 1241.0
+    watcher._next_poll = 0.0
+    watcher._poll(agent)
+    assert sent == [(41, signal.SIGTERM)]
+
+
+def test_a_teardown_is_not_killed_at_the_time_limit(attempt: AttemptFolder, clock: Clock) -> None:
+    watcher, agent = make_supervisor(attempt, end_time=1010.0), make_agent()
+    watcher.torn_down = "n2"
+    clock.now = 1020.0
+    watcher._poll(agent)
+    assert not agent.killed
+
+
+def test_a_notice_that_can_not_be_written_is_given_later(
+    attempt: AttemptFolder,
+    clock: Clock,
+    sent: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watcher, agent = make_supervisor(attempt), make_agent()
+    write_pids(watcher, 41)
+
+    def full(path: Path, content: dict[str, Any]) -> None:
+        raise OSError(28, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor, "write_json", full)
+        watcher.signals.seen += [signal.SIGINT]
+        watcher._poll(agent)
+    assert (watcher.notice, sent) == (None, [])
+    clock.now += supervisor.POLL_EVERY_S
+    watcher._poll(agent)
+    assert (watcher.notice, sent) == ("SIGINT", [(41, signal.SIGTERM)])
+
+
+def test_a_superseded_attempt_is_ended(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    watcher, agent = make_supervisor(attempt), make_agent()
+    watcher._poll(agent)
+    watcher.place.run.claim_attempt({}, lambda identity: False)
+    clock.now += supervisor.FENCE_EVERY_S - 1
+    watcher._poll(agent)
+    assert (watcher.torn_down, agent.killed) == (None, False)
+    clock.now += 1
+    watcher._poll(agent)
+    assert (watcher.torn_down, agent.killed) == ("a later attempt", True)
+    clock.now += supervisor.FENCE_EVERY_S
+    watcher._poll(agent)
+    assert watcher._kill_at < clock.now  # set once
+
+
+def test_a_disk_that_is_away_kills_no_worker(
+    attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_error(path: Path, pattern: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    watcher, agent = make_supervisor(attempt, end_time=1010.0, warn_s=60.0), make_agent()
+    write_pids(watcher, 41)
+    monkeypatch.setattr(Path, "glob", raise_error)
+    watcher._poll(agent)
+    assert (watcher.notice, watcher.torn_down, agent.killed) == ("time limit", None, False)
+    assert not watcher._is_superseded()
+
+
+def test_a_clock_that_is_set_moves_no_wait(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    watcher, agent = make_supervisor(attempt), make_agent()
+    write_pids(watcher, 41)
+    clock.set_back_s = 3600.0
+    attempt.failed.write_text("n2")
+    watcher._poll(agent)
+    clock.set_back_s = 0.0
+    clock.now += supervisor.TEARDOWN_S - 0.1
+    watcher._poll(agent)
+    assert (sent, agent.killed) == ([(41, signal.SIGTERM)], False)
+    clock.set_back_s = 3600.0
+    clock.now += 0.2
+    watcher._poll(agent)
+    assert agent.killed

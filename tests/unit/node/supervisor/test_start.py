@@ -1,0 +1,171 @@
+"""A supervisor starts its workers; they are stand-ins."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.run_folder import AttemptFolder
+from hpc_ddp.node import supervisor
+from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.outcome import head_failover
+from hpc_ddp.node.supervisor import Supervisor
+from unit.fakes import Clock
+from unit.node.supervisor.fakes import COMMAND, Agent, make_supervisor
+
+
+@pytest.mark.parametrize("error", [KeyError("SLURM_NODEID"), ValueError("attempt.json")])
+def test_a_supervisor_without_a_place_reports_it(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(environ: dict[str, str]) -> None:
+        raise error
+
+    monkeypatch.setattr(Place, "from_env", refuse)
+    assert supervisor.main(["torchrun", "true"]) == 1
+    assert f"can't take part: its place in the job is unknown: {error!r}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("index", "is_host"), [(0, "1"), (1, "0")])
+def test_each_node_knows_the_host_of_the_store(
+    attempt: AttemptFolder, index: int, is_host: str
+) -> None:
+    watcher = make_supervisor(attempt, index=index)
+    conf, address = f"--rdzv-conf=a=1,is_host={is_host}", f"--local-addr=n{index + 1}"
+    assert watcher.launch.command == [*COMMAND[:5], conf, address, *COMMAND[5:]]
+    plain = make_supervisor(attempt, *COMMAND[:3], "train.py", index=index)
+    assert plain.launch.command[3] == f"--rdzv-conf=is_host={is_host}"
+
+
+def test_workers_get_their_variables(
+    attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Place, "interface_env", lambda place: {"A": "1"})
+    watcher = make_supervisor(attempt, index=1)
+    env = watcher._env()
+    assert (env["HPC_DDP_NODE"], env["A"]) == ("n2", "1")
+    assert env["HPC_DDP_NODE_FOLDER"] == str(attempt.path / "n2")
+    assert env["HPC_DDP_NOTICE"] == str(watcher.folder.notice)
+
+
+def _run(watcher: Supervisor, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(watcher, "_start", lambda: agent)
+    return watcher.run()
+
+
+def test_a_node_whose_peer_has_failed_already_does_not_start(attempt: AttemptFolder) -> None:
+    attempt.failed.write_text("n2")
+    assert make_supervisor(attempt).run() == 1
+    assert not (attempt.node("n1").record).exists()
+
+
+def test_a_start_removes_files_of_an_earlier_one(attempt: AttemptFolder) -> None:
+    folder = attempt.node("n1")
+    folder.path.mkdir()
+    for path in (folder.failures, folder.path / "rank-0.pid"):
+        path.touch()
+    make_supervisor(attempt)
+    assert list(folder.path.iterdir()) == []
+
+
+def test_a_missing_python_is_recorded(attempt: AttemptFolder, clock: Clock) -> None:
+    watcher = make_supervisor(attempt, "/no/python", "node.py", "agent", "train.py", nodes=("n1",))
+    assert watcher.run() == 1
+    (failure,) = read_json(watcher.folder.record)["failures"]
+    assert (failure["rank"], failure["code"]) == (None, 127)
+    assert "No such file or directory: '/no/python'" in failure["error"]
+
+
+def test_a_good_start_is_recorded(
+    attempt: AttemptFolder,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    watcher = make_supervisor(attempt)
+    watcher.folder.rank_log(0).write_bytes(b"hello\xff\n")
+    assert _run(watcher, Agent(), monkeypatch) == 0
+    assert capfdbinary.readouterr().out == b"hello\xff\n"
+    assert read_json(watcher.folder.record) == {
+        **{"node": "n1", "code": 0, "notice": None, "torn_down": None},
+        **{"left": False, "failures": []},
+    }
+    assert watcher.folder.printed.read_text().endswith(" 0 7\n")
+    assert not attempt.failed.read_text()
+
+
+def test_an_elastic_node_without_its_leader_is_killed(
+    attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = threading.Event()
+    lost.set()
+    monkeypatch.setattr(head_failover, "watch", lambda place, environ: lost)
+    monkeypatch.setattr(head_failover, "decide", lambda *words: None)
+    agent = Agent(-9)
+    watcher = make_supervisor(attempt, *COMMAND[:3], "--nnodes=1:2", "train.py", index=1)
+    watcher._kill_at = 0.0
+    assert _run(watcher, agent, monkeypatch) == 1
+    assert agent.killed
+    rigid = Agent(0)
+    assert _run(make_supervisor(attempt, index=1), rigid, monkeypatch) == 0
+    assert not rigid.killed
+
+
+def test_the_first_supervisor_alone_looks_for_its_peers(attempt: AttemptFolder) -> None:
+    """Each of thousands looking for each would be a square of look-ups on the shared disk."""
+    watchers = [make_supervisor(attempt, index=index) for index in range(3)]
+    assert [len(watcher.launch.peers) for watcher in watchers] == [3, 0, 0]
+    attempt.failed.write_text("n2")
+    assert [watcher.run() for watcher in watchers] == [1, 0, 0]
+
+
+def test_a_node_that_can_not_take_part_reports_why(
+    attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"RUN": attempt.path.parents[1], "ATTEMPT": 0, "STEP_LAUNCHER": "mpirun"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"HPC_DDP_{name}", str(value))
+    monkeypatch.delenv("HPC_DDP_NODE_INDEX", raising=False)
+    assert supervisor.main(["x"]) == 1
+    assert "this node can't take part: this host, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "command", "expanded"),
+    [
+        ("worker", ["python", "$a.py"], ["python", "$a.py", "--x=$a"]),
+        (
+            "torchrun",
+            ["python", "node.py", "agent", "--n=$a", "t.py"],
+            ["python", "node.py", "agent", "--n=5", "t.py", "--x=$a"],
+        ),
+    ],
+)
+def test_submitits_task_ends_with_the_supervisors_code(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    command: list[str],
+    expanded: list[str],
+) -> None:
+    calls: list[list[str]] = []
+    handlers: list[tuple[int, Any]] = []
+
+    def supervise(argv: list[str]) -> int:
+        calls.append(argv)
+        return 3
+
+    monkeypatch.setattr(supervisor, "main", supervise)
+    monkeypatch.setattr(signal, "signal", lambda *words: handlers.append(words))
+    monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
+    monkeypatch.setenv("a", "5")
+    (tmp_path / "job.json").write_text('{"args": ["--x=$a"]}')
+    with pytest.raises(SystemExit, match=r"^3$"):
+        supervisor.submitit_main(kind, command)
+    assert calls == [[kind, *expanded]]
+    assert handlers == [(signal.SIGCONT, signal.SIG_DFL)]  # submitit's own logs each

@@ -1,0 +1,78 @@
+"""The lines that sbatch reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.submission.script.directives import directives, sbatch_line
+
+
+def test_cpus_of_a_node_are_shared_by_its_tasks() -> None:
+    for launcher, tasks, share in (("torchrun", 1, "32"), ("srun", 4, "8")):
+        spec = JobSpec("t.py", launcher=launcher, gpus_per_node="4", cpus_per_node=32)
+        assert spec.tasks_per_node == tasks
+        assert ("cpus-per-task", share) in directives(spec)
+
+
+def test_cpus_of_a_task_are_passed_to_sbatch() -> None:
+    for launcher in ("torchrun", "srun"):
+        spec = JobSpec("t.py", launcher=launcher, gpus_per_node="4", cpus_per_task=7)
+        assert ("cpus-per-task", "7") in directives(spec)
+    with pytest.raises(UsageError, match="two ways to set the same"):
+        JobSpec("t.py", cpus_per_node=8, cpus_per_task=8)
+
+
+@pytest.mark.parametrize(
+    ("values", "pairs"),
+    [
+        ({}, []),
+        ({"gpus_per_node": "a100:4"}, [("gpus-per-node", "a100:4")]),
+        ({"gpus_per_node": "4", "gpu_request": "gres"}, [("gres", "gpu:4")]),
+        ({"gpus_per_node": "4", "gpu_request": "none"}, []),
+        ({"gpus_per_node": "4", "gpu_request": "gpus-per-task"}, [("gpus-per-task", "4")]),
+        (
+            {"gpus_per_node": "a:4", "gpu_request": "gpus-per-task", "launcher": "srun"},
+            [("gpus-per-task", "a:1")],
+        ),
+        (
+            {"gpus_per_node": "2", "gpu_request": "gpus-per-task", "launcher": "srun"}
+            | {"nproc_per_node": 4},
+            [("gpus-per-task", "1")],
+        ),
+    ],
+)
+def test_gpus_are_requested_as_the_site_wants(
+    values: dict[str, Any], pairs: list[tuple[str, str]]
+) -> None:
+    spec = JobSpec("t.py", exclusive=True, sbatch=("--a=b=c", "--flag"), **values)
+    names = ("job-name", "nodes", "cpus-per-task")
+    remaining = [pair for pair in directives(spec) if pair[0] not in names]
+    assert remaining == [*pairs, ("exclusive", ""), ("a", "b=c"), ("flag", "")]
+
+
+def test_plain_values_are_written_as_typed() -> None:
+    assert sbatch_line("nodelist", "n[1-3,5]") == "#SBATCH --nodelist=n[1-3,5]"
+    assert sbatch_line("exclusive", "") == "#SBATCH --exclusive"
+    assert sbatch_line("comment", 'a "b" \\') == '#SBATCH --comment="a \\"b\\" \\\\"'
+
+
+@pytest.mark.parametrize(
+    ("request_", "more", "expected"),
+    [
+        ("gpus-per-node", {}, [("gpus-per-node", "a100:4")]),
+        ("gres", {}, [("gres", "gpu:a100:4")]),
+        ("gpus-per-task", {}, [("gpus-per-task", "a100:4")]),
+        ("gpus-per-task", {"launcher": "srun"}, [("gpus-per-task", "a100:1")]),
+        ("none", {}, []),
+    ],
+)
+def test_gpu_requests_have_their_forms(
+    request_: str, more: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    spec = JobSpec(script="/s.py", gpus_per_node="a100:4", gpu_request=request_, **more)
+    assert [pair for pair in directives(spec) if "g" in pair[0]] == expected
+    assert spec.workers_per_node == 4

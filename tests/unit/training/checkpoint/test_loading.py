@@ -1,0 +1,352 @@
+"""A saved state is loaded into the objects of a script, by name."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.training.checkpoint import loading, state
+from hpc_ddp.training.checkpoint.shards import Reader, StagingBuffer
+from hpc_ddp.training.devices import CPU
+from hpc_ddp.training.models.mesh import ParallelDims
+from unit.training.checkpoint.fakes import ManyParameters
+from unit.training.fakes import Holds
+
+
+def test_containers_keep_their_types(tmp_path: Path) -> None:
+    value = {"a": (1, [torch.ones(2)]), "b": {"x", 3}, "c": OrderedDict(z=None), 4: "torch"}
+    saved, loaded = Holds(value), Holds()
+    result = state.collect({"x": saved})
+    load_state(tmp_path, result, {"x": loaded})
+    assert torch.equal(loaded.value["a"][1].pop(), value["a"][1].pop())  # type: ignore[index]
+    assert loaded.value == value
+    assert type(loaded.value["c"]) is OrderedDict
+
+
+def load_state(
+    folder: Path, result: state.State, objects: dict[str, Any], stage: bool = False
+) -> None:
+    buffer = StagingBuffer(CPU)
+    buffer.fill(state.my_parts(result, ParallelDims()))
+    (folder / "data").write_bytes(b"".join(buffer.bytes))
+    reader = Reader([(folder / "data", buffer.pieces)])
+    loading.put_back(objects, result.tree, reader, 7, stage)
+
+
+def test_a_stage_loads_its_part_of_a_whole_model(tmp_path: Path) -> None:
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.randn(1, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = make()
+    result = state.collect({"m": model, "o": optimizer})
+    stage, _ = make()
+    del stage[1]
+    batches = torch.optim.Adam(stage.parameters())
+    with pytest.raises(HpcDdpError, match=r"1\.bias is not in the model, 1\.weight is not"):
+        load_state(tmp_path, result, {"m": stage, "o": batches})
+    load_state(tmp_path, result, {"m": stage, "o": batches}, stage=True)
+    assert torch.equal(stage[0].weight, model[0].weight)
+    assert len(batches.state) == 2
+    wanted = optimizer.state[model[0].weight]["exp_avg"]
+    assert torch.equal(batches.state[stage[0].weight]["exp_avg"], wanted)
+
+
+def test_few_of_many_differences_are_named(tmp_path: Path) -> None:
+    result = state.collect({"m": nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))})
+    wider = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
+    with pytest.raises(HpcDdpError) as caught:
+        load_state(tmp_path, result, {"m": wider})
+    assert caught.value.message.count(" here and ") == 8
+    assert ", and 4 more" in caught.value.message
+    with pytest.raises(HpcDdpError, match=r"of step 7 is not of this program's .*: m: 0\.bias"):
+        load_state(tmp_path, result, {"m": wider})
+
+
+def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    pair: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
+    result = state.collect({"m": model, "o": torch.optim.SGD(pair)})
+    backwards = torch.optim.SGD(pair[::-1])
+    with pytest.raises(HpcDdpError, match="they are grouped otherwise"):
+        load_state(tmp_path, result, {"m": model, "o": backwards})
+
+
+@pytest.mark.parametrize(("count", "dots"), [(8, False), (9, True)])
+def test_few_of_many_other_parameters_are_named(tmp_path: Path, count: int, dots: bool) -> None:
+    model = nn.ParameterList(torch.ones(1) for _ in range(count + 1))
+    optimizer = torch.optim.SGD(list(model.parameters()))
+    result = state.collect({"m": model, "o": optimizer})
+    smaller = torch.optim.SGD([model[0]])
+    with pytest.raises(HpcDdpError) as caught:
+        load_state(tmp_path, result, {"m": model, "o": smaller})
+    assert caught.value.message.count("m.") == 8
+    assert caught.value.message.endswith(" …") is dots
+
+
+@pytest.mark.parametrize("value", [b"\0", (1 << 2039) - 1, 1 - (1 << 2039), {b"a": "\ud800"}])
+def test_the_largest_numbers_that_are_saved_are_loaded(tmp_path: Path, value: Any) -> None:
+    store_state(tmp_path, {"thing": Holds(value)})
+    load_stored(tmp_path, {"thing": (loaded := Holds())})
+    assert loaded.value == value
+
+
+def test_model_optimizer_and_scheduler_are_loaded(tmp_path: Path) -> None:
+    objects = []
+    for steps in (2, 1):  # to be saved, and to be overwritten
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+        for _ in range(steps):
+            model(torch.randn(1, 2)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+        objects.append({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    store_state(tmp_path, objects[0])
+    load_stored(tmp_path, objects[1])
+    saved, loaded = (state.collect(group) for group in objects)
+    assert saved.tree == loaded.tree
+    assert all(torch.equal(tensor, loaded.tensors[name]) for name, tensor in saved.tensors.items())
+    assert loaded.tree["scheduler"]["last_epoch"] == 2
+
+
+def store_state(folder: Path, objects: dict[str, Any], world_size: int = 1) -> None:
+    """Write a state as `world_size` ranks would; no manifest."""
+    collected = state.collect(objects)
+    for rank in range(world_size):
+        buffer = StagingBuffer(CPU)
+        buffer.fill(state.my_parts(collected, ParallelDims(rank, world_size)))
+        (folder / f"tensors-{rank}.bin").write_bytes(b"".join(buffer.bytes))
+        torch.save(list(map(tuple, buffer.pieces)), folder / f"pieces-{rank}")
+    torch.save(collected.tree, folder / "tree")
+
+
+def load_stored(folder: Path, objects: dict[str, Any], step: int = 1) -> None:
+    files = [
+        (path, torch.load(path.with_name(f"pieces-{path.stem[8:]}"), weights_only=True))
+        for path in folder.glob("tensors-*")
+    ]
+    tree = torch.load(folder / "tree", weights_only=True)
+    loading.put_back(objects, tree, Reader(files), step)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 40])
+def test_state_written_by_any_number_of_ranks_is_loaded(tmp_path: Path, ranks: int) -> None:
+    saved, loaded = ManyParameters(), ManyParameters()
+    saved.part = torch.compile(saved.part)  # type: ignore[assignment]  # never run
+    optimizers = [torch.optim.Adam(m.parameters()) for m in (saved, loaded)]
+    for parameter in saved.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizers[0].step()
+    with torch.no_grad():
+        saved.count.add_(1)
+    store_state(tmp_path, {"model": saved, "optimizer": optimizers[0]}, ranks)
+    sizes = [path.stat().st_size for path in tmp_path.glob("tensors-*")]
+    assert max(sizes) < sum(sizes) / ranks + 1500  # equal shares, but for rows and alignment
+    load_stored(tmp_path, {"model": loaded, "optimizer": optimizers[1]})
+    expected, actual = (
+        state.collect({"m": m, "o": o}) for m, o in zip((saved, loaded), optimizers, strict=True)
+    )
+    assert expected.tree == actual.tree
+    assert expected.tensors.keys() == actual.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(tensor, actual.tensors[name]), name
+        assert tensor.dtype == actual.tensors[name].dtype
+    assert loaded.tied is loaded.row
+
+
+class Forgetful(Holds):
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        raise KeyError("best")
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "tracked", "words"),
+    [
+        ({"model": nn.Linear(2, 3)}, {"model": nn.Linear(2, 2)}, r"bias is \(2,\) here and \(3,\)"),
+        ({"model": nn.Linear(2, 2)}, {"model": nn.Linear(2, 2, bias=False)}, "bias is not in the"),
+        ({"model": nn.Linear(2, 2)}, {"net": nn.Linear(2, 2)}, "it holds model, tracked are net"),
+        ({"x": Holds()}, {"x": Forgetful()}, "x: 'best'"),
+        (
+            {"optimizer": sgd(nn.Linear(2, 2))},
+            {"optimizer": sgd(nn.Linear(2, 2, bias=False))},
+            "optimizer: its parameters differ: parameter 1",
+        ),
+    ],
+)
+def test_a_program_with_other_objects_is_told_the_difference(
+    tmp_path: Path, saved: dict[str, Any], tracked: dict[str, Any], words: str
+) -> None:
+    store_state(tmp_path, saved)
+    with pytest.raises(HpcDdpError, match=words) as caught:
+        load_stored(tmp_path, tracked, 12)
+    assert "step 12" in caught.value.message
+
+
+class Extra(nn.Module):
+    """State that is no tensor of the model's own, with a tensor in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra: dict[str, Any] = {}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.extra
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.extra = state
+
+
+def test_extra_state_and_counters_are_loaded(tmp_path: Path) -> None:
+    saved, loaded = Extra(), Extra()
+    saved.extra = {"a": torch.arange(3), "n": 3}
+    counters = [Holds(Counter({30: 1, 80: 2})), Holds()]
+    store_state(tmp_path, {"model": saved, "thing": counters[0]})
+    load_stored(tmp_path, {"model": loaded, "thing": counters[1]})
+    assert torch.equal(loaded.extra["a"], torch.arange(3))
+    assert loaded.extra["n"] == 3
+    assert counters[1].value == counters[0].value
+    assert type(counters[1].value) is Counter
+
+
+class Second(nn.Linear):
+    """A module of version 2, whose weights are twice those of older versions."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, facts: Any, *arguments: Any) -> None:
+        if (facts.get("version") or 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state, prefix, facts, *arguments)
+
+
+def test_modules_load_with_the_version_that_was_saved(tmp_path: Path) -> None:
+    saved, loaded = (nn.Sequential(Second(2, 2)) for _ in range(2))
+    saved[0] = torch.compile(saved[0])  # type: ignore[assignment]  # never run
+    weights = [next(model.parameters()) for model in (saved, loaded)]
+    expected = weights[0].clone()
+    store_state(tmp_path, {"model": saved})
+    for model in (saved, loaded):
+        load_stored(tmp_path, {"model": model})
+    assert all(torch.equal(weight, expected) for weight in weights)
+
+
+def test_optimizer_state_is_loaded_by_parameter_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    ways = [list(model.parameters()), list(model.parameters())[::-1]]
+    saved, loaded = (torch.optim.Adam(way) for way in ways)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    saved.step()
+    store_state(tmp_path, {"model": model, "optimizer": saved})
+    load_stored(tmp_path, {"model": model, "optimizer": loaded})
+    for parameter in model.parameters():
+        assert torch.equal(loaded.state[parameter]["exp_avg"], saved.state[parameter]["exp_avg"])
+    with pytest.raises(HpcDdpError, match="optimizer: it is of Adam, and here of SGD"):
+        load_stored(tmp_path, {"model": model, "optimizer": sgd(model)})
+
+
+def test_optimizer_state_keeps_the_memory_format_of_its_parameter(tmp_path: Path) -> None:
+    """A fused optimizer goes through both as raw memory."""
+    models = [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+    saved, loaded = (torch.optim.AdamW(model.parameters(), fused=True) for model in models)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for number, parameter in enumerate(model.parameters()):
+            ramp = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+            parameter.grad = torch.empty_like(parameter).copy_(ramp + number)
+        optimizer.step()
+
+    step(models[0], saved)
+    store_state(tmp_path, {"model": models[0], "optimizer": saved})
+    load_stored(tmp_path, {"model": models[1], "optimizer": loaded})
+    assert loaded.state[models[1].weight]["exp_avg"].stride() == models[1].weight.stride()
+    for model, optimizer in zip(models, (saved, loaded), strict=True):
+        step(model, optimizer)
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
+def test_a_tensor_that_no_rank_has_stored_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HpcDdpError, match=r"x\.value is a tensor that no rank has stored"):
+        loading.put_back({"x": Holds()}, {"x": {"value": state.TENSOR}}, Reader([]), 1)
+
+
+def test_private_weights_of_other_ranks_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    ddp: Any = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(model, ["weight"])
+    store_state(tmp_path, {"model": model}, 2)
+    with pytest.raises(HpcDdpError, match="weight was each rank's own"):
+        load_stored(tmp_path, {"model": nn.Linear(2, 2)})
+
+
+class Model(nn.Module):
+    """Four layers, or those of one stage under the same names, with a buffer in each."""
+
+    def __init__(self, layers: range) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): nn.BatchNorm1d(3) for i in layers})
+
+
+def objects_of(layers: range) -> dict[str, Any]:
+    torch.manual_seed(layers.start)
+    model = Model(layers)
+    scales = [parameter for name, parameter in model.named_parameters() if name.endswith("weight")]
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    groups: list[dict[str, Any]] = [{"params": scales}, {"params": biases, "lr": 0.1}]
+    optimizer = torch.optim.AdamW(groups)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def test_stages_make_a_whole_and_a_whole_makes_stages(tmp_path: Any) -> None:
+    stages = [objects_of(range(2)), objects_of(range(2, 4))]
+    trees, files = [], []
+    for rank in range(4):
+        collected = state.collect(stages[rank // 2])
+        trees.append(collected.tree)
+        buffer = StagingBuffer(torch.device("cpu"))
+        buffer.fill(state.my_parts(collected, ParallelDims(rank, 4, pp=2)))
+        path = tmp_path / f"tensors-{rank}"
+        path.write_bytes(b"".join(buffer.bytes))
+        files.append((path, buffer.pieces))
+    tree, reader = state.joined(trees[0], trees[2]), Reader(files)
+
+    full = objects_of(range(4))
+    loading.put_back(full, tree, reader, step=1)
+    for stage in stages:
+        weights = full["model"].state_dict()
+        assert all(weights[k].equal(v) for k, v in stage["model"].state_dict().items())
+    assert [len(stage_objects["params"]) for stage_objects in full["optimizer"].param_groups] == [
+        4,
+        4,
+    ]
+    moments = [
+        state.collect({n: stage_objects[n] for n in ("model", "optimizer")}).tensors
+        for stage_objects in stages
+    ]
+    all_moments = state.collect({n: full[n] for n in ("model", "optimizer")}).tensors
+    assert all(all_moments[k].equal(v) for part in moments for k, v in part.items())
+    assert len(all_moments) == sum(map(len, moments))
+
+    middle = objects_of(range(1, 3))  # cut elsewhere
+    loading.put_back(middle, tree, reader, step=1, stage=True)
+    weights = full["model"].state_dict()
+    assert all(weights[k].equal(v) for k, v in middle["model"].state_dict().items())

@@ -1,0 +1,136 @@
+"""Saves are due by steps, by time and by failures; old checkpoints are pruned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core import checkpoints
+from hpc_ddp.core.journal.events import JournalEvent
+from hpc_ddp.training.checkpoint import disk, schedule
+from hpc_ddp.training.checkpoint.schedule import (
+    Retention,
+    between_failures,
+    prune,
+    slowest_save,
+    young_daly,
+)
+from tests.raw_events import typed
+from unit.fakes import Clock, stop_clock
+from unit.training.checkpoint.fakes import names_in
+from unit.training.fakes import Saves, make_schedule
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return stop_clock(monkeypatch, schedule)
+
+
+def test_pruning_keeps_the_newest_and_bad_ones(tmp_path: Path) -> None:
+    for name in ["step-1", "step-2", "step-3", "step-10", "step-10.old-0", "step-4.bad-0"]:
+        (tmp_path / name).mkdir()
+    prune(tmp_path, Retention(2))
+    assert names_in(tmp_path) == ["step-10", "step-3", "step-4.bad-0"]
+    disk.remove(tmp_path / "step-1")  # somebody else was faster
+
+
+def test_the_best_and_one_of_every_n_steps_stay(tmp_path: Path) -> None:
+    for step in range(5, 65, 5):
+        (tmp_path / f"step-{step}").mkdir()
+        prune(tmp_path, Retention(last=2, every=20), pinned=[35])
+    remaining = sorted(map(checkpoints.step_of, tmp_path.iterdir()))
+    assert remaining == [5, 20, 35, 40, 55, 60]
+
+
+def test_a_clock_waits_for_the_save_under_way_and_retries_a_failed_one_soon() -> None:
+    saves = Saves()
+    saves_clock = make_schedule(saves, every=0.0)
+    assert saves_clock.is_due()
+    saves.in_flight = True
+    assert not saves_clock.is_due()
+    saves.slowest_save_s = 7.0
+    assert saves_clock.save_s() == 14.0
+    saves.in_flight, saves.failed = False, True
+    saves_clock = make_schedule(saves, every=1000.0)
+    assert not saves_clock.is_due()
+    saves_clock._last -= 31
+    assert saves_clock.is_due()
+
+
+def test_the_auto_interval_is_young_and_dalys(capsys: Any) -> None:
+    history: list[JournalEvent] = []
+    for attempt, end in enumerate(("failed", "stopped", "verdict")):  # two that lost something
+        for event, at in (("first_step", 0), ("checkpoint", 10), (end, 28_800)):
+            more = {"write_s": 3.0} if event == "checkpoint" else {}
+            history.append(typed(event, 1e9 + at, attempt, **more))
+    assert between_failures(history) == 2 * 86_400 / 3
+    saves = Saves()
+    saves_clock = make_schedule(
+        saves,
+        every="auto",
+        slowest_save_s=slowest_save(history),
+        failure_interval_s=between_failures(history),
+    )
+    assert saves_clock.save_s() == 3.0
+    assert not saves_clock.is_due()
+    saves.slowest_save_s, saves.stall_s = 1.0, 0.5
+    for _ in range(2):
+        saves_clock.saved()
+    assert saves_clock._every == pytest.approx(240)
+    assert capsys.readouterr().err == (
+        "hpc-ddp: saving every 240 s: a save holds the training up for 0.500 s, and a failure is"
+        " expected every 16.0 h; together 0.42 % of the time\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("every", "failed", "due_at"),
+    [
+        (100.0, False, 100),
+        (100.0, True, 30),
+        (10.0, True, 10),
+        (None, False, None),
+        (None, True, 30),
+    ],
+)
+def test_a_save_is_due_after_its_interval(
+    clock: Clock, every: float | None, failed: bool, due_at: int | None
+) -> None:
+    saves = Saves()
+    saves.failed = failed
+    planner, rank_1 = make_schedule(saves, every=every), make_schedule(saves, rank=1, every=every)
+    result = []
+    for _ in range(200):
+        result.append(planner.is_due())
+        assert not rank_1.is_due()
+        clock.now += 1
+    assert (result.index(True) if True in result else None) == due_at
+    planner.saved()
+    assert not planner.is_due()
+
+
+def test_the_interval_is_within_bounds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    assert young_daly(2.0, 100.0) == 20.0
+    for stall_s, slowest_s, every in ((0.0, 5.0, 20.0), (1e9, 5.0, 3600.0)):
+        saves = Saves()
+        planner = make_schedule(saves, every="auto")
+        assert planner._every == 30.0
+        planner.saved()  # nothing has been measured
+        assert capsys.readouterr().err == ""
+        saves.stall_s, saves.slowest_save_s = stall_s, slowest_s
+        planner.saved()
+        assert planner._every == every
+        assert "hpc-ddp: saving every" in capsys.readouterr().err
+    rank_1 = make_schedule(saves, rank=1, every="auto")
+    rank_1.saved()
+    assert capsys.readouterr().err == ""
+    assert planner.save_s() == 5.0
+    saves.in_flight = True
+    assert planner.save_s() == 10.0
+
+
+def test_an_attempt_without_steps_is_no_failure() -> None:
+    assert between_failures([]) == 86_400.0
+    assert between_failures([typed("started", 5.0)]) == 86_400.0

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from hpc_ddp.training.models import rng
+from hpc_ddp.training.stops import signals
+from unit.training.fakes import LeftError
+
+
+@pytest.fixture(autouse=True)
+def _untouched_generators() -> Iterator[None]:
+    with rng.untouched():
+        yield
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The messages to the user; the end of the process is an error."""
+
+    def leave(code: int) -> None:
+        raise LeftError(code)
+
+    lines: list[str] = []
+    monkeypatch.setattr(signals, "say", lines.append)
+    monkeypatch.setattr(os, "_exit", leave)
+    return lines

@@ -1,0 +1,66 @@
+"""Batches of any type are moved to a device."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any, NamedTuple
+
+import torch
+
+from hpc_ddp.training.data.batches import to_device
+from hpc_ddp.training.devices import CPU
+from unit.training.data.fakes import Sample
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """A batch like Transformers' BatchEncoding: no dict, and it moves itself."""
+
+    def to(self, device: torch.device) -> Encoding:
+        return Encoding({name: value.to(device) for name, value in self.items()})
+
+
+def test_batches_of_other_libraries_are_moved() -> None:
+    meta = torch.device("meta")
+    encoding, sample = to_device(
+        [Encoding({"ids": torch.ones(2)}), Sample(torch.ones(1), [torch.ones(2)], "n")], meta
+    )
+    assert isinstance(encoding, Encoding)
+    assert encoding["ids"].device == meta
+    assert sample.image.device == sample.boxes[0].device == meta
+    assert (sample.name, sample.area) == ("n", 3)
+    assert to_device(Sample, meta) is Sample
+    features = UserDict[str, Any]({"ids": [torch.ones(2)], "name": "n"})
+    moved = to_device(features, meta)
+    assert (type(moved), moved["ids"][0].device, moved["name"]) == (UserDict, meta, "n")
+    assert features["ids"][0].device == CPU
+
+
+def test_a_batch_that_can_move_itself_moves_without_a_wait() -> None:
+    calls: list[dict[str, Any]] = []
+
+    class Quick(Encoding):
+        def to(self, device: torch.device, **options: Any) -> Encoding:
+            calls.append(options)
+            return super().to(device)
+
+    to_device([Quick({"ids": torch.ones(2)})], torch.device("meta"))
+    assert calls == [{"non_blocking": True}]
+
+
+def test_a_named_tuple_stays_one() -> None:
+    moved = to_device({"a": Pair(torch.zeros(1), "n")}, torch.device("meta"))
+    assert moved["a"].x.is_meta
+    assert moved["a"].name == "n"
+
+
+def test_nested_batches_move() -> None:
+    batch = {"x": torch.zeros(1), "y": [torch.zeros(1), ("name", 3)]}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["x"].is_meta
+    assert moved["y"][0].is_meta
+    assert moved["y"][1] == ("name", 3)

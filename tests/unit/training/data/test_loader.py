@@ -1,0 +1,191 @@
+"""Loaders and shards hand out each sample once, and continue where they stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import TensorDataset
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.data import loader as module
+from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError, _Batch, batches_of
+from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
+from hpc_ddp.training.devices import CPU
+from hpc_ddp.training.models import rng
+from unit.training.data.fakes import (
+    EndlessStream,
+    NoisyNumbers,
+    Numbers,
+    Sample,
+    make_loader,
+    make_noisy_loader,
+)
+
+
+def test_tensors_in_cpu_memory_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a dataclass are pinned, too; those that are on a device already are not."""
+    device = torch.device("meta")
+    dataset = TensorDataset(torch.ones(8))
+    assert batches_of(dataset, BatchPlan(4, 0, 1), 0, Position(), device, False).pin_memory
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 100)
+    on_device, sparse = torch.ones(2, device="meta"), torch.ones(2).to_sparse()
+    packed = pack_sequence([torch.ones(1)])
+    sample = Sample(torch.ones(1), [torch.ones(2)], "n")
+    batch = _Batch(NO_BATCH, [sample, {"a": on_device, "b": sparse}, packed])
+    content = batch.pin_memory().content
+    assert content[0].image.item() == content[0].boxes[0][0].item() == 101
+    assert content[1]["a"] is on_device
+    assert content[1]["b"] is sparse
+    assert content[2].data.item() == 101
+
+
+def test_a_loader_advances_the_position_with_each_step() -> None:
+    position, synced = Position(), list[bool]()
+    batches = make_loader(
+        cut=BatchPlan(8, 0, 1, accumulate=2), position=position, sync=synced.append, shuffle=False
+    )
+    samples = [(len(batch), position.samples) for batch in batches]
+    assert samples == [(4, 0), (4, 8), (4, 8), (4, 16), (4, 16), (3, 23)]
+    assert synced == [False, True] * 3
+    assert batches.facts == {"size of the training set": 23, "shuffle": False}
+    assert make_loader().facts["shuffle"] is True
+    assert (batches.steps(8), len(batches)) == (2, 3)
+
+
+def test_a_stream_has_no_length_before_its_end() -> None:
+    batches = make_loader(EndlessStream())
+    assert batches.facts == {"size of the training set": None, "shuffle": False}
+    assert batches.steps(3) is None
+    with pytest.raises(UnknownLengthError, match="not known before its end"):
+        len(batches)
+    assert len(list(batches)) == 3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "words"),
+    [
+        (None, {"sampler": None}, "sampler was given"),
+        (None, {"generator": None}, "generator was given"),
+        (EndlessStream(), {"shuffle": True}, "shuffle is True; accepted with an iterable"),
+        (EndlessStream(), {"persistent_workers": True}, "persistent_workers is True"),
+        (None, {"prefetch_factor": 2}, "torch's DataLoader refuses the options"),
+        (None, {"no_such": 2}, "torch's DataLoader refuses the options"),
+        (
+            None,
+            {"cut": BatchPlan(24, 0, 1, drop_last=True)},
+            "23 samples; accepted: enough for one step",
+        ),
+    ],
+)
+def test_unsupported_options_of_a_loader_are_refused(
+    dataset: Any, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        make_loader(dataset, **options)
+
+
+def test_an_even_shard_is_padded() -> None:
+    for even, counts in ((False, [2, 1, 1]), (True, [2, 2, 2])):
+        for rank in range(3):
+            dataset = TensorDataset(torch.arange(10))
+            batches = Shard(dataset, BatchPlan(9, rank, 3), seed=0, device=CPU, even=even)
+            flags = [batches.counts for _ in batches]
+            assert len(flags) == counts[rank] == len(batches)
+            assert flags.count(True) == [2, 1, 1][rank]
+    with pytest.raises(UsageError, match="no shuffle, no drop_last"):
+        Shard(Numbers(), BatchPlan(9, 0, 3), seed=0, device=CPU, drop_last=True)
+    with pytest.raises(UsageError, match="no shuffle, no drop_last"):
+        Shard(Numbers(), BatchPlan(9, 0, 3), seed=0, device=CPU, shuffle=True)
+
+
+def test_tensors_are_fetched_at_once_unless_they_are_collated() -> None:
+    dataset = TensorDataset(torch.arange(10), torch.arange(10) * 2)
+    (inputs, targets), *_ = list(make_loader(dataset, shuffle=False))
+    assert (inputs.tolist(), targets.tolist()) == ([0, 1, 2, 3], [0, 2, 4, 6])
+    rows, *_ = list(make_loader(dataset, shuffle=False, collate_fn=list))
+    assert [row[1].item() for row in rows] == [0, 2, 4, 6]
+
+
+def test_each_batch_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[None] = []
+    monkeypatch.setattr(module, "beat", lambda: beats.append(None))
+    list(make_loader())
+    assert len(beats) == 6
+    list(Shard(Numbers(), BatchPlan(4, 0, 1), seed=0, device=CPU))
+    assert len(beats) == 12
+
+
+def test_a_loader_has_no_micro_batch_before_the_first() -> None:
+    assert make_loader().micro_batch is NO_BATCH
+    assert Shard(Numbers(), BatchPlan(4, 0, 1), seed=0, device=CPU).counts
+
+
+def test_batches_made_in_a_worker_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = list(make_loader())
+    monkeypatch.setattr(module, "get_worker_info", object)
+    assert all(map(torch.equal, make_loader(), expected))
+
+
+@pytest.mark.parametrize("has_function", [True, False])
+def test_a_worker_calls_the_scripts_init_function(
+    monkeypatch: pytest.MonkeyPatch, has_function: bool
+) -> None:
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(module, "ignore_in_loader", lambda worker: calls.append(("ours", worker)))
+    module._begin_worker(
+        (lambda worker: calls.append(("theirs", worker))) if has_function else None, 3
+    )
+    assert calls == [("ours", 3), ("theirs", 3)][: 2 if has_function else 1]
+
+
+def test_loader_workers_keep_the_order_and_survive_notices() -> None:
+    batches = make_loader(num_workers=2)._batches
+    assert batches.in_order
+    assert batches.worker_init_fn is not None
+
+
+def test_a_sample_is_the_same_in_any_batch_and_leaves_no_trace() -> None:
+    before = rng.snapshot()
+    alone = {row[0].item(): row for batch in make_noisy_loader() for row in batch}
+    shared = [row for rank in range(3) for batch in make_noisy_loader(rank, 3) for row in batch]
+    assert len(alone) == 23
+    assert all(torch.equal(row, alone[row[0].item()]) for row in shared)
+    after = rng.snapshot()
+    assert torch.equal(before["torch"], after["torch"])
+    assert torch.equal(before["python"][1], after["python"][1])
+    assert torch.equal(before["numpy"][1], after["numpy"][1])
+
+
+def test_a_loader_continues_at_its_position() -> None:
+    position = Position(epoch=3)
+    loader = make_noisy_loader(position=position)
+    assert len(loader) == 6
+    batches = list(loader)
+    assert position.samples == 23
+    assert loader.micro_batch.ends_epoch
+    assert list(loader) == []
+    position.samples = 8
+    assert all(map(torch.equal, loader, batches[2:]))
+    assert len(loader) == 6
+
+
+def test_a_shard_pads_nothing() -> None:
+    shards = [
+        Shard(NoisyNumbers(), BatchPlan(4 * 5, rank, 5), seed=0, device=CPU) for rank in range(5)
+    ]
+    rows = [int(row[0]) for shard in shards for batch in shard for row in batch]
+    assert sorted(rows) == list(range(23))
+
+
+@pytest.mark.parametrize("build", [lambda: make_noisy_loader(check=_refuse)])
+def test_a_loader_outside_its_loop_is_refused(build: Callable[[], Loader]) -> None:
+    with pytest.raises(UsageError, match="outside"):
+        next(iter(build()))
+
+
+def _refuse() -> None:
+    raise UsageError("outside")

@@ -1,0 +1,144 @@
+"""Sharded tensors: which copy is saved, how gradients are clipped and stepped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.training.devices import CPU
+from hpc_ddp.training.models import dtensor
+from hpc_ddp.training.models.mesh import ParallelDims
+from unit.training.fakes import FakeDTensor
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """A process group whose other rank is not there: sums over ranks are what this one has."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_gradient_whose_sum_is_pending_is_clipped(two_ranks: None) -> None:
+    """Replicated weights on sharded activations have such gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh: Any = init_device_mesh("cpu", (2,))
+    weight: Any = nn.Parameter(DTensor.from_local(torch.ones(4), mesh))
+    weight.grad = DTensor.from_local(torch.full((4,), 3.0), mesh, [Partial()])
+    norm = dtensor.clip_([weight], 1.5, ParallelDims(), CPU)
+    assert norm.item() == 6.0
+    assert weight.grad.to_local().tolist() == pytest.approx([0.75] * 4)
+
+
+def test_a_group_of_two_kinds_is_stepped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The change lasts for the step only: a checkpoint may be resumed where all are of one kind."""
+    first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: tensor is third)
+    calls: list[Any] = []
+
+    class Spied(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            calls.append([group["foreach"] for group in self.param_groups])
+
+    optimizer = Spied([first], lr=0.1)
+    dtensor.step_apart(optimizer)
+    optimizer.step()
+    optimizer.add_param_group({"params": [second, third]})
+    optimizer.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "foreach": True})
+    optimizer.step()
+    assert calls == [[None], [None, False], [None, False, True]]
+    assert [group["foreach"] for group in optimizer.param_groups] == [None, None, True]
+
+
+def test_nothing_is_sharded_before_torchs_module_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("torch.distributed.tensor", "torch.distributed.fsdp"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert not dtensor.is_sharded(torch.ones(1))
+    assert dtensor.fsdp_modules(nn.Linear(1, 1)) == []
+
+
+def _placement(*, partial: bool = False, replicate: bool = False) -> Any:
+    return SimpleNamespace(is_partial=lambda: partial, is_replicate=lambda: replicate)
+
+
+class Mesh:
+    """A device mesh, as far as it is asked."""
+
+    def __init__(self, coordinate: list[int] | None, *ranks: int) -> None:
+        self.coordinate, self.mesh = coordinate, torch.tensor(ranks)
+
+    def get_coordinate(self) -> list[int] | None:
+        return self.coordinate
+
+
+def _tensor(*placements: Any, coordinate: list[int] | None, ranks: tuple[int, ...] = (0, 1)) -> Any:
+    return SimpleNamespace(placements=placements, device_mesh=Mesh(coordinate, *ranks))
+
+
+def test_one_of_the_copies_on_several_ranks_is_saved() -> None:
+    dims = ParallelDims(0, 2)
+    assert dtensor.holds_first_copy(_tensor(_placement(), coordinate=[1]), dims)
+    assert dtensor.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[0]), dims)
+    assert not dtensor.holds_first_copy(_tensor(_placement(replicate=True), coordinate=[1]), dims)
+    assert not dtensor.holds_first_copy(_tensor(_placement(), coordinate=None), dims)
+    with pytest.raises(HpcDdpError, match="pending reduction"):
+        dtensor.holds_first_copy(_tensor(_placement(partial=True), coordinate=[0]), dims)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_first_mesh_of_several_is_saved(size: int, pp: int) -> None:
+    """Neighbours (tensor parallel) or every other rank (data parallel), in each stage."""
+    stage = 8 // pp
+    for first in range(0, 8, stage):
+        for step in (1, stage // size):
+            count = 0
+            for rank in range(first, first + stage):
+                place = (rank - first) // step % size
+                begin = rank - place * step
+                mesh = tuple(range(begin, begin + size * step, step))
+                tensor = _tensor(_placement(), coordinate=[place], ranks=mesh)
+                count += dtensor.holds_first_copy(tensor, ParallelDims(rank, 8, pp=pp))
+            assert count == size
+
+
+def test_only_a_pending_sum_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: isinstance(tensor, FakeDTensor))
+    sharded, pending = _placement(), _placement(partial=True)
+    tensor = FakeDTensor(sharded, pending)
+    dtensor.reduced(tensor)
+    assert tensor.wanted[0] is sharded
+    assert tensor.wanted[1].is_replicate()
+    untouched: Any = FakeDTensor(sharded)
+    assert dtensor.reduced(untouched) is untouched
+
+
+def test_a_fused_optimizer_steps_sharded_and_whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, part = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: tensor is part)
+    for fused, foreach in ((True, None), (False, False)):
+        optimizer = torch.optim.Adam([plain, part], fused=fused)
+        calls: list[Any] = []
+        dtensor.step_apart(optimizer)
+        optimizer.register_step_pre_hook(
+            lambda optimizer, *_, of=calls: of.append(optimizer.param_groups[0]["foreach"])
+        )
+        plain.grad, part.grad = torch.ones(1), torch.ones(1)
+        optimizer.step()
+        assert calls == [foreach]
+        assert optimizer.param_groups[0]["foreach"] is None

@@ -1,0 +1,164 @@
+"""Mixed precision: scales, clipping, and numbers that are not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.devices import CPU
+from hpc_ddp.training.models import precision
+from hpc_ddp.training.models.precision import Precision
+
+
+def make_step(precision: Precision, factor: float = 1.0) -> tuple[nn.Linear, Any, Any]:
+    """Return a model with gradients of 2 * `factor`, its optimizer, and a scheduler."""
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    precision.watch(model)
+    precision.backward(factor * model(torch.full((2, 3), 2.0)).mean())
+    return model, optimizer, scheduler
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
+def test_an_update_clips_the_true_gradient(kind: str) -> None:
+    precision = Precision(kind, CPU, stop_on_nan=True)
+    model, optimizer, scheduler = make_step(precision)
+    before = model.weight.detach().clone()
+    norm = precision.update(optimizer, clip_norm=1.0, scheduler=scheduler)
+    assert norm is not None
+    assert norm.item() == pytest.approx(12**0.5)
+    assert (before - model.weight).norm().item() == pytest.approx(1.0, rel=1e-4)
+    assert scheduler.get_last_lr() == [0.5]
+    assert model.weight.grad is None
+    precision.end_step()
+    with precision.autocast():
+        expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+        assert model(torch.ones(1, 3)).dtype == expected
+
+
+def test_an_update_without_clipping_returns_no_norm() -> None:
+    precision = Precision("fp32", CPU, stop_on_nan=True)
+    _, optimizer, _ = make_step(precision)
+    assert precision.update(optimizer, None, None) is None
+
+
+def test_an_overflow_skips_the_step_and_the_schedule() -> None:
+    precision = Precision("fp16", CPU, stop_on_nan=True)
+    model, optimizer, scheduler = make_step(precision, factor=float("inf"))
+    before = model.weight.detach().clone()
+    precision.update(optimizer, None, scheduler)
+    assert torch.equal(before, model.weight)
+    assert scheduler.get_last_lr() == [1.0]
+    precision.end_step()
+    assert precision.state_dict()["scale"] == 2.0**15
+    for state in (precision.state_dict(), {}):  # {}: of a run in another precision
+        loaded = Precision("fp16", CPU, stop_on_nan=True)
+        loaded.load_state_dict(state)
+        assert loaded.state_dict()["scale"] == (2.0**15 if state else 2.0**16)
+    Precision("bf16", CPU, stop_on_nan=True).load_state_dict(precision.state_dict())
+
+
+def test_two_optimizers_unscale_by_one_scale() -> None:
+    """Muon for the matrices and AdamW for the rest: the first one's overflow is its own."""
+    precision = Precision("fp16", CPU, stop_on_nan=True)
+    models = [nn.Linear(3, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    before = models[1].weight.detach().clone()
+    inputs = torch.full((2, 3), 2.0)
+    precision.backward(float("inf") * models[0](inputs).mean() + models[1](inputs).mean())
+    for optimizer in optimizers:
+        precision.update(optimizer, None, None)
+    assert torch.allclose(before - models[1].weight, torch.full((1, 3), 2.0))
+    precision.end_step()
+    assert precision.state_dict()["scale"] == 2.0**15
+
+
+@pytest.mark.parametrize("clip", [None, 100.0])
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_an_optimizer_may_be_updated_twice_in_a_step(factor: float, clip: float | None) -> None:
+    """The scale stays within the step, also after an overflow, which lowers it at the end."""
+    precision = Precision("fp16", CPU, stop_on_nan=True)
+    model, optimizer, _ = make_step(precision, factor)
+    precision.update(optimizer, clip, None)
+    precision.backward(model(torch.full((2, 3), 2.0)).mean())
+    before = model.weight.detach().clone()
+    precision.update(optimizer, clip, None)
+    assert torch.allclose(before - model.weight, torch.full((1, 3), 2.0))
+    precision.end_step()
+    assert precision.state_dict()["scale"] == (2.0**16 if factor == 1.0 else 2.0**15)
+
+
+def test_scaled_gradients_need_run_update() -> None:
+    precision = Precision("fp16", CPU, stop_on_nan=True)
+    make_step(precision)
+    with pytest.raises(UsageError, match=r"run\.update was not called"):
+        precision.end_step()
+
+
+def test_non_finite_weights_and_a_sinking_scale_are_detected() -> None:
+    for watching in (True, False):
+        precision = Precision("fp32", CPU, stop_on_nan=watching)
+        _, optimizer, _ = make_step(precision, factor=float("nan"))
+        precision.look()
+        optimizer.step()
+        assert not precision.has_non_finite()
+        precision.look()
+        assert precision.has_non_finite() == watching
+    scaled = Precision("fp16", CPU, stop_on_nan=True)
+    for _ in range(33):
+        assert not scaled.has_non_finite()
+        _, optimizer, _ = make_step(scaled, factor=float("nan"))
+        scaled.update(optimizer, None, None)
+        scaled.end_step()
+    assert scaled.has_non_finite()
+
+
+def test_frozen_and_8_bit_weights_are_not_checked() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.requires_grad = False
+    model.weight.data.fill_(torch.nan)
+    model.register_parameter("small", nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn)))
+    watch = Precision("fp32", CPU, stop_on_nan=True)
+    watch.watch(model)
+    watch.look()
+    assert not watch.has_non_finite()
+    model.bias.data.fill_(torch.inf)
+    watch.look()
+    assert watch.has_non_finite()
+
+
+def test_an_overflow_of_an_earlier_update_lowers_the_scale() -> None:
+    """A GAN's critic is updated several times in a step; the scaler knows of its last one."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaled = Precision("fp16", CPU, stop_on_nan=True)
+    scaler: Any = scaled._scaler
+    scaled._choose_scale()  # of a step without an update
+    before = scaler.get_scale()
+    for factor in (torch.inf, 1.0, 1.0):
+        scaled.backward((weight * factor).sum())
+        scaled.update(optimizer, None, None)
+    scaled._choose_scale()
+    assert scaler.get_scale() == before * scaler.get_backoff_factor()
+    assert torch.isfinite(weight).all()
+
+
+def test_fp16_needs_a_device_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "has_float64", lambda device: False)
+    with pytest.raises(UsageError, match=r"'fp16' on .* which has no float64"):
+        Precision("fp16", CPU, stop_on_nan=True)
+
+
+def test_deterministic_algorithms_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    precision.make_deterministic()
+    assert calls == [True]
+    assert not torch.backends.cudnn.benchmark

@@ -1,0 +1,51 @@
+"""Device meshes and pipeline schedules."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.devices import CPU
+from hpc_ddp.training.models import sharding
+from hpc_ddp.training.models.mesh import ParallelDims
+
+
+def test_gloo_sends_no_stage_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    sharding.check_schedule("GPipe", 2, 2, CPU)
+    sharding.check_schedule("GPipe", 2, 1, torch.device("cuda"))
+    with pytest.raises(UsageError, match="the backend is 'gloo' on cuda with pp=2"):
+        sharding.check_schedule("GPipe", 2, 2, torch.device("cuda"))
+
+
+def test_groups_of_a_mesh_have_the_runs_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts: list[timedelta] = []
+    backend = SimpleNamespace(_set_default_timeout=timeouts.append)
+    group = SimpleNamespace(_get_backend=lambda device: backend)
+    mesh: Any = SimpleNamespace(get_group=lambda name: group)
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda *args, **options: mesh)
+    monkeypatch.setattr(sharding, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
+    assert sharding.make_mesh(ParallelDims(), CPU, timedelta(seconds=9)) is mesh
+    assert timeouts == [timedelta(seconds=9)] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "words"),
+    [
+        ("ZBVZeroBubble", 4, "schedule is 'ZBVZeroBubble'; accepted: GPipe, 1F1B"),
+        ("gpipe", 1, "n_microbatches is 1 for 2 stages; accepted: 2 or more"),
+    ],
+)
+def test_schedules_are_checked(name: str, count: int, words: str) -> None:
+    from hpc_ddp.training.models.sharding import (
+        check_schedule,  # takes seconds: in one process only
+    )
+
+    with pytest.raises(UsageError, match=words):
+        check_schedule(name, count, 2, torch.device("cpu"))

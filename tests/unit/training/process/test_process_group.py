@@ -1,0 +1,181 @@
+"""Workers join, use and leave their process group; torch's calls are stand-ins."""
+
+from __future__ import annotations
+
+import io
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.training.process import process_group
+from hpc_ddp.training.process.environment import DistEnv
+from hpc_ddp.training.process.process_group import Control, leave
+from unit.training.fakes import LeftError
+
+
+@pytest.mark.parametrize(
+    ("launched", "hang_after_s", "timeout_s"),
+    [(True, 10.0, 1800), (True, 5000.0, 5300), (False, None, None)],
+)
+def test_a_process_joins_its_group(
+    monkeypatch: pytest.MonkeyPatch,
+    launched: bool,
+    hang_after_s: float | None,
+    timeout_s: float | None,
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda b, **values: calls.append((b, values)))
+    monkeypatch.setattr(dist, "new_group", lambda **values: values)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(process_group, "_met_at_agents", [])
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    dist_env = DistEnv(1, 1, 2, 2, launched=launched)
+    group_of_all = process_group.join(dist_env, [torch.device("cpu")], hang_after_s)
+    timeout = process_group.NEVER if timeout_s is None else timedelta(seconds=timeout_s)
+    (backend, values) = calls[0]
+    assert backend == "gloo"
+    if launched:
+        assert values == {"timeout": timeout}
+    else:
+        assert (values["rank"], values["world_size"]) == (0, 1)
+    group: Any = {"backend": "gloo", "timeout": timeout}
+    for control in (group_of_all, process_group.Control(dist_env, group_of_all.timeout)):
+        assert (control.rank, control.world_size, control._group) == (1, 2, group)
+    if launched:
+        with pytest.raises(UsageError, match="start\\(\\) was called again"):
+            process_group.join(dist_env, [torch.device("cpu")], hang_after_s)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    with pytest.raises(HpcDdpError, match="MPI knows of 1 processes, and 2 were started"):
+        process_group.join(dist_env, [torch.device("cpu")], hang_after_s)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_group_of_workers_with_several_devices_is_bound_to_none(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda b, **values: calls.append(values))
+    monkeypatch.setattr(dist, "new_group", lambda **values: values)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    gpus = [torch.device("cuda", index) for index in range(count)]
+    process_group.join(DistEnv(1, 1, 2, 2, launched=True), gpus, None)
+    assert calls[0].get("device_id") == (gpus[0] if count == 1 else None)
+
+
+@pytest.mark.parametrize(("hangs", "then_exit"), [(False, True), (True, True), (True, False)])
+def test_a_hanging_teardown_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch,
+    printed: list[str],
+    capsys: pytest.CaptureFixture[str],
+    hangs: bool,
+    then_exit: bool,
+) -> None:
+    calls: list[str] = []
+    release = threading.Event()
+
+    class Group:
+        def barrier(self) -> None:
+            calls.append("barrier")
+            release.wait(60 if hangs else 0.1)  # each takes a moment
+
+    group: Any = Group()
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(process_group, "TEARDOWN_S", 0.01 if hangs else 60.0)
+    if hangs and then_exit:
+        with pytest.raises(LeftError, match="0"):
+            leave(group, torch.device("cpu"), then_exit)
+    else:
+        leave(group, torch.device("cpu"), then_exit)
+    text = capsys.readouterr().err
+    assert ("the process group did not come down" in text) is hangs
+    assert calls == (["barrier"] if hangs else ["barrier", "destroy"])
+    release.set()
+    _wait_for_teardowns()
+
+
+def _wait_for_teardowns() -> None:
+    for thread in threading.enumerate():
+        if (
+            thread is not threading.current_thread()
+            and thread.daemon
+            and "tear_down" in thread.name
+        ):
+            thread.join(60)
+
+
+def test_objects_are_exchanged_through_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "new_group", lambda **values: "group")
+
+    def gather(values: Any, box: Any, dst: int, group: str, async_op: bool = False) -> str:
+        calls.append(f"gather {dst} {group} {async_op} {box is None}")
+        if box is not None:
+            box[1] = values
+        return "work"
+
+    def broadcast(values: Any, src: int, group: str) -> None:
+        calls.append(f"broadcast {src} {group}")
+        values[0] = values[0] * 2
+
+    monkeypatch.setattr(dist, "gather_object", gather)
+    monkeypatch.setattr(dist, "gather", gather)
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    first, second = (
+        Control(DistEnv(rank, 0, 2, 1, launched=True), process_group.NEVER) for rank in (0, 1)
+    )
+    assert first.to_first("x") == [None, "x"]
+    assert second.to_first("x") == []
+    assert first.from_first("x") == "xx"
+    result, work = first.start_gather(torch.ones(3))
+    assert (len(result), work) == (2, "work")
+    assert second.start_gather(torch.ones(3)) == ([], "work")
+    tensor = torch.ones(3)
+    first.first_copy(tensor)
+    assert tensor.tolist() == [2.0, 1.0, 1.0]
+    names = ["gather 0 group False False", "gather 0 group False True", "broadcast 0 group"]
+    names += ["gather 0 group True False", "gather 0 group True True", "broadcast 0 group"]
+    assert calls == names
+
+
+def test_collectives_use_a_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's default group has gradients under way."""
+    calls: list[tuple[Any, ...]] = []
+
+    def reduce(values: Any, op: Any = "sum", group: Any = None, async_op: bool = False) -> str:
+        calls.append((values.tolist(), op, group, async_op))
+        return "work"
+
+    monkeypatch.setattr(dist, "new_group", lambda **values: "own")
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    monkeypatch.setattr(dist, "barrier", lambda group: calls.append((group,)))
+    talk = Control(DistEnv(0, 0, 2, 2, launched=True), process_group.NEVER)
+    assert talk.start_max(torch.tensor([1])) == "work"
+    talk.sum(torch.tensor([2]))
+    talk.barrier()
+    assert calls == [([1], dist.ReduceOp.MAX, "own", True), ([2], "sum", "own", False), ("own",)]
+
+
+def test_a_hanging_process_flushes_its_output(
+    monkeypatch: pytest.MonkeyPatch, printed: list[str]
+) -> None:
+    release = threading.Event()
+    group: Any = SimpleNamespace(barrier=lambda: release.wait(60))
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(raw)))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(process_group, "TEARDOWN_S", 0.01)
+    print("accuracy 0.97")
+    with pytest.raises(LeftError):
+        leave(group, torch.device("cpu"), True)
+    assert raw.getvalue() == b"accuracy 0.97\n"
+    release.set()
+    _wait_for_teardowns()

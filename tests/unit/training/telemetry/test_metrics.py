@@ -1,0 +1,48 @@
+"""Metrics are written to the journal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_ddp.core.journal.journal import Journal, read_events
+from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.telemetry import metrics as metrics_module
+from hpc_ddp.training.telemetry.metrics import Metrics
+from tests.waiting import LIMIT_S
+
+
+def test_metrics_are_written_rarely_and_at_the_end(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "rank-0")
+    metrics = Metrics(journal, 2, ["a", "b"])
+    for step in range(1, 100):
+        loss = torch.tensor(float(step))
+        metrics.add(Position(step=step), 16, {"loss": loss})
+    metrics.flush()
+    metrics.flush()
+    journal.drain(LIMIT_S)
+    first, *events = [event.to_line() for event in read_events(tmp_path)]
+    assert (first["event"], first["step"], first["hosts"]) == ("first_step", 1, ["a", "b"])
+    assert 1 <= len(events) <= 2
+    assert (events[-1]["step"], events[-1]["loss"]) == (99, 99.0)
+    assert "total_steps" not in events[-1]
+
+
+def test_a_line_of_metrics_is_left_to_the_journals_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics_module, "EVERY_S", 0.0)
+    calls: list[tuple[str, str, int]] = []
+    journal: Any = SimpleNamespace(
+        write=lambda event: calls.append(("now", event.event, event.to_fields()["step"])),
+        write_later=lambda event: calls.append(("later", event.event, event.to_fields()["step"])),
+    )
+    metrics = Metrics(journal, 1, ["a"])
+    for step in (1, 2):
+        metrics.add(Position(step=step), 4, {"loss": torch.tensor(1.0)})
+    metrics.flush()
+    assert calls == [("now", "first_step", 1), ("later", "metrics", 1), ("later", "metrics", 2)]

@@ -1,0 +1,39 @@
+"""Step times of all ranks are gathered and journaled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.telemetry.step_timing import StepTimer
+
+
+class Gathering:
+    """A control group of two ranks: what is gathered is there after the wait."""
+
+    rank, world_size = 0, 2
+
+    def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        self.sent, self._rows = values, [torch.zeros_like(values) for _ in range(2)]
+        return self._rows, self
+
+    def wait(self) -> None:
+        for row in self._rows:
+            row.copy_(self.sent)
+
+
+def test_gathered_step_times_are_written_at_the_next_report() -> None:
+    written: list[dict[str, Any]] = []
+    journal: Any = SimpleNamespace(write_later=lambda event: written.append(event.to_fields()))
+    group: Any = Gathering()
+    timer = StepTimer(group, journal, Position(step=4), torch.device("cpu"), ["a", "b"])
+    timer.start_step()
+    timer.end_step()
+    timer.gather()
+    timer.report()
+    assert [(fields["step"], fields["steps"], fields["node"]) for fields in written] == [
+        (4, 1, "a")
+    ]
