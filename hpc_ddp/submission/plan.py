@@ -74,9 +74,8 @@ class Plan:
         ------
         UsageError
             the folder can't be written, another submit has just made it, other users could
-            replace it, or the code is too large; of a new run nothing of ours is left behind
-        CalledProcessError
-            git can't list the code
+            replace it, the code is too large, or git can't list it; of a new run nothing of ours
+            is left behind
         """
         prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
         try:

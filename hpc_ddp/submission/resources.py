@@ -1,7 +1,8 @@
-"""The files that are not Python: templates, fabrics, sites."""
+"""The files that are not Python: ``templates`` with the fabrics and sites in it, and ``jobs``."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -15,9 +16,9 @@ def folder(name: str) -> Path:
 
 
 def is_shipped(path: Path) -> bool:
-    """Return whether a file came with hpc-ddp.
+    """Return whether a file lies in hpc-ddp's own ``templates``.
 
     Such files need no check of their owner: the account that installed them, a colleague's or a
     software team's, has installed the code that would check, too.
     """
-    return path.resolve().is_relative_to(folder("templates"))
+    return Path(os.path.realpath(path)).is_relative_to(folder("templates"))

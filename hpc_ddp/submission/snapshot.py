@@ -97,9 +97,8 @@ def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, l
     Raises
     ------
     UsageError
-        the files have more than 50 MB, or are more than 20,000; names the largest
-    CalledProcessError
-        git refuses to list the work tree
+        the files have more than 50 MB, or are more than 20,000 (names the largest); or git can't
+        list them
     """
     root = _work_tree(script)
     if root:
@@ -143,7 +142,7 @@ def _work_tree(script: Path) -> Path | None:
 
 def _git_files(root: Path, runs: Path) -> Iterator[str]:
     """Return tracked files of the work tree `root`, and untracked ones but for ignored ones and the
-    folder of the `runs`, relative to it. Raise CalledProcessError where git refuses."""
+    folder of the `runs`, relative to it. Raise UsageError where git refuses."""
     argv = [*GIT, "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if runs.is_relative_to(root) and runs != root:
         pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(root)))

@@ -10,6 +10,7 @@ import torch
 
 from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import JournalEvent, Stopped, WorkerStarted
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
@@ -96,13 +97,22 @@ class Worker:
             # One clock: hosts' clocks differ, and rank 0 alone knows how long a whole save takes.
             self._notices.watch_end_time(env.end_time, self.folder.attempt(attempt).end_time)
 
+    def _read_history(self) -> list[JournalEvent]:
+        """Return the journal of earlier attempts; [] with a message if the disk does not answer for
+        a minute. Only estimates for the schedule hang on it."""
+        try:
+            return patiently(self.folder.events)
+        except OSError as error:
+            self._say(f"the journal can't be read, and earlier saves are not known: {error}")
+            return []
+
     def _prepare(self, options: Options, env: LaunchEnv) -> None:
         """Make the parts of the run that save, stop, measure and watch."""
         control, attempt = self._control, self._journal.attempt
         self.position = self._hook.position = Position()
         rng.seed_all(options.seed, self.devices)
         self._prepare_saves(options)
-        history = self.folder.events() if self.rank == 0 and attempt else []
+        history = self._read_history() if self.rank == 0 and attempt else []
         self._schedule = SaveSchedule(
             self._checkpoints,
             self.rank,

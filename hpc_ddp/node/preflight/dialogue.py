@@ -182,12 +182,13 @@ class Dialogue:
     def _take_from_srun(self, text: str) -> None:
         """Note a line of srun's own: a task that has ended, or else the line for later messages.
 
-        Raise LaunchError, with a fault of the node, if Slurm could not start a task.
+        Raise LaunchError, with a fault of the node, or of all if the name is no node's, if Slurm
+        could not start a task.
         """
         if failed := _LAUNCH.match(text):
-            if failed[1] in self.reports:
-                why = f"Slurm can't start a task: {failed[2]}"
-                self.reports[failed[1]].faults.append(("silent", why))
+            why = f"Slurm can't start a task: {failed[2]}"
+            for node in [failed[1]] if failed[1] in self.reports else self.reports:
+                self.reports[node].faults.append(("silent", why))
             raise LaunchError
         if task := _TASK.match(text):
             for node in (self._nodes[index] for index in _numbers(task[1], len(self._nodes))):

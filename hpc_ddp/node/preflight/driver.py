@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,16 +48,20 @@ def examine(
     """Test all nodes; return the fields of the event `preflight`.
 
     `notice` returns a word once the attempt is asked to end, '' before: then the outcome is not ok,
-    and blames no node. The environment of the commands names the attempt. Raise OSError if the
-    run's folder can't be written or a command can't start, UsageError for a broken job.json.
+    and blames no node. Where Slurm can't start the task of a node, that node alone has a fault, and
+    the tests of the others end early. The environment of the commands names the attempt.
+
+    Raise OSError if the run's folder can't be read or written, or a command can't be started;
+    UsageError for a broken job.json.
     """
     spec = JobSpec.from_json(run.job_json.read_text())
     attempt = AttemptEnv.from_env(commands[0].env).attempt_folder
-    folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=run.path))
     begin = time.monotonic()
     dialogue = Dialogue(nodes, commands, notice, attempt.path / "preflight.log")
+    folder = run.path / f".preflight-{secrets.token_hex(8)}"
     patience_s = CLOSE_S
     try:
+        folder.mkdir(mode=0o700)
         with contextlib.suppress(LaunchError):
             converse(dialogue, spec, run, folder)
         fields = outcome(dialogue.reports)

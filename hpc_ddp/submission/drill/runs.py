@@ -73,7 +73,7 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
         folder that the job's relative paths are seen from
     root
         of the runs: all run folders of the drill are below ``<root>/.drills``, and stay only where
-        something was wrong
+        a comparison failed
     steps
         at which to end all runs; None: after `TRAINING_S` of training, or where the script ends
     say
@@ -82,8 +82,9 @@ def drill(settings: Settings, cwd: Path, root: Path, steps: int | None, say: Say
     Raises
     ------
     UsageError
-        a setting is refused, or `steps` is less than `LEAST_STEPS`; or the script takes fewer
-        steps than that, or does not call start() at all, or not within `START_S`
+        a setting is refused, the run folders can't be written, or the code is too large to copy;
+        `steps` is less than `LEAST_STEPS`; or the script takes fewer steps than that, or does not
+        call start() at all, or not within `START_S`
     HpcDdpError
         the script fails undisturbed
     OSError

@@ -103,7 +103,7 @@ def _open(path: Path) -> tuple[bytes, os.stat_result]:
     OSError."""
     # A symbolic link is followed to its end. Without O_NONBLOCK a FIFO would be waited for.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path.resolve(), flags), "rb") as file:
+    with open(os.open(os.path.realpath(path), flags), "rb") as file:
         status = os.fstat(file.fileno())
         return file.read() if stat.S_ISREG(status.st_mode) else b"", status
 
@@ -115,13 +115,13 @@ def _fault(path: Path, status: os.stat_result) -> str:
     link = path.lstat()
     if file_io.is_link_of_another(link):
         return f"it is a symbolic link that belongs to {file_owners.user_name(link.st_uid)}"
-    return file_owners.file_fault(status, path.resolve().parent.stat(), uid)
+    return file_owners.file_fault(status, Path(os.path.realpath(path)).parent.stat(), uid)
 
 
 def _key(path: Path) -> str:
     """Return the name of a file in the record."""
     # However the way to it is spelt; but a link by its own name: paths in it are meant from there.
-    return str(path.absolute().parent.resolve() / path.name)
+    return os.path.join(os.path.realpath(path.absolute().parent), path.name)
 
 
 def _entry(content: bytes, status: os.stat_result) -> dict[str, Any]:

@@ -332,9 +332,10 @@ class ModelSetup(Worker):
         Raises
         ------
         UsageError
-            `best` was never called, or `track` does not know the model
+            `best` was never called, or with NaN alone, or `track` does not know the model
         HpcDdpError
-            the best checkpoint is gone or damaged, or three saves in a row have failed
+            the best checkpoint is gone, damaged or can't be read; or the save before it fails as in
+            `finish`
         """
         step = self._manager.load_best(model)
         beat()

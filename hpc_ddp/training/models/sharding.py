@@ -103,7 +103,8 @@ def shard_fully(
     offload: bool,
     init: Init | None,
 ) -> None:
-    """Shard a model over ranks, in place, by torch's FSDP2. Gradients are added up in fp32.
+    """Shard a model over ranks, in place, by torch's FSDP2, which averages gradients over ranks: in
+    fp32 where `dtype` is given, else in the type of the parameters.
 
     torch moves each unit to the device as it shards it, so a device never has the whole model.
 

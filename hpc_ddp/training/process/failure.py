@@ -13,6 +13,7 @@ import os
 import sys
 import textwrap
 import traceback
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -45,7 +46,8 @@ def make_patient() -> None:
         # TextIOWrapper takes a raw file, as `python -u` does.
         raw: Any = _Patient(number, "wb", closefd=False)
         new = io.TextIOWrapper(raw, old.encoding, old.errors, write_through=True)
-        old.flush()
+        with suppress(OSError):
+            old.flush()
         setattr(sys, name, new)
 
 

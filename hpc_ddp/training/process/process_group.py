@@ -125,7 +125,8 @@ class Control:
     def first_copy(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor, of the same shape on all ranks, with rank 0's."""
         on_cpu = tensor.detach().cpu().contiguous()
-        dist.broadcast(on_cpu, src=0, group=self._group)
+        # As bytes: gloo refuses int16, uint16, uint32 and float8.
+        dist.broadcast(on_cpu.view(-1).view(torch.uint8), src=0, group=self._group)
         tensor.data.copy_(on_cpu)
 
     def barrier(self) -> None:

@@ -50,10 +50,13 @@ def start(options: Options) -> Run:
     ------
     UsageError
         a variable of the environment, or a parameter, makes no sense; or multiprocessing runs the
-        script again, in a process that it starts; or there is a process group already
+        script again, in a process that it starts; or there is a process group already; or the run's
+        folder is another script's
     HpcDdpError
-        more workers than GPUs on this node, the backend can't be used, or another process works
-        in the run's folder
+        more workers than GPUs on this node, the backend can't be used, the run's folder can't be
+        made, or another process works in it
+    RuntimeError
+        the other ranks do not come (torch's own)
     """
     _refuse_in_child()
     if plan := os.environ.get("HPC_DDP_DRILL"):

@@ -138,11 +138,15 @@ def test_objects_are_exchanged_through_the_first_rank(monkeypatch: pytest.Monkey
     result, work = first.start_gather(torch.ones(3))
     assert (len(result), work) == (2, "work")
     assert second.start_gather(torch.ones(3)) == ([], "work")
-    tensor = torch.ones(3)
-    first.first_copy(tensor)
-    assert tensor.tolist() == [2.0, 1.0, 1.0]
+    for dtype in (torch.uint8, torch.int16, torch.bool):  # gloo knows only the first
+        tensor = torch.ones((1, 3), dtype=dtype)
+        first.first_copy(tensor)
+        assert tensor.tolist() == [[2 if dtype is not torch.bool else True, 1, 1]]
+    zero = torch.zeros((), dtype=torch.float8_e4m3fn)
+    first.first_copy(zero)
+    assert zero.float().item() == 0.0
     names = ["gather 0 group False False", "gather 0 group False True", "broadcast 0 group"]
-    names += ["gather 0 group True False", "gather 0 group True True", "broadcast 0 group"]
+    names += ["gather 0 group True False", "gather 0 group True True", *["broadcast 0 group"] * 4]
     assert calls == names
 
 
