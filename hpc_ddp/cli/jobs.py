@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 
 import click
 
-from hpc_ddp.cli.common import say
-from hpc_ddp.cli.job_options import (
+from hpc_ddp.cli.click_options import (
     Grouped,
     again_options,
     job_options,
@@ -26,6 +25,7 @@ from hpc_ddp.cli.job_options import (
     node_options,
     settings_of,
 )
+from hpc_ddp.cli.common import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import tables

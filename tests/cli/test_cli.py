@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from hpc_ddp.cli.job_options import OTHERS, group_of
+from hpc_ddp.cli.click_options import OTHERS, group_of
 from hpc_ddp.cli.main import COMMANDS
 from hpc_ddp.cli.main import main as cli
 

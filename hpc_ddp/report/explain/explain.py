@@ -34,7 +34,7 @@ from hpc_ddp.core.journal.journal import is_finished, last_event, last_step
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.journal.vocabulary import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.report.explain.endings import REPEATING_KINDS, explain_attempt, explain_end
+from hpc_ddp.report.explain.causes import REPEATING_KINDS, explain_attempt, explain_end
 from hpc_ddp.report.explain.explanation import (
     Explanation,
     fill_hint,
