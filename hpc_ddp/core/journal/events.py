@@ -213,7 +213,7 @@ class MetricsLine(JournalEvent):
     @property
     def step(self) -> int:
         """The step, 0 without one."""
-        return int(self.values.get("step", 0))
+        return int(self.values.get("step") or 0)
 
     @property
     def total_steps(self) -> int | None:

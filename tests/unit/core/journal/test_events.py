@@ -67,3 +67,9 @@ def test_no_line_is_too_damaged_to_be_read(event: str, fields: dict[str, Any]) -
     if record is not None:
         assert parse_event(json.dumps(record.to_line())) is not None
         step_of(record)
+
+
+def test_a_metrics_line_without_a_step_has_step_0() -> None:
+    for fields in ({}, {"step": None, "total_steps": None}):
+        line = json.dumps({"time": 1.0, "event": "metrics", "attempt": 0, **fields})
+        assert step_of(parse_event(line)) == 0
