@@ -23,15 +23,16 @@ import re
 import shlex
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.console.progress import ProgressBar
-from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.file_io import open_data, parse_object, read_json, read_text
 from hpc_ddp.core.journal.events import CheckpointSaved, Fresh
+from hpc_ddp.core.journal.fields import checked
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 
@@ -39,7 +40,8 @@ MANIFEST = "manifest.json"
 FORMAT = 2  # of what is in the files; another one can't be read
 CHUNK = 4 << 20  # bytes; big enough that summing and writing run outside the interpreter lock
 
-_NO_FILE = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+# What opening a folder, a pipe, a device or a socket gives.
+_NO_FILE = (errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)
 
 _STEP = re.compile(r"step-(\d+)(\.old-\d+)?")
 _ANY = re.compile(r"step-\d+(\.(old|bad|tmp)-[\w-]+)?")
@@ -60,12 +62,40 @@ def manifest_crc(value: dict[str, Any]) -> int:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest, without its CRC32. Raise OSError where it can't be read, and
-    ValueError where it is damaged."""
-    value = json.loads((folder / MANIFEST).read_bytes())
-    if not isinstance(value, dict) or value.pop("crc32", None) != manifest_crc(value):
+    """Return a checkpoint's manifest, without its CRC32.
+
+    Its ``files`` are `FileFacts` by names without a folder, its ``best``, if any, has a ``step``.
+
+    Raises
+    ------
+    OSError
+        it can't be read
+    ValueError
+        it is damaged, whoever has written it
+    """
+    value = parse_object(read_text(folder / MANIFEST))
+    if value.pop("crc32", None) != manifest_crc(value):
         raise ValueError("its own CRC32 differs")
+    for name, facts in _entry(value, "files", "Mapping[str]").items():
+        if name in ("", ".", "..") or set(name) & {"/", "\0"}:
+            raise ValueError(f"{name!r} is no name of a file in its folder")
+        _entry({name: facts}, name, "Mapping[str]")
+        for field in fields(FileFacts):
+            _entry(facts, field.name, "int")
+    if value.get("world_size") is not None:
+        _entry(value, "world_size", "int")
+    if value.get("best") is not None:
+        _entry(_entry(value, "best", "Mapping[str]"), "step", "int")
     return value
+
+
+def _entry(table: Mapping[str, Any], key: str, type_name: str) -> Any:
+    """Return an entry of a manifest that has the type of a journal's field; raise ValueError for
+    another one, and for none."""
+    try:
+        return checked(table.get(key), type_name)
+    except ValueError:
+        raise ValueError(f"its {key!r} is damaged") from None
 
 
 def _unheard(size: int) -> None: ...
@@ -101,7 +131,7 @@ def find_damage(
         files = read_manifest(folder)["files"]
     except OSError as error:
         return _missing(folder / MANIFEST, error)
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         return f"{MANIFEST} can't be read: {error}"
     for name, expected in list(files.items())[rank::world_size]:
         try:
@@ -117,10 +147,10 @@ def find_damage(
 
 def _missing(path: Path, error: OSError) -> str:
     """Return what is wrong where a folder lacks the file `path`, or has something else in its
-    place, such as a link to nowhere. Raise OSError where the `error` of its reading proves
-    neither."""
+    place, such as a pipe or a link to nowhere. Raise OSError where the `error` of its reading
+    proves neither: a link of another user further up says nothing of the file."""
     is_link = path.is_symlink() or path.parent.is_symlink()
-    if error.errno in _NO_FILE or (error.errno == errno.ENOENT and is_link):
+    if error.errno in _NO_FILE or (error.errno in (errno.ENOENT, errno.ELOOP) and is_link):
         return f"{path.name} is no file: {error.strerror}"
     if isinstance(error, FileNotFoundError) and path.name not in os.listdir(path.parent):
         return f"{path.name} is missing"
@@ -133,7 +163,7 @@ def facts_of(path: Path, read: Callable[[int], None] = _unheard) -> FileFacts:
     of each chunk. Raise OSError."""
     size = crc32 = 0
     chunk = memoryview(bytearray(CHUNK))
-    with open(path, "rb", buffering=0) as file:
+    with open_data(path) as file:
         while count := file.readinto(chunk):
             size += count
             crc32 = zlib.crc32(chunk[:count], crc32)
@@ -146,12 +176,17 @@ def candidates(folder: Path) -> list[Path]:
 
     [] for a folder that does not exist; raise OSError where it can't be listed.
     """
-    names: list[str] = []
-    with suppress(FileNotFoundError, NotADirectoryError):
-        names = os.listdir(folder)
-    matches = filter(None, map(_STEP.fullmatch, names))
+    matches = filter(None, map(_STEP.fullmatch, _names(folder)))
     ranked = [(int(match[1]), match[2] is None, folder / match[0]) for match in matches]
     return [path for *_, path in sorted(ranked, reverse=True)]
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names in a folder, [] where there is none; raise OSError where it can't be
+    listed."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder)
+    return []
 
 
 def published(folder: Path) -> list[Path]:
@@ -162,9 +197,9 @@ def published(folder: Path) -> list[Path]:
 
 def all_of(folder: Path) -> list[Path]:
     """Return all checkpoints, by name, also those that are half-written, damaged or on their way
-    out; [] for a folder that does not exist."""
-    paths = folder.glob("step-*") if folder.is_dir() else ()
-    return sorted(path for path in paths if _ANY.fullmatch(path.name) and path.is_dir())
+    out; [] for a folder that does not exist. Raise OSError where it can't be listed."""
+    paths = (folder / name for name in _names(folder) if _ANY.fullmatch(name))
+    return sorted(path for path in paths if path.is_dir())
 
 
 def set_aside(run: RunFolder) -> Path | None:
@@ -178,7 +213,7 @@ def set_aside(run: RunFolder) -> Path | None:
     while (aside := run.checkpoints / f"aside-{number}").exists():
         number += 1
     for folder in folders:
-        aside.mkdir(exist_ok=True)
+        aside.mkdir(mode=0o755, exist_ok=True)
         folder.rename(aside / folder.name)
     attempts = [attempt.number + 1 for attempt in run.attempts()]
     run.journal("submit").write_surely(Fresh(max(attempts, default=0)))
@@ -242,9 +277,10 @@ class Health:
 def health(folder: Path) -> list[Health]:
     """Verify all checkpoints in a run's folder of checkpoints, oldest first.
 
-    [] for a folder that does not exist. A bar on stderr shows the progress.
+    [] for a folder that does not exist; raise OSError where it can't be listed. A bar on stderr
+    shows the progress.
     """
-    paths = [path for path in folder.glob("step-*") if _SHOWN.fullmatch(path.name)]
+    paths = [folder / name for name in _names(folder) if _SHOWN.fullmatch(name)]
     paths.sort(key=lambda path: (step_of(path), path.name))
     with ProgressBar("reading the checkpoints", sum(map(_size, paths))) as progress:
         rows = [_health(path, progress.add) for path in paths]

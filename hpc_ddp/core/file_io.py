@@ -13,15 +13,20 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 PATIENCE_S = 60.0
-MOST_BYTES = 1 << 30  # read of one file: a sparse file of terabytes must not fill the memory
+# Read of one small file, and of all journal files of a run: a sparse file of terabytes must neither
+# fill the memory nor take hours. Of another user's run much less, since any number may be made.
+MOST_TEXT_BYTES = 1 << 26
+MOST_BYTES, MOST_FOREIGN_BYTES, MOST_FOREIGN_FILES = 1 << 30, 1 << 26, 50_000
+LONGEST_LINE = 1 << 20  # bytes; names of 5,000 nodes are a tenth of it
 ROOT, MOST_LINKS = 0, 40
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
 
@@ -72,7 +77,7 @@ def check_links(path: Path, most_links: int = MOST_LINKS) -> None:
             check_links(part.parent / os.readlink(part), most_links - 1)
 
 
-def open_data(path: Path) -> BinaryIO:
+def open_data(path: Path) -> BufferedReader:
     """Open a file of a run that may be another user's, to read it as data.
 
     Raises
@@ -82,25 +87,69 @@ def open_data(path: Path) -> BinaryIO:
         link of another user
     """
     check_links(path)
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "no regular file", str(path))
-    return file
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "no regular file", str(path))
 
 
-def read_text(path: Path) -> str:
-    """Return the first `MOST_BYTES` of a file as text; bytes that are no UTF-8 are replaced. Raise
+def read_text(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
+    """Return the first `most_bytes` of a file as text; bytes that are no UTF-8 are replaced. Raise
     OSError where `open_data` refuses the file."""
     with open_data(path) as file:
-        return file.read(MOST_BYTES).decode(errors="replace")
+        return file.read(most_bytes).decode(errors="replace")
 
 
-def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of the first `MOST_BYTES` of a file, without their ends. Raise OSError where
-    `open_data` refuses the file."""
-    with open_data(path) as file:
-        return file.read(MOST_BYTES).splitlines()
+class LineReader:
+    """Reads the lines of a run's journal files, one by one and all together within a budget."""
+
+    def __init__(self) -> None:
+        self._bytes = self._files = 0
+
+    def read(self, path: Path) -> Iterator[bytes]:
+        """Yield the lines of a file without their ends; those of `LONGEST_LINE` are left out.
+
+        Raises
+        ------
+        OSError
+            `open_data` refuses the file; the budget is spent; or another user's file has such a
+            line, as a sparse file does
+        """
+        with open_data(path) as file:
+            is_foreign = os.fstat(file.fileno()).st_uid != os.geteuid()
+            most_bytes = MOST_FOREIGN_BYTES if is_foreign else MOST_BYTES
+            self._files += 1
+            is_spent = is_foreign and self._files > MOST_FOREIGN_FILES
+            is_rest = False  # of a line that is too long
+            while line := file.readline(LONGEST_LINE):
+                self._bytes += len(line)
+                is_long = len(line) == LONGEST_LINE and not line.endswith(b"\n")
+                if is_spent or self._bytes > most_bytes or (is_long and is_foreign):
+                    raise OSError(errno.EFBIG, "too large for a journal", str(path))
+                if not (is_long or is_rest):
+                    yield line.rstrip(b"\r\n")
+                is_rest = is_long
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Return the object of a JSON text, whoever has written it.
+
+    Raises
+    ------
+    ValueError
+        it is no JSON, no object, or nested too deeply
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -109,15 +158,15 @@ def read_json(path: Path) -> dict[str, Any]:
     A file that is absent, torn, behind another user's link, or no object reads as {}.
     """
     try:
-        value = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
+        return parse_object(read_text(path))
+    except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file so that a reader sees all of it or none; raise OSError."""
-    write_whole(path, json.dumps(value, indent=1) + "\n")
+    """Write a JSON file so that a reader sees all of it or none, and that its owner alone can
+    write; raise OSError."""
+    write_whole(path, json.dumps(value, indent=1) + "\n", mode=0o644)
 
 
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
@@ -182,6 +231,45 @@ def written_by_owner() -> Iterator[None]:
         yield
     finally:
         os.umask(umask)
+
+
+def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:
+    """Make a folder of mode 0700 with `folders` in it, and the folders above; one that is there
+    gets that mode, unless `is_new`.
+
+    By descriptors: what another user puts in place of a new folder meanwhile, such as a link to one
+    of this user's, stays as it is.
+
+    Raises
+    ------
+    FileExistsError
+        `is_new`, and the folder is there already
+    OSError
+        it can't be made, or has been replaced
+    """
+    with written_by_owner():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _opened(path.parent) as parent:
+            with contextlib.suppress(*() if is_new else (FileExistsError,)):
+                os.mkdir(path.name, 0o700, dir_fd=parent)
+            with _opened(path.name, parent, os.O_NOFOLLOW if is_new else 0) as top:
+                if is_new and os.listdir(top):
+                    raise FileExistsError(errno.EEXIST, "was made meanwhile", str(path))
+                os.fchmod(top, 0o700)
+                for name in folders:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name, 0o755, dir_fd=top)
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str, parent: int | None = None, flags: int = 0) -> Iterator[int]:
+    """Open a folder inside the block, and return its descriptor; a relative `path` is of the folder
+    with the descriptor `parent`. Raise OSError where it can't be opened."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags, dir_fd=parent)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def close_to_others(top: Path) -> None:

@@ -79,16 +79,18 @@ def user_name(uid: int) -> str:
         return f"uid {uid}"
 
 
-def run_fault(status: os.stat_result, uid: int) -> str:
+def run_fault(status: os.stat_result, uid: int, is_reachable: bool = True) -> str:
     """Return why nothing may be started from a file or folder of a run by `uid`; '' if it may.
 
-    `status` is of `lstat`. Unlike a settings file, root's is refused too: root writes settings for
-    all users, and no user has to go on with a run of root's, which the user could not even write a
-    checkpoint to.
+    `status` is of `lstat`. Where others can't reach it, because of a folder above, its own mode
+    does not count; its owner always does, since they may have reached it earlier. Unlike a settings
+    file, root's is refused too: root writes settings for all users, and no user has to go on with a
+    run of root's, which the user could not even write a checkpoint to.
     """
     if status.st_uid != uid:
         return f"belongs to {user_name(status.st_uid)}"
-    if not stat.S_ISLNK(status.st_mode) and is_writable_by_others(status):
+    is_link = stat.S_ISLNK(status.st_mode)
+    if is_reachable and not is_link and is_writable_by_others(status):
         return f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
     return ""
 
@@ -97,38 +99,44 @@ def check_folder(run: RunFolder) -> None:
     """Refuse to make or continue a run where another user could put a folder in its place.
 
     The folder of the runs, and the one of the run's name in it, are looked at; of those above,
-    whether one is a link of another user. In a project's folder the group may rename what is above:
+    whether one is a link of another user. Where they do not exist yet, nothing is to be made below
+    what does before that was looked at. In a project's folder the group may rename what is above:
     so the batch script looks again at the owner of what it executes.
 
     Raises
     ------
     UsageError
-        one of them belongs to another user, others can rename what is in it, or it can't be read
+        one of them belongs to another user, others can rename what is in it, it is no folder, or
+        it can't be read
     """
-    uid = os.geteuid()
+    uid, folder_hint = os.geteuid(), "--runs-dir, or export HPC_DDP_RUNS=/a/folder/of/yours"
     for folder, owners in ((run.whole.parent, (uid,)), (run.root, (uid, ROOT))):
+        refusal = f"runs are neither made nor deleted in {folder}:"
+        part = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         try:
-            check_links(folder)
-            status = folder.stat()
+            check_links(part)
+            status = part.stat()
+        except FileNotFoundError:
+            raise UsageError(f"{refusal} {part} is a link to nowhere", hint=folder_hint) from None
         except OSError as error:
-            raise UsageError(
-                f"runs are not made in {folder}: {error.filename}: {error.strerror}",
-                hint="--runs-dir, or export HPC_DDP_RUNS=/a/folder/of/yours",
-            ) from None
-        is_sticky = status.st_mode & stat.S_ISVTX
+            reason = f"{error.filename}: {error.strerror}"
+            raise UsageError(f"{refusal} {reason}", hint=folder_hint) from None
+        if not stat.S_ISDIR(status.st_mode):
+            raise UsageError(f"{refusal} {part} is no folder", hint=folder_hint)
+        if part != folder:
+            continue  # not made yet
+        fault, hint = "", folder_hint
         if status.st_uid not in owners:
             fault = f"belongs to {user_name(status.st_uid)}"
-            hint = "--runs-dir, or export HPC_DDP_RUNS=/a/folder/of/yours"
-        elif is_writable_by_others(status) and not is_sticky:
+        elif is_writable_by_others(status) and not status.st_mode & stat.S_ISVTX:
             fault = f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
             hint = f"chmod +t {shlex.quote(str(folder))}, or chmod go-w"
-        else:
-            continue
-        raise UsageError(
-            f"runs are not made in {folder}: it {fault}, so a run in it could be replaced;"
-            " accepted: a folder of yours, in which others can rename nothing of yours",
-            hint=hint,
-        )
+        if fault:
+            raise UsageError(
+                f"{refusal} it {fault}, so a run in it could be replaced; accepted: a folder of"
+                " yours, in which others can rename nothing of yours",
+                hint=hint,
+            )
 
 
 def check_executable(run: RunFolder) -> None:
@@ -144,8 +152,9 @@ def check_executable(run: RunFolder) -> None:
         the run, or a file in it, is gone or can't be read
     """
     uid = os.geteuid()
+    is_reachable = bool(stat.S_IMODE(run.whole.stat().st_mode) & 0o077)
     for path in _executed(run):
-        if fault := run_fault(path.lstat(), uid):
+        if fault := run_fault(path.lstat(), uid, is_reachable):
             raise UsageError(
                 f"run {run.path} can only be read: {path} {fault}; accepted: a run that is yours,"
                 " and that no other user can write",
@@ -171,21 +180,33 @@ def _hint(run: RunFolder, path: Path, uid: int) -> str:
 
 
 def _executed(run: RunFolder) -> Iterator[Path]:
-    """Yield what has to be the user's own: the run's folder and, if others can enter it, what is
-    executed of it, or names jobs and processes to signal. Its snapshot may have 20,000 files, so a
-    private folder is not walked; and of the checkpoints, which are data, only their folder is.
-    Raise OSError where the run is gone."""
-    yield run.whole
-    if not stat.S_IMODE(run.whole.stat().st_mode) & 0o077:
-        return
+    """Yield what has to be the user's own: the run's folder, and what is executed of it, or names
+    jobs and processes to signal. Of the checkpoints, which are data, only their folder."""
     for folder in dict.fromkeys((run.whole, run.path)):
         part = RunFolder(folder)
-        trees = (part.lib, part.code)
-        tops = (part.job_json, part.script, part.journal_folder, part.logs, part.checkpoints)
-        yield from (path for path in (folder, *tops, *trees) if os.path.lexists(path))
-        for tree in trees:
-            yield from tree.rglob("*")
+        tops = [part.job_json, part.script, part.journal_folder, part.logs, part.checkpoints]
+        tops += [
+            part.submitit,
+            *part.submitit.glob("su*.pkl"),
+            *part.submitit.glob("*_submitted.pkl"),
+        ]
+        yield from (path for path in (folder, *tops) if path == run.whole or os.path.lexists(path))
+        for tree in (part.lib, part.code):
+            if os.path.lexists(tree):
+                yield tree
+            for parent, folders, files in os.walk(tree):
+                yield from (Path(parent, name) for name in (*folders, *files))
         yield from part.journal_folder.glob("*.jsonl")
         for attempt in part.attempts():
             yield attempt.path
             yield from attempt.path.glob("*.json")
+
+
+def other_owner(path: Path) -> str:
+    """Return the words for the user that a run's folder belongs to; '' where that is this user, or
+    where the folder can't be looked at."""
+    try:
+        uid = path.lstat().st_uid
+    except OSError:
+        return ""
+    return "" if uid == os.geteuid() else user_name(uid)

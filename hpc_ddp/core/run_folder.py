@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import patiently, read_json
+from hpc_ddp.core.file_io import make_private, patiently, read_json
 from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
 from hpc_ddp.core.journal.journal import Journal, is_finished, node_seconds, read_events
 
@@ -249,6 +249,10 @@ class RunFolder:
         return self.path / "code"
 
     @property
+    def submitit(self) -> Path:  # its task loads a pickle from there
+        return self.path / "submitit"
+
+    @property
     def journal_folder(self) -> Path:
         return self.path / "journal"
 
@@ -280,11 +284,7 @@ class RunFolder:
         Raise FileExistsError if `is_new` and another submit has made the folder, and OSError where
         it can't be made.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.mkdir(exist_ok=not is_new, mode=0o700)
-        self.path.chmod(0o700)
-        for folder in (self.journal_folder, self.logs, self.checkpoints):
-            folder.mkdir(exist_ok=True, mode=0o755)
+        make_private(self.path, ("journal", "logs", "checkpoints"), is_new)
         return self
 
     def journal(self, writer: str, attempt: int = 0) -> Journal:

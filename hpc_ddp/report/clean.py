@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -18,9 +19,11 @@ from typing import Any
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console.progress import ProgressBar
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.console.units import byte_count, duration, plural
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.core.file_io import read_text
+from hpc_ddp.core.file_io import ROOT, read_text
+from hpc_ddp.core.file_owners import check_folder, other_owner
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs
@@ -28,7 +31,9 @@ from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.report.status.state import Queue, RunState, describe_work, read_queue
 from hpc_ddp.report.tables import columns
 
-TRASH = ".trash"  # below the folder of all runs, so that moving there is one rename
+# Folders of the user's own, with new names, in the folder of a run's name: others may share the
+# folder of all runs, and a folder of theirs would get what is deleted.
+TRASH = ".trash-"
 STATES = ("finished", "failed", "cancelled", "stopped", "lost", "rendered")
 COLUMNS = ("name", "id", "state", "age", "to delete", "size")
 
@@ -110,6 +115,8 @@ def find_deletions(
     """Return the parts of runs that may be deleted, newest run first; a bar on stderr shows the
     progress.
 
+    Other users' runs are left alone, also by root: Slurm lists no jobs of theirs here.
+
     Parameters
     ----------
     named
@@ -124,13 +131,23 @@ def find_deletions(
     Raises
     ------
     UsageError
-        a named run is live, or may be, or is part of an array, or not below `root`
+        a named run is another user's, live, or may be, or is part of an array, or not below `root`
     OSError
-        a run's folder or journal can't be read
+        a named run's folder or journal can't be read
     """
     queue = read_queue()
     deletions = []
     runs = named or all_runs(root)
+    owners = {run: other_owner(run.path) for run in runs}
+    foreign_runs = [run for run in runs if owners[run]]
+    if foreign_runs and named:
+        raise UsageError(
+            f"run {foreign_runs[0].path} is of {owners[foreign_runs[0]]}",
+            hint="its owner can clean it",
+        )
+    if foreign_runs and os.geteuid() == ROOT:
+        say(f"{plural(len(foreign_runs), 'run')} of other users: only the owners can clean them")
+    runs = [run for run in runs if not owners[run]]
     with ProgressBar("reading the runs", len(runs)) as progress:
         for run in runs:
             progress.add(1)
@@ -138,13 +155,13 @@ def find_deletions(
                 _check_deletable(run, root, queue)
                 fingerprint = _fingerprint(run)
                 state, age_s = _read_state(run, queue, fingerprint)
-            except (UsageError, OSError):  # in use, or another user's
+                if age_s < older_than_s or (states and state not in states):
+                    continue
+                paths = _deletable_paths(run, state, checkpoints_only)
+            except Exception:  # in use, or damaged, which has many forms
                 if named:
                     raise
                 continue
-            if age_s < older_than_s or (states and state not in states):
-                continue
-            paths = _deletable_paths(run, state, checkpoints_only)
             if paths:
                 size = sum(map(_size, paths))
                 deletions.append(Deletion(run, state, age_s, paths, size, fingerprint))
@@ -280,58 +297,69 @@ def delete(deletions: Sequence[Deletion], root: Path) -> Iterator[tuple[Deletion
     """Delete, and yield each deletion with the reason why it was not made, or ''.
 
     A folder is renamed before it is deleted: another process finds it complete or not at all, and
-    the next call deletes the remains of an interrupted one. Raise HpcDdpError where the trash is a
-    link, and OSError where it can't be made below `root`.
+    the next call deletes the remains of an interrupted one.
     """
-    trash = root / TRASH
-    if trash.is_symlink():
-        raise HpcDdpError(f"{trash} is a link, which is not followed", hint=f"rm {trash}")
-    trash.mkdir(exist_ok=True, mode=0o700)
     queue = read_queue()  # again: the user was asked in between
     with ProgressBar("deleting", sum(deletion.bytes for deletion in deletions)) as progress:
         for deletion in deletions:
             try:
-                problem = _delete(deletion, trash, queue)
+                problem = _delete(deletion, queue)
+            except HpcDdpError as error:
+                problem = error.message
             except OSError as error:
                 problem = str(error)
             progress.add(deletion.bytes)
             yield deletion, problem
-        shutil.rmtree(trash, ignore_errors=True)
+        for remains in root.glob(f"[!.]*/{TRASH}*"):
+            if not (other_owner(remains) or remains.is_symlink()):
+                shutil.rmtree(remains, ignore_errors=True)
+                _remove_empty(remains.parent)
 
 
-def _delete(deletion: Deletion, trash: Path, queue: Queue | None) -> str:
-    """Delete one part of a run by way of the folder `trash`; return why not where it has gone on,
-    else ''.
+def _delete(deletion: Deletion, queue: Queue | None) -> str:
+    """Delete one part of a run; return why not where it has gone on, else ''.
 
-    `queue` is of now, None where Slurm can't be asked. Raise OSError where the disk refuses.
+    A run goes by way of a folder beside it, a checkpoint by a name beside it that no reader takes
+    for one. `queue` is of now, None where Slurm can't be asked. Raise UsageError where others could
+    put something else in its place, and OSError where the disk refuses.
     """
     run, resumed = deletion.run, "it was resumed meanwhile, and left alone"
+    check_folder(run)
     if describe_work(run, queue) or _fingerprint(run) != deletion.fingerprint:
         return resumed
-    moved = [trash / os.urandom(8).hex() for _ in deletion.paths]
-    for path, target in zip(deletion.paths, moved, strict=True):
-        path.rename(target)
-    if deletion.is_run:
-        if _fingerprint(RunFolder(moved[0])) != deletion.fingerprint:
-            moved[0].rename(run.path)
+    if not deletion.is_run:
+        for path in deletion.paths:
+            unused = f"step-{checkpoints.step_of(path)}.tmp-{os.urandom(8).hex()}"
+            shutil.rmtree(path.rename(path.with_name(unused)))
+        return ""
+    trash = Path(tempfile.mkdtemp(prefix=TRASH, dir=run.path.parent))
+    try:
+        target = run.path.rename(trash / run.path.name)
+        if _fingerprint(RunFolder(target)) != deletion.fingerprint:
+            target.rename(run.path)
             return resumed
         _remove_references(run)
-    for path in moved:
-        shutil.rmtree(path)
+        shutil.rmtree(target)
+    finally:
+        _remove_empty(trash)
+        _remove_empty(run.path.parent)
     return ""
 
 
 def _remove_references(run: RunFolder) -> None:
-    """Remove the job ids that lead to a run, and its folder of runs if that is empty; what the disk
-    refuses stays."""
+    """Remove the job ids that lead to a run; what the disk refuses stays."""
     index = run.root / ".jobs"
     for link in index.iterdir() if index.is_dir() else ():
         with suppress(OSError):
             target = Path(os.path.normpath(index / os.readlink(link)))
             if target.is_relative_to(run.path):
                 link.unlink()
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a folder if it is empty and can be removed."""
     with suppress(OSError):
-        run.path.parent.rmdir()  # fails while there are other runs
+        folder.rmdir()
 
 
 def table(deletions: Sequence[Deletion]) -> str:

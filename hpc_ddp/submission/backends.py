@@ -173,7 +173,7 @@ class SubmititBackend(SlurmBackend):
 
         node = str(prepared.run.lib / "node.py")
         kind, command = node_command(prepared.spec, node, str(prepared.script))
-        folder = prepared.run.path / "submitit"
+        folder = prepared.run.submitit
         folder.mkdir(exist_ok=True)
         DelayedSubmission(submitit_main, kind, command).dump(folder / PICKLE)
 
@@ -192,13 +192,13 @@ class SubmititBackend(SlurmBackend):
         lib = shlex.quote(str(run.lib))
         try:
             executor = submitit.SlurmExecutor(
-                run.path / "submitit",
+                run.submitit,
                 python=f"env PYTHONPATH={lib} {shlex.quote(sys.executable)}",
             )
         except RuntimeError:
             raise HpcDdpError("srun was not found: this machine has no Slurm client") from None
         pairs = {name: value or True for name, value in plan.rendering.header}
-        folder = shlex.quote(str(run.path / "submitit"))
+        folder = shlex.quote(str(run.submitit))
         executor.update_parameters(
             job_name=str(pairs.pop("job-name")),
             wckey=None,

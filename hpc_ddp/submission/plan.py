@@ -12,13 +12,14 @@ import shutil
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import close_to_others, write_json, written_by_owner
+from hpc_ddp.core.file_io import check_links, close_to_others, write_json, written_by_owner
 from hpc_ddp.core.file_owners import check_folder
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Rerun
@@ -102,6 +103,7 @@ class Plan:
     def _write_files(self) -> None:
         """Write the run's folder: the library, the code, the job and its limits. Raise UsageError
         and OSError; what was written by then stays."""
+        check_folder(self.run)  # before anything is made, and again: a link may have come since
         run = self.run.make(self.is_new)  # and the folders above
         check_folder(run)
         snapshot.carry_library(run)
@@ -121,9 +123,12 @@ class PreparedRun(Plan):
     """A run whose folder has all that a back-end needs to start it."""
 
     def discard(self) -> None:
-        """Remove the folder of a new run that could not be started; what can't be removed stays."""
+        """Remove the folder of a new run that could not be started; what can't be removed stays,
+        and so does what lies behind a link of another user."""
         if self.is_new:
-            shutil.rmtree(self.run.path, ignore_errors=True)
+            with suppress(OSError):
+                check_links(self.run.path)
+                shutil.rmtree(self.run.path, ignore_errors=True)
 
 
 def plan_new(settings: Settings, cwd: Path, root: Path) -> Plan:

@@ -7,12 +7,12 @@ import re
 import sys
 from contextlib import suppress
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
     """Return a text with a replacement character for each control character by which it could
-    change the terminal."""
+    change the terminal, and for each surrogate, which can't be printed."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.option_declaration import key_of
-from hpc_ddp.core.job.slurm_values import array_indexes, parse_signal, parse_time
+from hpc_ddp.core.job.slurm_values import MOST_TASKS, array_indexes, parse_signal, parse_time
 
 if TYPE_CHECKING:
     from hpc_ddp.core.job.spec import JobSpec
@@ -112,6 +112,8 @@ def _check_sweep(spec: JobSpec) -> None:
                 hint="hpc-ddp sweep --set lr=1e-3,1e-4 --set seed=0,1,2 train.py",
             )
     count = math.prod(map(len, spec.sweep.values())) if spec.sweep else None
+    if count and count > MOST_TASKS:
+        raise UsageError(f"the sweep has {count:,} points; accepted: up to {MOST_TASKS:,}")
     if count and spec.array and max(array_indexes(spec.array)) >= count:
         raise UsageError(
             f"array {spec.array} goes beyond the sweep; accepted: indexes from 0 to {count - 1}",

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.file_io import parse_object
 from hpc_ddp.core.job import checks
 from hpc_ddp.core.job.option_declaration import (
     COMMON,
@@ -356,8 +357,10 @@ class JobSpec:
         """
         names = {item.name for item in fields(cls)}
         try:
-            return cls(**{key: value for key, value in json.loads(text).items() if key in names})
-        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            return cls(**{key: value for key, value in parse_object(text).items() if key in names})
+        except UsageError:
+            raise
+        except Exception as error:  # a value of another type fails in many ways
             raise UsageError(f"the run's job.json is broken: {error}") from None
 
 

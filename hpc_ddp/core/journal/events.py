@@ -6,12 +6,12 @@ Reading is lenient, since a line may be another version's or damaged: see `parse
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar
 
+from hpc_ddp.core.file_io import parse_object
 from hpc_ddp.core.journal.fields import checked, read_fields, to_number
 from hpc_ddp.core.journal.vocabulary import Action, Cause, StopReason
 
@@ -375,8 +375,8 @@ _HEAD = ("time", "event", "attempt")
 def parse_event(line: bytes | str) -> JournalEvent | None:
     """Return the event of a line; None for a damaged line, and for an unknown kind of event."""
     try:
-        return event_of(json.loads(line))
-    except (ValueError, RecursionError):
+        return event_of(parse_object(line))
+    except ValueError:
         return None
 
 

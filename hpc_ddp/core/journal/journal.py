@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.file_io import patiently, read_lines
+from hpc_ddp.core.file_io import LineReader, patiently
 from hpc_ddp.core.journal.events import (
     LOGIN_NODE,
     Finished,
@@ -133,8 +134,18 @@ def read_events(folder: Path) -> list[JournalEvent]:
     Damaged lines and unknown kinds of events are left out. Raise OSError where a file can't be
     read.
     """
-    events = [event for path in sorted(folder.glob("*.jsonl")) for event in events_of(path)]
+    lines = LineReader()
+    events = [event for path in _files(folder) for event in events_of(path, lines)]
     return sorted(events, key=_order)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the writers' files, by name; [] for a missing folder. Raise OSError where it can't be
+    listed: a glob would be empty."""
+    names: list[str] = []
+    with suppress(FileNotFoundError):
+        names = os.listdir(folder)
+    return sorted(folder / name for name in names if name.endswith(".jsonl"))
 
 
 def read_briefly(folder: Path) -> list[JournalEvent]:
@@ -145,9 +156,10 @@ def read_briefly(folder: Path) -> list[JournalEvent]:
     can't be read.
     """
     events: list[JournalEvent] = []
-    for path in sorted(folder.glob("*.jsonl")):
+    lines = LineReader()
+    for path in _files(folder):
         last: tuple[int, bytes] | None = None  # the index and the line of the newest metrics
-        for line in read_lines(path):
+        for line in lines.read(path):
             if brief := _METRICS.match(line):
                 when, attempt, step = brief.groups()
                 last = len(events), line
@@ -172,10 +184,12 @@ def _order(event: JournalEvent) -> tuple[int, float]:
     return event.attempt, event.time
 
 
-def events_of(path: Path) -> Iterator[JournalEvent]:
+def events_of(path: Path, lines: LineReader | None = None) -> Iterator[JournalEvent]:
     """Yield the events of one writer's file, as they were written; damaged lines are left out.
-    Raise OSError where it can't be read."""
-    for line in read_lines(path):
+
+    `lines` has read the run's other files. Raise OSError where it can't be read, or is too large.
+    """
+    for line in (lines or LineReader()).read(path):
         if event := parse_event(line):
             yield event
 

@@ -5,6 +5,7 @@ Pure: `hpc_ddp.report.explain.facts` gathers the facts.
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections import Counter
@@ -47,6 +48,9 @@ from hpc_ddp.report.status.state import RunState
 
 QUIET_S = 600.0  # a running job without an event for so long may hang
 _USUAL_REASONS = ("Priority", "Resources")  # the job only has to wait its turn
+# Hints that start nothing. Others may have a command of the run's, or of its logs: they are given
+# for a run alone of which the user may start something.
+_SHOWS = re.compile(r"(wait|hpc-ddp (logs|explain)|python -m hpc_ddp\.training\.export)\b[^;|&`$]*")
 _LIVE_KINDS = ("waiting", "running", "suspended", "ending")
 
 
@@ -77,13 +81,19 @@ def explain(facts: RunFacts) -> Explanation:
     text = [f"{_name(facts.path)} {explanation.text}", _earlier_ends(facts)]
     text.append(_loss(facts, explanation))
     text += [f"It is a rerun of {event.of}." for event in facts.select(Rerun)[:1]]
-    return replace(explanation, text=" ".join(filter(None, text)))
+    hint = explanation.hint
+    if hint and not (facts.is_executable or _SHOWS.fullmatch(hint)):
+        is_live = explanation.kind in _LIVE_KINDS
+        hint = "" if is_live else "to run its script, submit that as a run of your own"
+    return replace(explanation, text=" ".join(filter(None, text)), hint=hint)
 
 
 def _explain_state(facts: RunFacts) -> Explanation:
     """Explain what a run is doing, or how it ended; the first question that applies decides."""
     if facts.tasks:
         return _explain_array(facts)
+    if facts.problem:
+        return Explanation("unreadable", f"can't be read: {facts.problem}.")
     if is_finished(facts.events):
         return _explain_finished(facts)
     if _is_over(facts):

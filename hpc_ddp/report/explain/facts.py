@@ -20,6 +20,7 @@ from hpc_ddp import slurm
 from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import COMMUNICATION_ERROR, HpcDdpError
 from hpc_ddp.core.file_io import read_json, read_tail
+from hpc_ddp.core.file_owners import is_executable
 from hpc_ddp.core.journal.events import (
     JournalEvent,
     RankFailed,
@@ -78,6 +79,8 @@ class RunFacts:
     ----------
     path, spec
         the run's folder, and the content of its ``job.json``
+    is_executable, problem
+        whether the user may start something of it; why its journal can't be read, or ''
     events
         the journal; `attempts` the numbers of the attempts that have a folder
     job_id, record, refusal
@@ -100,6 +103,8 @@ class RunFacts:
 
     path: Path
     now: float
+    is_executable: bool = True
+    problem: str = ""
     spec: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[JournalEvent] = ()
     attempts: Sequence[int] = ()
@@ -169,12 +174,24 @@ class RunFacts:
 def gather(run: RunFolder) -> RunFacts:
     """Read a run's folder, and query Slurm if the run has a job. Facts that can't be read have
     their default."""
-    events = _try(run.events, list[JournalEvent]())
+    return _gather(run, _try(lambda: is_executable(run), False))
+
+
+def _gather(run: RunFolder, can_start: bool) -> RunFacts:
+    """Return the facts of a run, or of a task of an array, as `gather` does. `can_start` says
+    whether the user may start something of it."""
+    events, problem = list[JournalEvent](), ""
+    try:
+        events = run.events()
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
     attempts = _try(run.attempts, list[AttemptFolder]())
     outputs = _try(lambda: sorted(run.logs.glob("slurm*.out")), list[Path]())
     facts = RunFacts(
         path=run.path,
         now=time.time(),
+        is_executable=can_start,
+        problem=problem,
         spec=read_json(run.job_json),
         events=events,
         attempts=[attempt.number for attempt in attempts],
@@ -182,7 +199,9 @@ def gather(run: RunFolder) -> RunFacts:
         live=_is_live(events),
         saved=_try(lambda: _newest_checkpoint(run.checkpoints), None),
         job_log=_tail(outputs[-1]) if outputs else "",
-        tasks={str(task.index): gather(task) for task in _try(run.tasks, list[RunFolder]())},
+        tasks={
+            str(task.index): _gather(task, can_start) for task in _try(run.tasks, list[RunFolder]())
+        },
     )
     facts = replace(facts, **_read_record(_try(lambda: run.job_ids(events), list[str]())))
     if attempts:

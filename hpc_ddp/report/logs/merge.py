@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_ddp.core.file_io import open_data
+from hpc_ddp.core.file_io import MOST_TEXT_BYTES, open_data
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.journal.journal import events_of
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
@@ -65,7 +65,7 @@ class AttemptLogs:
         damaged ones are left out."""
         with contextlib.suppress(OSError), open_data(path) as file:
             file.seek(self._offsets[path])
-            for line in file.read().splitlines(keepends=True):
+            for line in file.read(MOST_TEXT_BYTES).splitlines(keepends=True):
                 if not line.endswith(b"\n"):
                     break  # half-written: the next update reads it
                 self._offsets[path] += len(line)

@@ -12,6 +12,7 @@ from hpc_ddp.core import checkpoints
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Submitted
+from hpc_ddp.core.journal.fields import to_number
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.status.run_status import Status, status_of
@@ -101,8 +102,8 @@ def _best(run: RunFolder) -> float | None:
     """Return the best value in the newest readable checkpoint; None without one."""
     for folder in checkpoints.published(run.checkpoints):
         with suppress(OSError, ValueError):
-            best = checkpoints.read_manifest(folder).get("best")
-            return float(best["value"]) if best else None
+            best = checkpoints.read_manifest(folder).get("best") or {}
+            return to_number(best.get("value"))
     return None
 
 

@@ -32,6 +32,8 @@ from hpc_ddp.report.status.run_status import Status, summarize
 from hpc_ddp.report.status.state import RunState
 from hpc_ddp.slurm_text import QueuedJob
 
+# No link: what it leads to may be another user's choice, and be changed by being opened.
+OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 FORMAT = [__version__, *(field.name for field in fields(Status))]
 
 
@@ -125,7 +127,7 @@ def _fingerprint(run: RunFolder) -> list[Any]:
         with suppress(FileNotFoundError):
             for name in sorted(os.listdir(f"{folder}/journal")):
                 # Opened, since NFS may answer a stat alone from a cache.
-                descriptor = os.open(f"{folder}/journal/{name}", os.O_RDONLY | os.O_NONBLOCK)
+                descriptor = os.open(f"{folder}/journal/{name}", OPENING)
                 try:
                     facts = os.fstat(descriptor)
                 finally:

@@ -196,7 +196,7 @@ def has_ended(run: RunFolder) -> bool:
     except HpcDdpError:
         return False
     state = status_of(run, jobs).state
-    return not (state.is_live or state is RunState.RENDERED)
+    return not (state.is_live or state in (RunState.RENDERED, RunState.UNKNOWN))
 
 
 def cancel(run: RunFolder) -> None:

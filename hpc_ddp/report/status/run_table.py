@@ -13,7 +13,6 @@ from pathlib import Path
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.console.units import duration
-from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, find_run
 from hpc_ddp.report.status import array_tasks
@@ -23,6 +22,7 @@ from hpc_ddp.report.status.state import jobs_in_queue, state_of_job
 from hpc_ddp.slurm_text import QueuedJob
 
 MOST_RUNS = 20  # shown without --all, unless more of them are live
+WIDEST = 64  # characters of a cell but "why": one run of a shared folder must not widen all rows
 MIN_WHY_WIDTH = 24  # other columns are dropped before "why" gets narrower than this
 
 # fmt: off
@@ -71,7 +71,7 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
         rows.sort(key=lambda row: not row.state.is_live)
     tasks: list[array_tasks.Task] = []
     if len(names) == 1:
-        with suppress(HpcDdpError, OSError, ValueError):  # the run's own row names the damage
+        with suppress(Exception):  # the run's own row names the damage, which has many forms
             tasks = array_tasks.tasks(runs[0], queue)
     if as_json:
         dicts = [row.to_dict() for row in rows]
@@ -189,7 +189,8 @@ def _cells(row: Status) -> dict[str, str]:
         "left": _time_left(row),
         "why": "; ".join(filter(None, (row.slow, row.why))),
     }
-    return {name: "-" if cell is None else printable(str(cell)) for name, cell in cells.items()}
+    texts = {name: "-" if cell is None else printable(str(cell)) for name, cell in cells.items()}
+    return {name: text if name == "why" else _cut(text, WIDEST) for name, text in texts.items()}
 
 
 def _time_left(row: Status) -> str | None:

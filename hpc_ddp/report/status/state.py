@@ -11,6 +11,9 @@
 7. Does its process run on this machine?                       ``running``
 8. Has a standalone script journaled its own end?              ``stopped``, ``failed``
 9. None of these                                               ``lost``
+
+Slurm's queue is asked for the user's own jobs. So another user's run is ``unknown`` where the
+answer would be lost, or stopped until its next attempt.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_text
+from hpc_ddp.core.file_owners import other_owner
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import (
     Finished,
@@ -57,6 +61,7 @@ class RunState(Word):
     STOPPED = "stopped"
     SUPERSEDED = "superseded"
     LOST = "lost"
+    UNKNOWN = "unknown"
     RENDERED = "rendered"
     ARRAY = "array"
     NOT_BEGUN = "not begun"
@@ -105,6 +110,18 @@ def find_state(
     queued
         the run's jobs that Slurm still has
     """
+    state, why = _find_state(run, events, queued)
+    last = last_event(events, Submitted, Started, VerdictGiven)
+    goes_on = state is RunState.STOPPED and isinstance(last, VerdictGiven)
+    if (state is RunState.LOST or goes_on) and (owner := other_owner(run.path)):
+        return RunState.UNKNOWN, f"of {owner}, whose jobs are not looked at"
+    return state, why
+
+
+def _find_state(
+    run: RunFolder, events: Sequence[JournalEvent], queued: Sequence[QueuedJob]
+) -> tuple[RunState, str]:
+    """Return state and reason as `find_state` does, for a run of this user."""
     if is_finished(events):
         return RunState.FINISHED, ""
     if run.cancelled.exists():

@@ -190,8 +190,9 @@ def test_room_is_needed_for_two_checkpoints(run: RunFolder, size: int | None) ->
         folder = run.checkpoints / f"step-{step}"
         folder.mkdir()
         if size is not None:
-            manifest: dict[str, Any] = {"files": {"a": {"size": size if step == 2 else 1 << 40}}}
-            manifest["files"]["b"] = {"size": 0}
+            sizes = {"a": size if step == 2 else 1 << 40, "b": 0}
+            files = {name: {"size": length, "crc32": 0} for name, length in sizes.items()}
+            manifest: dict[str, Any] = {"files": files}
             manifest["crc32"] = manifest_crc(manifest)
             (folder / "manifest.json").write_text(json.dumps(manifest))
     assert driver._needed(run) == max(driver.NEEDED_BYTES, 2 * (size or 0))
