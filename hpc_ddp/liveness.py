@@ -137,7 +137,7 @@ def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool
     """Return the job or process that works on one run, as `describe_work` does."""
     events = run.events()
     jobs = run.jobs(events)
-    over = ended_jobs(run, events)
+    over = [] if guesses and queue.jobs is None else ended_jobs(run, events)
     for job in jobs:
         if besides and job.is_same(besides):
             continue

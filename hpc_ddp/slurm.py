@@ -132,10 +132,11 @@ def sbatch(
     *options: str,
     earlier: Collection[JobRef] = (),
     give_up: float | None = None,
+    cluster: str = "",
 ) -> JobRef:
     """Submit a script file with `options` such as ``--array=0-3``, and return the job, with its
     cluster where sbatch has been sent to one. `env` is passed on without what `submit_env` leaves
-    out; `give_up` as `show_job` has it.
+    out; `give_up` as `show_job` has it. A script that names clusters goes to `cluster`, if given.
 
     A job whose sbatch got no answer may be queued all the same ("Socket timed out", seen on 22.05).
     Then the queue is searched for a job of this very script, and only if there is none it is
@@ -144,8 +145,10 @@ def sbatch(
     Slurm gives the job sbatch's umask: on a node the user's, which `node.entry` has replaced.
     """
     umask = int(env.get("HPC_DDP_UMASK", "-1"), 8)
-    argv = ["sbatch", "--parsable", *options, str(script)]
     settled = _options_of(script, options)
+    if cluster and "clusters" in settled:
+        options = (*options, f"--clusters={cluster}")
+    argv = ["sbatch", "--parsable", *options, str(script)]
     env = submit_env(env, settled)
     clusters = settled.get("clusters") or env.get("SBATCH_CLUSTERS") or env.get("SLURM_CLUSTERS")
     search = partial(_find_submitted, script, earlier, options, (clusters or "").split(","))

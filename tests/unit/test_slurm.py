@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import Clock, Slurm, stop_clock
+from fakes import Clock, Slurm, squeue_rows, stop_clock
 
 from hpc_ddp import slurm, slurm_text
+from hpc_ddp.core import attempt_env
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.slurm import NoAnswerError
 from hpc_ddp.slurm_text import QueuedJob, Record
 
@@ -82,7 +84,6 @@ def test_what_is_asked_of_slurm(slurm_commands: Slurm, tmp_path: Path) -> None:
             lambda: slurm.why_refused(Path("job")),
             "sbatch refused: no answer is laid down for sbatch",
         ),
-        (lambda: slurm.is_pending_or_running("7"), False),
         (lambda: slurm.takes_option("sbatch", "gres"), False),
         (lambda: slurm.unusable(["n1"]), []),
         (lambda: slurm.show_qos(), []),
@@ -148,19 +149,20 @@ def _script(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def _submit(*options: str, known: tuple[str, ...] = ()) -> str:
-    return slurm.sbatch(SCRIPT, os.environ, *options, earlier=known)
+    jobs = [JobRef(id) for id in known]
+    return str(slurm.sbatch(SCRIPT, os.environ, *options, earlier=jobs))
 
 
 def test_a_submit_is_answered_with_the_id(slurm_commands: Slurm) -> None:
     slurm_commands.answer("sbatch", "7;cluster\n")
-    assert _submit("--array=1") == "7"
+    assert _submit("--array=1") == "7;cluster"
     assert slurm_commands.calls("sbatch") == [["--parsable", "--array=1", "job.sbatch"]]
     assert not slurm_commands.calls("squeue")
 
 
 def test_a_submit_without_an_id_is_not_made_again(slurm_commands: Slurm, clock: Clock) -> None:
     slurm_commands.answer("sbatch", "Submitted!\n")
-    slurm_commands.answer("squeue", "7|N/A|job.sbatch\n")
+    slurm_commands.answer("squeue", "7\x1fN/A\x1fjob.sbatch\n")
     assert _submit() == "7"
     with pytest.raises(NoAnswerError, match="printed no job id: 'Submitted!'"):
         _submit(known=("7",))
@@ -177,7 +179,7 @@ def test_what_a_job_asks_for_comes_before_a_profile(
     gone = {"SLURM_JOB_ID": "5", "SRUN_CPUS_PER_TASK": "77", "SLURM_NTASKS": "9"}
     for name, value in {**kept, **same, **other, **gone}.items():
         monkeypatch.setenv(name, value)
-    seen = slurm.submit_env(os.environ, slurm_text.parse_options(HEADER))
+    seen = attempt_env.submit_env(os.environ, slurm_text.parse_options(HEADER))
     assert {name: seen[name] for name in {**kept, **same, **other, **gone} if name in seen} == kept
     assert sorted(capsys.readouterr().err.splitlines()) == [
         "hpc-ddp: SBATCH_ARRAY_INX=1-9 is not used: a job of hpc-ddp has its own way",
@@ -207,14 +209,14 @@ def test_an_option_of_the_command_line_counts_as_the_jobs(
     options = slurm_text.parse_options(HEADER, ["--exclude=n1", "--hold"])
     assert options == {"partition": "debug", "gpus-per-node": "2", "exclude": "n1", "hold": ""}
     environ = {"SBATCH_TIMELIMIT": "5", "SBATCH_EXCLUDE": "n2"}
-    assert slurm.submit_env(environ, options) == {"SBATCH_TIMELIMIT": "5"}
+    assert attempt_env.submit_env(environ, options) == {"SBATCH_TIMELIMIT": "5"}
     assert "SBATCH_EXCLUDE=n2 is not used: the job has --exclude" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "known", "rows", "id"),
     [
-        ((), (), "7|N/A|job.sbatch\n", "7"),
+        ((), (), "7\x1fN/A\x1fjob.sbatch\n", "7"),
         ((), (), "8|N/A|/r/other\n9|N/A|job.sbatch\n10|N/A|job.sbatch\n", "10"),
         ((), ("10",), "9|N/A|job.sbatch\n10|N/A|job.sbatch\n", "9"),
         (("--array=2",), (), "9|2|job.sbatch\n10|1|job.sbatch\n", "9"),
@@ -231,7 +233,7 @@ def test_without_an_answer_the_queue_is_asked(
 ) -> None:
     slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
     slurm_commands.answer("squeue", "")
-    slurm_commands.answer("squeue", rows)
+    slurm_commands.answer("squeue", rows.replace("|", "\x1f"))
     assert _submit(*options, known=known) == id
     assert len(slurm_commands.calls("sbatch")) == 1
     assert clock.slept == [2, 2]
@@ -242,7 +244,7 @@ def test_what_is_not_in_the_queue_is_submitted_again(
 ) -> None:
     slurm_commands.answer("sbatch", err=TIMED_OUT, code=1)
     slurm_commands.answer("sbatch", "8\n")
-    slurm_commands.answer("squeue", "7|N/A|job.sbatch\n")
+    slurm_commands.answer("squeue", "7\x1fN/A\x1fjob.sbatch\n")
     assert _submit(known=("7",)) == "8"
     assert len(slurm_commands.calls("squeue")) == slurm.LOOKS
     assert "trying again" in capsys.readouterr().err
@@ -281,7 +283,7 @@ def test_a_submit_is_given_up_after_a_while(slurm_commands: Slurm, clock: Clock)
 def test_an_array_lives_as_long_as_one_of_its_tasks(
     slurm_commands: Slurm, rows: str, states: dict[str, str]
 ) -> None:
-    slurm_commands.answer("squeue", rows)
+    slurm_commands.answer("squeue", squeue_rows(rows))
     assert {id: job.state for id, job in slurm.queue().items()} == states
 
 
@@ -291,20 +293,12 @@ def test_lines_of_the_queue(slurm_commands: Slurm, tmp_path: Path) -> None:
         f"5|5|PENDING|Priority|n[1-2]|1:00|{tmp_path}/link|job.sh\n"
         "6|6|RUNNING|None|n1|2:00|/w|/a|b\n7|7|PREEMPTED|None||2:00|/w|(null)\ntorn|\n"
     )
-    slurm_commands.answer("squeue", rows)
+    slurm_commands.answer("squeue", squeue_rows(rows))
     assert slurm.queue() == {
-        "5": QueuedJob("PENDING", "Priority", "n[1-2]", "1:00", f"{tmp_path}/job.sh"),
-        "6": QueuedJob("RUNNING", "None", "n1", "2:00", "/a|b"),
-        "7": QueuedJob("PREEMPTED", "None", "", "2:00", "(null)"),
+        "5": QueuedJob("PENDING", "Priority", "n[1-2]", "1:00", f"{tmp_path}/job.sh", "name"),
+        "6": QueuedJob("RUNNING", "None", "n1", "2:00", "/a|b", "name"),
+        "7": QueuedJob("PREEMPTED", "None", "", "2:00", "(null)", "name"),
     }
-
-
-@pytest.mark.parametrize(
-    ("shown", "live"), [("SUSPENDED", True), ("REQUEUE_HOLD", True), ("COMPLETED", False)]
-)
-def test_a_job_may_still_do_something(slurm_commands: Slurm, shown: str, live: bool) -> None:
-    slurm_commands.answer("scontrol", f"   JobState={shown} Reason=None\n")
-    assert slurm.is_pending_or_running("7") is live
 
 
 def test_a_job_that_is_forgotten_is_in_the_accounting(slurm_commands: Slurm) -> None:
@@ -396,7 +390,7 @@ def test_what_an_outer_job_left_is_dropped() -> None:
         "SLURM_CONF": "/c",
         "HOME": "/",
     }
-    assert slurm.clean_env(environ) == {"SLURM_CONF": "/c", "HOME": "/"}
+    assert attempt_env.clean_env(environ) == {"SLURM_CONF": "/c", "HOME": "/"}
 
 
 def test_what_an_outer_run_set_is_dropped() -> None:
@@ -405,6 +399,6 @@ def test_what_an_outer_run_set_is_dropped() -> None:
     of_a_run |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "1", "LOCAL_RANK": "1"}
     of_a_run |= {"MASTER_ADDR": "n1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=eth0"}
     of_a_user = {"HPC_DDP_RUNS": "/r", "HPC_DDP_HANG_AFTER": "60", "NAME": "x", "RANKING": "y"}
-    assert slurm.clean_env(of_a_run | of_a_user) == of_a_user
+    assert attempt_env.clean_env(of_a_run | of_a_user) == of_a_user
     of_a_user["GLOO_SOCKET_IFNAME"] = "ib0"
-    assert slurm.clean_env(of_a_user) == of_a_user
+    assert attempt_env.clean_env(of_a_user) == of_a_user

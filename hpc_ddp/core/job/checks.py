@@ -42,13 +42,14 @@ _SRUN_SETTLED = (
 # what to use instead.
 _SBATCH_REFUSED = {
     ("no-kill", 4): (
-        "would keep a job without its first node, and its script, until the time limit",
+        "would keep a job without its first node, and its script, until the time limit; accepted:"
+        " --elastic",
         "--elastic: the job continues without a node that is lost",
     ),
-    ("array", 2): ("starts an array that hpc-ddp does not know of", "--array 0-3"),
-    ("test-only", 2): ("submits nothing", "hpc-ddp render SCRIPT, and sbatch --test-only"),
-    ("wait", 4): ("does not return before the job's end", "hpc-ddp logs -f RUN"),
-    ("wrap", 2): ("submits something else", "--setup, or SCRIPT"),
+    ("array", 2): ("makes an array that hpc-ddp can't know; accepted: --array", "--array 0-3"),
+    ("test-only", 2): ("submits nothing; accepted: others of sbatch's", "hpc-ddp render"),
+    ("wait", 4): ("waits for the job's end; accepted: others of sbatch's", "hpc-ddp logs -f RUN"),
+    ("wrap", 2): ("submits something else; accepted: SCRIPT", "--setup, or SCRIPT"),
 }
 
 GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
@@ -114,9 +115,7 @@ def _check_sbatch(spec: JobSpec) -> None:
         name, _ = split_raw(raw, "sbatch", "--network=x")
         for (option, least), (does, instead) in _SBATCH_REFUSED.items():
             if option.startswith(name) and len(name) >= least:
-                raise UsageError(
-                    f"sbatch option --{name} {does}; accepted: others of sbatch's", hint=instead
-                )
+                raise UsageError(f"sbatch option --{name} {does}", hint=instead)
         is_late = any(o.startswith(name) and len(name) >= 2 for o in ("hold", "begin"))
         if is_late and spec.continue_by == "resubmit":
             raise UsageError(

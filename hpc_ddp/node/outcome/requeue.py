@@ -16,7 +16,7 @@ from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.core.file_io import read_json, read_seconds, read_text, write_json
+from hpc_ddp.core.file_io import read_json, read_seconds, write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.events import VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
@@ -30,7 +30,6 @@ from hpc_ddp.slurm_text import HAS_NO_NODES, Job
 PAUSE_S = 5.0
 TRIES = 120  # of a requeue, each with an answer of Slurm
 VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
-EARLY_MOST = 5  # jobs of a chain in a row that ended in their set-up lines, of unknown cause
 UNSETTLED = ("SUSPENDED", "CONFIGURING")  # of a job whose batch script runs: it says nothing yet
 CLUSTERS_OF_SUBMIT = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
 TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
@@ -115,10 +114,10 @@ def _chain_has_ended(run: RunFolder, link: JobRef) -> bool:
     was taken away there, by a preemption or with its node, or has failed. Raise HpcDdpError where
     `_fate` does.
     """
-    early = read_json(run.early_links).items()
-    before = next((job for job, its in early if link.is_same(JobRef.parse(str(its)))), None)
+    early = read_json(run.early_links)
+    before = next((id for id, its in early.items() if link.is_same(JobRef.parse(str(its)))), None)
     if before:
-        return len(early) > EARLY_MOST or _fate(run, before) not in TAKEN_AWAY
+        return _fate(run, before) not in TAKEN_AWAY
     attempts = run.attempts()
     if not attempts:
         return False
@@ -202,8 +201,6 @@ def _queue_link(
     cluster = environ.get("SLURM_CLUSTER_NAME", "")
     environ = {name: text for name, text in environ.items() if name not in CLUSTERS_OF_SUBMIT}
     options = [f"--dependency=afterany:{own_id(environ)}"]
-    if "\n#SBATCH --clusters=" in read_text(RunFolder(run.whole).script):
-        options.append(f"--clusters={cluster}")
     kept_off = excluded_nodes(run, own_id(environ), give_up)
     if kept_off:
         options.append(f"--exclude={','.join(kept_off)}")
@@ -218,6 +215,7 @@ def _queue_link(
             *options,
             earlier=[*array.jobs(array.events()), *run.jobs(run.events())],
             give_up=give_up,
+            cluster=cluster,
         )
     except HpcDdpError as error:
         say(f"the next job of the chain could not be queued: {error.message}")

@@ -18,9 +18,11 @@ from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import check_links, open_data, read_json, read_tail, write_whole
 from hpc_ddp.core.file_owners import check_folder
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import find_run, link_job
+from hpc_ddp.liveness import Queue
 from hpc_ddp.report import bundle
 from hpc_ddp.report.status.cache import StatusCache
 from tests.raw_events import raw
@@ -130,19 +132,22 @@ def test_the_index_of_jobs_replaces_no_file(
     results = tmp_path / "results"
     results.mkdir()
     (results / "3").write_text("mine")
-    (run.root / ".jobs").symlink_to(results)
-    link_job("3", run)  # a link of this user's own: but what lies there is no link
+    index = run.root / f".jobs-{os.geteuid()}"
+    index.mkdir()
+    (index / "_").symlink_to(results)
+    link_job(JobRef("3"), run)  # a link of this user's own: but what lies there is no link
     assert (results / "3").read_text() == "mine"
     monkeypatch.setattr(file_io, "ROOT", -1)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    link_job("4", run)
+    (run.root / f".jobs-{os.geteuid()}").symlink_to(results)
+    link_job(JobRef("4"), run)
     assert not (results / "4").exists()
     assert "job 4 can't be found by its id" in capsys.readouterr().err
 
 
 def test_the_cache_of_states_is_private_and_believed_from_its_user_alone(run: RunFolder) -> None:
     run.journal("batch").write(raw("finished", step=3))
-    cache = StatusCache(run.root, {})
+    cache = StatusCache(run.root, Queue({}))
     cache.status_of(run)
     cache.save()
     (path,) = run.root.glob(".status*")
@@ -151,9 +156,9 @@ def test_the_cache_of_states_is_private_and_believed_from_its_user_alone(run: Ru
     assert entries["runs"]
     entries["runs"][str(run.path)]["status"]["why"] = "forged"
     write_whole(path, json.dumps(entries), mode=0o600)
-    assert StatusCache(run.root, {}).status_of(run).why == "forged"
+    assert StatusCache(run.root, Queue({})).status_of(run).why == "forged"
     path.chmod(0o666)
-    assert StatusCache(run.root, {}).status_of(run).why == ""
+    assert StatusCache(run.root, Queue({})).status_of(run).why == ""
 
 
 def test_names_that_a_shell_would_read_are_not_offered(tmp_path: Path, run: RunFolder) -> None:

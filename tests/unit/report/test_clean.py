@@ -15,12 +15,13 @@ import pytest
 
 from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, link_job
+from hpc_ddp.liveness import Queue
 from hpc_ddp.report import clean
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.report.status.state import Queue
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
 
@@ -57,7 +58,7 @@ def make(root: Path) -> Callable[..., RunFolder]:
         journal.write(raw("submitted"))
         journal.write(raw("queued", job_id=name))
         journal.write(raw("started", nodes=["n1"], job_id=name))
-        link_job(name, run)
+        link_job(JobRef(name), run)
         if end:
             action = {"finished": "none", "preempted": "requeue"}.get(end, "give up")
             journal.write(raw("verdict", cause=end, action=action, why=""))
@@ -90,7 +91,7 @@ def test_a_finished_run_goes_with_what_leads_to_it(root: Path, make: Any) -> Non
     kept.cancelled.touch()
     (kept.checkpoints / "mine.pt").touch()  # a script's own: something to go on from
     assert taken(root) == {"1"}
-    assert [link.name for link in (root / ".jobs").iterdir()] == ["2"]
+    assert [link.name for link in (root / f".jobs-{os.geteuid()}" / "_").iterdir()] == ["2"]
     make("3")
     (root / "digits" / "2").rename(root / "2")
     assert taken(root) == {"3"}
@@ -156,7 +157,7 @@ def test_what_is_at_work_is_left_alone(
     here.journal("rank-0").write(raw("started", backend="local", **process.identity()))
     told = {**process.identity(), "host": "another"}
     elsewhere.journal("rank-0").write(raw("started", backend="local", **told))
-    queued, by_hand, requeued = make("3"), make("4"), make("5")
+    queued, by_hand, requeued = make("3"), make("4"), make("5", end=None)
     jobs = {
         "3": QueuedJob("PENDING", "Priority", "", ""),
         "5": QueuedJob("PREEMPTED", "", "", ""),
@@ -173,7 +174,7 @@ def test_what_is_at_work_is_left_alone(
     ):
         with pytest.raises(UsageError, match=f"is at work: .*{what}"):
             clean.find_deletions(root, [run], 0, (), checkpoints_only=True)
-    monkeypatch.setattr(clean, "read_queue", lambda: None)
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue(None))
     with pytest.raises(UsageError, match="can't be asked from here"):
         clean.find_deletions(root, [queued], 0, (), checkpoints_only=True)
 
@@ -285,8 +286,8 @@ def test_an_array_is_not_finished_before_all_its_tasks_are(root: Path, make: Any
     task = array.task(0).make()
     task.job_json.write_text(JobSpec("train.py", array="0").to_json())
     task.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
-    assert status_of(array, {}).state == "array"
-    assert status_of(array, {}).why == "1 of 4 tasks finished"
+    assert status_of(array, Queue({})).state == "array"
+    assert status_of(array, Queue({})).why == "1 of 4 tasks finished"
     assert taken(root) == set()
 
 

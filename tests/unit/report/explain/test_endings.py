@@ -12,6 +12,7 @@ from written_runs import (
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.liveness import Queue
 from hpc_ddp.node.outcome.verdict import AttemptFacts as VerdictFacts
 from hpc_ddp.node.outcome.verdict import decide
 from hpc_ddp.report.logs.files import LogQuery
@@ -208,7 +209,7 @@ def _by_hand(root: Path) -> Written:
 
 def test_stopped_by_hand(tmp_path: Path) -> None:
     written = _by_hand(tmp_path).event("stopped", step=20, reason="notice", source="SIGINT")
-    status = status_of(written.run, {})
+    status = status_of(written.run, Queue({}))
     assert status.state == "stopped"
     assert status.why == "notice (SIGINT), at step 20; can go on with the same command"
     found = written.explain()
@@ -221,7 +222,7 @@ def test_stopped_by_hand(tmp_path: Path) -> None:
 def test_failed_by_hand(tmp_path: Path) -> None:
     written = _by_hand(tmp_path)
     written.event("failed", rank=0, node="h", step=20, error="ValueError: boom", traceback="")
-    status = status_of(written.run, {})
+    status = status_of(written.run, Queue({}))
     assert (status.state, status.why) == ("failed", "rank 0: ValueError: boom")
     found = written.explain()
     assert found.kind == "python error"
@@ -231,7 +232,7 @@ def test_failed_by_hand(tmp_path: Path) -> None:
 
 def test_gone_by_hand_nobody_is_sent_to_its_logs(tmp_path: Path) -> None:
     written = _by_hand(tmp_path)
-    assert status_of(written.run, {}).state == "lost"
+    assert status_of(written.run, Queue({})).state == "lost"
     assert written.explain().kind == "lost"
     for found in (written.explain(), written.explain(live=True)):
         assert "hpc-ddp logs" not in found.hint

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from written_runs import Written, record
 
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.events import Queued
 from hpc_ddp.core.process import identity
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.core.run_index import find_run
+from hpc_ddp.core.run_index import find_run, link_job
 
 
 def test_finished(written: Written) -> None:
@@ -120,7 +121,6 @@ def test_a_task_of_an_array_is_found_by_its_job_id(tmp_path: Path) -> None:
     array = Written(tmp_path, array="0-2")
     task = RunFolder(array.run.path / "task-1").make()
     task.job_json.write_text(array.run.job_json.read_text())
-    (tmp_path / ".jobs").mkdir()
-    (tmp_path / ".jobs" / "7").symlink_to(array.run.path)
+    link_job(JobRef("7"), array.run)
     array.run.journal("submit").write(Queued("7"))
     assert find_run(tmp_path, "7_1") == task

@@ -10,6 +10,7 @@ import pytest
 from written_runs import RUNNING_JOB, make_run, write_event
 
 from hpc_ddp.core.file_io import write_whole
+from hpc_ddp.liveness import Queue
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status
 from hpc_ddp.slurm_text import QueuedJob
@@ -21,7 +22,7 @@ def test_only_what_has_ended_is_remembered_and_only_as_long_as_nothing_changes(
     ended, live = make_run(tmp_path, 7, ended=True), make_run(tmp_path, 8)
 
     def look(queue: dict[str, QueuedJob]) -> list[Status]:
-        known = StatusCache(tmp_path, queue)
+        known = StatusCache(tmp_path, Queue(queue))
         found = [known.status_of(run) for run in (ended, live)]
         known.save()
         return found
@@ -55,4 +56,4 @@ def test_only_what_has_ended_is_remembered_and_only_as_long_as_nothing_changes(
 def test_a_damaged_memory_is_none(tmp_path: Path, text: str) -> None:
     run = make_run(tmp_path, ended=True)
     write_whole(tmp_path / f".status-{os.geteuid()}.json", text, mode=0o600)
-    assert StatusCache(tmp_path, {}).status_of(run).state == "finished"
+    assert StatusCache(tmp_path, Queue({})).status_of(run).state == "finished"
