@@ -15,12 +15,13 @@ import pytest
 
 from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, link_job
+from hpc_ddp.liveness import Queue
 from hpc_ddp.report import clean
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.report.status.state import Queue
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
 
@@ -57,7 +58,7 @@ def make(root: Path) -> Callable[..., RunFolder]:
         journal.write(raw("submitted"))
         journal.write(raw("queued", job_id=name))
         journal.write(raw("started", nodes=["n1"], job_id=name))
-        link_job(name, run)
+        link_job(JobRef(name), run)
         if end:
             action = {"finished": "none", "preempted": "requeue"}.get(end, "give up")
             journal.write(raw("verdict", cause=end, action=action, why=""))
@@ -171,7 +172,7 @@ def test_runs_at_work_stay(root: Path, make: Any, monkeypatch: pytest.MonkeyPatc
     ):
         with pytest.raises(UsageError, match=f"is at work: .*{words}"):
             clean.find_deletions(root, [run], 0, (), checkpoints_only=True)
-    monkeypatch.setattr(clean, "read_queue", lambda: None)
+    monkeypatch.setattr(clean, "read_queue", lambda: Queue(None))
     with pytest.raises(UsageError, match="can't be asked from here"):
         clean.find_deletions(root, [queued], 0, (), checkpoints_only=True)
 
@@ -285,8 +286,8 @@ def test_an_array_is_not_finished_before_all_its_tasks_are(root: Path, make: Any
     task = array.task(0).make()
     task.job_json.write_text(JobSpec("train.py", array="0").to_json())
     task.journal("batch").write(raw("verdict", cause="finished", action="none", why=""))
-    assert status_of(array, {}).state == "array"
-    assert status_of(array, {}).why == "1 of 4 tasks finished"
+    assert status_of(array, Queue({})).state == "array"
+    assert status_of(array, Queue({})).why == "1 of 4 tasks finished"
     assert deleted_by(root) == set()
 
 

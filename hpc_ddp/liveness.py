@@ -1,0 +1,290 @@
+"""Which jobs and processes work on a run, and whether its next one may be started.
+
+One answer for all of hpc-ddp: `Queue.life` for a job, `describe_work` for a run. An answer that
+can't be had from here is none: it starts nothing and deletes nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp import slurm
+from hpc_ddp.core import process
+from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.journal.events import (
+    Dismissed,
+    Finished,
+    JournalEvent,
+    RankFailed,
+    Started,
+    Stopped,
+    VerdictGiven,
+)
+from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.journal.vocabulary import Action, Cause, Word
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, QueuedJob
+
+
+class Life(Word):
+    """Whether a job is live, by its cluster."""
+
+    LIVE = "live"
+    OVER = "over"
+    UNKNOWN = "unknown"  # its cluster can't be asked from here, or it is ending, or to come back
+
+
+class Queue:
+    """The user's jobs. Each cluster is asked once, when one of its jobs is first looked for.
+
+    `jobs` are those of this cluster by id, None where Slurm can't be asked; `cluster` is its name,
+    '' where Slurm does not say, None to ask when it is needed.
+    """
+
+    def __init__(self, jobs: Mapping[str, QueuedJob] | None, cluster: str | None = None) -> None:
+        self.jobs, self._cluster = jobs, cluster
+        self._others: dict[str, Mapping[str, QueuedJob] | None] = {}
+
+    @property
+    def cluster(self) -> str:
+        """The name of this cluster, '' where Slurm does not say."""
+        if self._cluster is None:
+            self._cluster = "" if self.jobs is None else slurm.own_cluster()
+        return self._cluster
+
+    def find(self, job: JobRef) -> QueuedJob | None:
+        """Return Slurm's line of a job; None without one, and where its cluster can't be asked."""
+        jobs = self._jobs_of(job.cluster) or {}
+        return jobs.get(job.id) or jobs.get(job.id.partition("_")[0])
+
+    def life(self, job: JobRef) -> Life:
+        """Return whether a job is live."""
+        if self._jobs_of(job.cluster) is None:
+            return Life.UNKNOWN
+        queued = self.find(job)
+        if queued is None or queued.state in OVER:
+            return Life.OVER
+        return Life.UNKNOWN if queued.state in ("COMPLETING", "PREEMPTED") else Life.LIVE
+
+    @property
+    def live(self) -> dict[str, QueuedJob]:
+        """The jobs of this cluster that are not over, by id."""
+        return {id: job for id, job in (self.jobs or {}).items() if job.state not in OVER}
+
+    def _jobs_of(self, cluster: str) -> Mapping[str, QueuedJob] | None:
+        """Return the jobs of a cluster ('': of this one) by id; None where it can't be asked."""
+        if self.jobs is None or not cluster or cluster == self.cluster:
+            return self.jobs
+        if cluster not in self._others:
+            try:
+                self._others[cluster] = slurm.queue(cluster)
+            except HpcDdpError:
+                self._others[cluster] = None
+        return self._others[cluster]
+
+
+def read_queue() -> Queue:
+    """Ask Slurm for the user's jobs. A Slurm that gives no answer is printed, one that is not
+    there is not."""
+    if shutil.which("squeue") is None:
+        return Queue(None)
+    try:
+        return Queue(slurm.queue())
+    except HpcDdpError as error:
+        say(f"{error.message}; what it has to do with a run is not known")
+        return Queue(None)
+
+
+# --- what works on a run -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """A job or a process that works on a run, or may; as text a description in words."""
+
+    text: str
+    life: Life
+    job: JobRef | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def describe_work(
+    run: RunFolder, queue: Queue, besides: JobRef | None = None, guesses: bool = True
+) -> Work | None:
+    """Return the job or process that works on a run, or on a task of its array, or will; or None.
+
+    Unknown counts as work: a job whose cluster can't be asked, and a process of another machine,
+    that have journaled no end. With `guesses` so does any job that may have been submitted without
+    hpc-ddp. The job `besides` is passed over. Raise OSError where a journal can't be read.
+    """
+    works = (_work_on(part, queue, besides, guesses) for part in (run, *run.tasks()))
+    return next(filter(None, works), None)
+
+
+def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool) -> Work | None:
+    """Return the job or process that works on one run, as `describe_work` does."""
+    events = run.events()
+    jobs = run.jobs(events)
+    over = [] if guesses and queue.jobs is None else ended_jobs(run, events)
+    for job in jobs:
+        if besides and job.is_same(besides):
+            continue
+        life = queue.life(job)
+        # The last task of an array has the array's id, which is live with any of its tasks.
+        is_over = job.is_among(over) and (run.is_task or life is Life.UNKNOWN)
+        if life is not Life.OVER and not is_over:
+            return Work(_describe_job(job, queue), life, job)
+    live = queue.live.values()
+    if os.path.realpath(run.script) in {job.script for job in live}:
+        return Work("a job of its script", Life.LIVE)
+    if guesses and queue.jobs is None and not jobs and last_event(events, Started) is None:
+        # A run that was only rendered: any user may have given its script to sbatch.
+        return Work("perhaps a job of a Slurm that can't be asked from here", Life.UNKNOWN)
+    if guesses and not jobs and "(null)" in {job.script for job in live}:
+        return Work("perhaps a job whose script came through a pipe", Life.UNKNOWN)
+    return _process_of(events)
+
+
+def _describe_job(job: JobRef, queue: Queue) -> str:
+    """Return a job that is not over in words, with its state or why that is not known."""
+    queued = queue.find(job)
+    if queued:
+        return f"job {job.id}, {queued.state.lower()}"
+    where = f"of cluster {job.cluster}" if job.cluster else "of a Slurm"
+    return f"job {job.id} {where}, which can't be asked from here"
+
+
+def ended_jobs(run: RunFolder, events: Sequence[JournalEvent]) -> list[JobRef]:
+    """Return the jobs that are over by the journal: the verdict on their last attempt lets nothing
+    follow, or the user has stated it. A chain's next job ends with the one that queued it."""
+    ended = [JobRef(e.job_id, e.cluster or "") for e in events if isinstance(e, Dismissed)]
+    verdicts = {event.attempt: event for event in events if isinstance(event, VerdictGiven)}
+    starts = {event.attempt: event for event in events if isinstance(event, Started)}
+    attempt_of = {JobRef.of(s.job_id, s.cluster): n for n, s in starts.items()}  # its last one
+    for job, number in attempt_of.items():
+        verdict = verdicts.get(number)
+        if job and verdict and is_final(verdict):
+            ended += [job, *filter(None, [run.attempt(number).link])]
+    return ended
+
+
+def is_final(verdict: VerdictGiven) -> bool:
+    """Return whether nothing follows an attempt with this verdict by itself."""
+    return verdict.action != Action.REQUEUE and verdict.cause != Cause.SUPERSEDED
+
+
+def _process_of(events: Sequence[JournalEvent]) -> Work | None:
+    """Return the process of the newest start where it runs, or may run on another machine; None
+    otherwise."""
+    started = last_event(events, Started)
+    if started is None or started.pid is None:
+        return None
+    name = f"process {started.pid} on {started.host}"
+    if process.is_live(started.process):
+        return Work(name, Life.LIVE)
+    of_attempt = [event for event in events if event.attempt == started.attempt]
+    end = last_event(of_attempt, VerdictGiven, Finished, Stopped, RankFailed)
+    if end or started.host == socket.gethostname():
+        return None
+    return Work(f"{name}, which can't be seen from here", Life.UNKNOWN)
+
+
+# --- before a start ------------------------------------------------------------------------
+
+
+_claims: dict[Path, int] = {}  # open files of this process, by run
+
+
+def claim_start(run: RunFolder) -> None:
+    """Keep other processes from starting a run, until `release_start` or this process's end.
+
+    Raise UsageError where another one has it, and OSError where its file can't be made. A file
+    system without locks across its clients keeps apart what runs on one machine, or nothing.
+    """
+    release_start(run)
+    claim = os.open(run.path / ".start", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(claim)
+        raise UsageError(
+            f"run {run.path} is being started by another process just now",
+            hint=f"hpc-ddp status {run.id}",
+        ) from None
+    except OSError:  # no locks here: what the journal says has to do
+        pass
+    _claims[run.path] = claim
+
+
+def release_start(run: RunFolder) -> None:
+    """Let other processes start a run again; without a claim, nothing."""
+    if run.path in _claims:
+        os.close(_claims.pop(run.path))
+
+
+def check_idle(run: RunFolder, is_forced: bool = False) -> None:
+    """Refuse to start a run that is queued or under way: two jobs would take it from each other.
+
+    What can't be known is refused as well, unless `is_forced`: then the user's word that the job is
+    over is journaled, for the job that starts. Inside an allocation its own job is no obstacle.
+
+    Raises
+    ------
+    UsageError
+        a job or a process works on the run, or may
+    OSError
+        its journal can't be read
+    """
+    own = JobRef.of(os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_CLUSTER_NAME"))
+    queue = read_queue()
+    for part in (run, *run.tasks()) if is_forced else ():
+        for job in part.jobs(part.events()):
+            if queue.life(job) is Life.UNKNOWN:
+                part.journal("submit").write(Dismissed(job.id, job.cluster or None))
+    work = describe_work(run, queue, besides=own, guesses=False)
+    if work is None:
+        return
+    if work.life is Life.LIVE:
+        raise UsageError(f"run {run.path} is at work: {work}", hint=f"hpc-ddp cancel {run.id}")
+    if not is_forced:
+        raise UsageError(
+            f"run {run.path} may be at work: {work}",
+            hint="look there: hpc-ddp status; if that job is over for good, add --force",
+        )
+
+
+def is_attempt_live(run: RunFolder, own: JobRef, info: Mapping[str, Any]) -> bool:
+    """Return whether the attempt that `info` (its attempt.json) describes still runs.
+
+    The caller is a start of the job `own`. A silent controller of this cluster is waited
+    for without end. Raise HpcDdpError where Slurm refuses to answer, and OSError where the journal
+    can't be read.
+    """
+    other = JobRef.of(info.get("job_id"), info.get("cluster"))
+    if other is None:
+        return process.is_live({**info})
+    if other.is_same(own):  # an earlier start of this very job, or another shell in an allocation
+        return process.is_live(info.get("shell", {}))
+    is_here = not other.cluster or other.cluster == own.cluster
+    if other.is_among(ended_jobs(run, run.events())) and not is_here:
+        return False
+    try:
+        # No answer does not say that it is over.
+        job = slurm.show_job(JobRef(other.id) if is_here else other, math.inf if is_here else None)
+    except HpcDdpError as error:
+        if "Invalid job id" in error.message:
+            return False
+        raise
+    return job.state not in HAS_NO_NODES and job.restarts == info.get("restarts")
