@@ -219,6 +219,14 @@ def test_a_journal_that_can_not_be_read_is_not_an_empty_one(
     assert "journal: Permission denied" in explanation.text
 
 
+def test_a_step_that_is_null_is_none(make: Callable[..., RunFolder]) -> None:
+    run = make("train", "")
+    run.journal("rank-0").write(raw("training", step=0))
+    run.journal("rank-0").write(raw("metrics", step=None))
+    assert explain_run(run).step == 0
+    assert status_of(run, {}).step == 0
+
+
 def _refuse(folder: Path) -> list[str]:
     raise PermissionError(13, "Permission denied", str(folder))
 
