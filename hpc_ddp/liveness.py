@@ -101,7 +101,7 @@ def read_queue() -> Queue:
     try:
         return Queue(slurm.queue())
     except HpcDdpError as error:
-        say(f"{error.message}; what it has to do with a run is not known")
+        say(f"{error.message}; jobs are not looked at")
         return Queue(None)
 
 
@@ -238,7 +238,8 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
     """Refuse to start a run that is queued or under way: two jobs would take it from each other.
 
     What can't be known is refused as well, unless `is_forced`: then the user's word that the job is
-    over is journaled, for the job that starts. Inside an allocation its own job is no obstacle.
+    over is journaled, for the job that starts. It does not stand for a Slurm that gives no answer.
+    Inside an allocation its own job is no obstacle.
 
     Raises
     ------
@@ -249,7 +250,8 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
     """
     own = JobRef.of(os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_CLUSTER_NAME"))
     queue = read_queue()
-    for part in (run, *run.tasks()) if is_forced else ():
+    is_silent = queue.jobs is None and shutil.which("squeue") is not None
+    for part in (run, *run.tasks()) if is_forced and not is_silent else ():
         for job in part.jobs(part.events()):
             if queue.life(job) is Life.UNKNOWN:
                 part.journal("submit").write(Dismissed(job.id, job.cluster or None))
@@ -258,11 +260,11 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
         return
     if work.life is Life.LIVE:
         raise UsageError(f"run {run.path} is at work: {work}", hint=f"hpc-ddp cancel {run.id}")
-    if not is_forced:
-        raise UsageError(
-            f"run {run.path} may be at work: {work}",
-            hint="look there: hpc-ddp status; if that job is over for good, add --force",
-        )
+    if is_silent or not is_forced:
+        again = "the same command again, once Slurm answers"
+        force = "look there: hpc-ddp status; if that job is over for good, add --force"
+        hint = again if is_silent else force
+        raise UsageError(f"run {run.path} may be at work: {work}", hint=hint)
 
 
 def is_attempt_live(run: RunFolder, own: JobRef, info: Mapping[str, Any]) -> bool:
