@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import Slurm, squeue_rows
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.job.job_ref import JobRef, distinct
@@ -22,6 +21,7 @@ from hpc_ddp.liveness import (
 )
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
+from unit.fakes import Slurm, squeue_rows
 
 RUNNING = QueuedJob("RUNNING", "None", "n1", "1:00")
 

@@ -36,11 +36,14 @@ def test_the_index_of_jobs_replaces_no_file(
     results = tmp_path / "results"
     results.mkdir()
     (results / "3").write_text("mine")
-    (run.root / ".jobs").symlink_to(results)
+    index = run.root / f".jobs-{os.geteuid()}"
+    index.mkdir()
+    (index / "_").symlink_to(results)
     link_job(JobRef("3"), run)  # a link of this user's own: but what lies there is no link
     assert (results / "3").read_text() == "mine"
     monkeypatch.setattr(file_io, "ROOT", -1)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    (run.root / f".jobs-{os.geteuid()}").symlink_to(results)
     link_job(JobRef("4"), run)
     assert not (results / "4").exists()
     assert "job 4 can't be found by its id" in capsys.readouterr().err
@@ -109,7 +112,6 @@ def test_a_task_of_an_array_is_found_by_its_job_id(tmp_path: Path) -> None:
     array = Written(tmp_path, array="0-2")
     task = RunFolder(array.run.path / "task-1").make()
     task.job_json.write_text(array.run.job_json.read_text())
-    (tmp_path / ".jobs").mkdir()
-    (tmp_path / ".jobs" / "7").symlink_to(array.run.path)
+    link_job(JobRef("7"), array.run)
     array.run.journal("submit").write(Queued("7"))
     assert find_run(tmp_path, "7_1") == task

@@ -91,7 +91,7 @@ def test_a_finished_run_goes_with_what_leads_to_it(root: Path, make: Any) -> Non
     unfinished.cancelled.touch()
     (unfinished.checkpoints / "mine.pt").touch()  # a script's own: something to go on from
     assert deleted_by(root) == {"1"}
-    assert [link.name for link in (root / ".jobs").iterdir()] == ["2"]
+    assert [link.name for link in (root / f".jobs-{os.geteuid()}" / "_").iterdir()] == ["2"]
     make("3")
     (root / "digits" / "2").rename(root / "2")
     assert deleted_by(root) == {"3"}
@@ -155,7 +155,7 @@ def test_runs_at_work_stay(root: Path, make: Any, monkeypatch: pytest.MonkeyPatc
     local.journal("rank-0").write(raw("started", backend="local", **process.identity()))
     identity = {**process.identity(), "host": "another"}
     remote.journal("rank-0").write(raw("started", backend="local", **identity))
-    queued, by_hand, requeued = make("3"), make("4"), make("5")
+    queued, by_hand, requeued = make("3"), make("4"), make("5", end=None)
     jobs = {
         "3": QueuedJob("PENDING", "Priority", "", ""),
         "5": QueuedJob("PREEMPTED", "", "", ""),

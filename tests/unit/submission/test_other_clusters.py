@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fakes import Slurm, stop_clock
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import asking_env
@@ -17,6 +16,7 @@ from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import backends
 from hpc_ddp.submission.plan import PreparedRun
+from unit.fakes import Slurm, stop_clock
 
 
 @pytest.fixture

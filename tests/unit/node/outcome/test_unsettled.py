@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Slurm, stop_clock
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import write_json
@@ -21,6 +20,7 @@ from hpc_ddp.node.outcome.requeue import ask_settled, check_wanted, is_link
 from hpc_ddp.node.outcome.verdict import AttemptFacts, decide
 from hpc_ddp.slurm_text import Job
 from tests.raw_events import typed
+from unit.fakes import Slurm, stop_clock
 
 JOB = Job("RUNNING", "None", 0, None, None)
 KILLED = {"rank": 0, "code": -9, "time": 5.0, "error": ""}

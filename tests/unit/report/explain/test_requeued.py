@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from written_runs import Written, record
+from unit.report.written_runs import Written, record
 
 
 def test_a_requeue_by_a_person_is_no_lost_node(written: Written) -> None:

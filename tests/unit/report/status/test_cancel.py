@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from fakes import Slurm, squeue_rows
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_json
@@ -15,6 +14,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report import cancel as cancel_module
 from hpc_ddp.report.cancel import cancel
 from tests.raw_events import raw
+from unit.fakes import Slurm, squeue_rows
 
 HERE = "ClusterName = here\n"
 

@@ -126,5 +126,5 @@ def test_a_link_without_an_answer_is_none_of_the_known_jobs(
 ) -> None:
     run.journal("submit").write(raw("queued", job_id="7"))
     slurm_commands.answer("sbatch", err="Socket timed out", code=1)
-    slurm_commands.answer("squeue", f"7|N/A|{run.script}\n6|N/A|{run.script}\n")
+    slurm_commands.answer("squeue", f"7\x1fN/A\x1f{run.script}\n6\x1fN/A\x1f{run.script}\n")
     assert queue_next_link(run, run.attempt(0), job_environ()) == JobRef("6")

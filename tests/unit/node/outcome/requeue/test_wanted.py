@@ -93,9 +93,7 @@ def test_an_ended_chain_is_not_continued(
         (["6"], "   JobState=NODE_FAIL Reason=None\n", False),
         (["6"], "   JobState=FAILED Reason=NonZeroExitCode\n", True),
         (["6"], "   JobState=CANCELLED Reason=None\n", True),
-        (["6"], None, False),
-        (["2", "3", "4", "5"], None, False),
-        (["1", "2", "3", "4", "5"], None, True),
+        (["1", "2", "3", "4", "5"], "   JobState=PREEMPTED Reason=None\n", False),
         (["5", "6", "3"], "   JobState=PREEMPTED Reason=None\n", False),
     ],
 )
@@ -131,11 +129,6 @@ def test_a_job_that_was_refused_does_not_end_the_chain(
     assert slurm_commands.calls("scontrol") == [["show", "job", "7"]]
 
 
-def test_a_chain_without_an_attempt_or_an_answer_continues(
-    tmp_path: Path, run: RunFolder, slurm_commands: Slurm, printed: list[str]
-) -> None:
+def test_a_chain_without_an_attempt_begins(tmp_path: Path, slurm_commands: Slurm) -> None:
     check_wanted(RunFolder(tmp_path / "new").make(), restarts=0, is_link=True, job=JobRef("8"))
     assert slurm_commands.calls("scontrol") == []
-    slurm_commands.answer("scontrol", err="Access denied", code=1)
-    check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
-    assert printed == ["scontrol refused: Access denied"]
