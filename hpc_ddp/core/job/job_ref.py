@@ -30,10 +30,10 @@ class JobRef:
     def __str__(self) -> str:
         return f"{self.id};{self.cluster}" if self.cluster else self.id
 
-    def is_same(self, other: JobRef) -> bool:
+    def is_same(self, job: JobRef) -> bool:
         """Return whether both are one job; an unknown cluster counts as the other's."""
-        is_unknown = not (self.cluster and other.cluster)
-        return self.id == other.id and (self.cluster == other.cluster or is_unknown)
+        is_unknown = not (self.cluster and job.cluster)
+        return self.id == job.id and (self.cluster == job.cluster or is_unknown)
 
     def is_among(self, jobs: Iterable[JobRef]) -> bool:
         """Return whether one of some jobs is this one."""

@@ -18,12 +18,16 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "core": ({"core"}, set()),
     "slurm": ({"core", "slurm_text"}, set()),
     "slurm_text": (set(), set()),
-    "submission": ({"core", "slurm", "slurm_text", "submission"}, {"jinja2", "submitit", "tomli"}),
-    "node": ({"core", "slurm", "slurm_text", "node"}, set()),
+    "liveness": ({"core", "slurm", "slurm_text"}, set()),
+    "submission": (
+        {"core", "slurm", "slurm_text", "liveness", "submission"},
+        {"jinja2", "submitit", "tomli"},
+    ),
+    "node": ({"core", "slurm", "slurm_text", "liveness", "node"}, set()),
     "training": ({"core", "training"}, {"torch", "numpy", "safetensors"}),
-    "report": ({"core", "slurm", "slurm_text", "report"}, {"jinja2"}),
+    "report": ({"core", "slurm", "slurm_text", "liveness", "report"}, {"jinja2"}),
     "cli": ({"core", "slurm", "slurm_text", "submission", "report", "cli"}, {"click"}),
-    "api": ({"core", "slurm", "slurm_text", "submission", "report"}, set()),
+    "api": ({"core", "slurm", "slurm_text", "liveness", "submission", "report"}, set()),
 }
 # The agent is torchrun, so it runs where torch is, and the bandwidth is that of torch's own
 # collectives; submitit is given the supervisor by name.
