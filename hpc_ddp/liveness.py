@@ -235,7 +235,7 @@ def release_start(run: RunFolder) -> None:
 
 
 def check_idle(run: RunFolder, is_forced: bool = False) -> None:
-    """Refuse to start a run that is queued or under way: two jobs would take it from each other.
+    """Refuse to start a run that is queued or under way: two jobs would take it from each holder.
 
     What can't be known is refused as well, unless `is_forced`: then the user's word that the job is
     over is journaled, for the job that starts. It does not stand for a Slurm that gives no answer.
@@ -248,14 +248,14 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
     OSError
         its journal can't be read
     """
-    this_job = JobRef.of(os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_CLUSTER_NAME"))
+    own_job = JobRef.of(os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_CLUSTER_NAME"))
     queue = read_queue()
     is_silent = queue.jobs is None and shutil.which("squeue") is not None
     for part in (run, *run.tasks()) if is_forced and not is_silent else ():
         for job in part.jobs(part.events()):
             if queue.life(job) is Life.UNKNOWN:
                 part.journal("submit").write(Dismissed(job.id, job.cluster or None))
-    work = describe_work(run, queue, besides=this_job, guesses=False)
+    work = describe_work(run, queue, besides=own_job, guesses=False)
     if work is None:
         return
     if work.life is Life.LIVE:
@@ -267,27 +267,26 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
         raise UsageError(f"run {run.path} may be at work: {work}", hint=hint)
 
 
-def is_attempt_live(run: RunFolder, job: JobRef, info: Mapping[str, Any]) -> bool:
+def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) -> bool:
     """Return whether the attempt that `info` (its attempt.json) describes still runs.
 
-    The caller is a start of the `job`. A silent controller of this cluster is waited
+    The caller is a start of the job `own_job`. A silent controller of this cluster is waited
     for without end. Raise HpcDdpError where Slurm refuses to answer, and OSError where the journal
     can't be read.
     """
-    earlier = JobRef.of(info.get("job_id"), info.get("cluster"))
-    if earlier is None:
+    holder = JobRef.of(info.get("job_id"), info.get("cluster"))
+    if holder is None:
         return process.is_live({**info})
-    if earlier.is_same(job):  # an earlier start of this very job, or another shell in an allocation
+    if holder.is_same(own_job):  # an earlier start of it, or another shell in an allocation
         return process.is_live(info.get("shell", {}))
-    is_here = not earlier.cluster or earlier.cluster == job.cluster
-    if earlier.is_among(ended_jobs(run, run.events())) and not is_here:
+    is_here = not holder.cluster or holder.cluster == own_job.cluster
+    if holder.is_among(ended_jobs(run, run.events())) and not is_here:
         return False
+    patience = math.inf if is_here else None  # no answer does not say that it is over
     try:
-        # No answer does not say that it is over.
-        reference = JobRef(earlier.id) if is_here else earlier
-        answer = slurm.show_job(reference, math.inf if is_here else None)
+        job = slurm.show_job(holder.id if is_here else holder, patience)
     except HpcDdpError as error:
         if "Invalid job id" in error.message:
             return False
         raise
-    return answer.state not in HAS_NO_NODES and answer.restarts == info.get("restarts")
+    return job.state not in HAS_NO_NODES and job.restarts == info.get("restarts")

@@ -84,13 +84,13 @@ def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> Run
     """
     candidates = [Path(text).absolute()] if text else []
     of_job: dict[Path, JobRef] = {}
-    this_cluster = ""
+    cluster = ""
     if text and not set(text) & {"/", "\0"}:
         name = glob.escape(text)
         of_job = _runs_of_job(root, text)
-        this_cluster = own_cluster() if of_job else ""
+        cluster = own_cluster() if of_job else ""
         candidates += [
-            *_of_cluster(of_job, this_cluster),
+            *_of_cluster(of_job, cluster),
             *_newest(root.glob(f"[!.]*/{name}")),  # a plain start's are all called `local`
         ]
         # A run that was only rendered comes after those that have started.
@@ -104,7 +104,7 @@ def find_run(root: Path, text: str, own_cluster: Callable[[], str] = str) -> Run
     if of_job:
         runs = ", ".join(f"{path} on {job.cluster or '?'}" for path, job in of_job.items())
         raise UsageError(
-            f"job {text} of this cluster ({this_cluster or 'of unknown name'}) is no single run;"
+            f"job {text} of this cluster ({cluster or 'whose name is not known'}) is no single run;"
             f" jobs of that number: {runs}",
             hint="name the run by its id, the last part of its folder",
         )

@@ -57,12 +57,12 @@ def queue_next(environ: dict[str, str]) -> None:
     Raise HpcDdpError if the run was cancelled or given up, has used its budget, or has a broken
     job.json; OSError if its folder can't be read or written.
     """
-    run, this_job = _run_of(environ), _own_job(environ)
+    run, own_job = _run_of(environ), _own_job(environ)
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     if not run.finished() and not restarts:
-        array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), this_job.cluster)
-        is_link = requeue.is_link(run, this_job)
-        requeue.check_wanted(run, restarts, is_link, this_job, array)
+        array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
+        is_link = requeue.is_link(run, own_job)
+        requeue.check_wanted(run, restarts, is_link, own_job, array)
         check_budget(run, JobSpec.from_json(patiently(run.job_json.read_text)))
         requeue.queue_early(run, environ)
 
@@ -89,26 +89,26 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    this_job = _own_job(environ)
-    array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), this_job.cluster)
-    is_link = requeue.is_link(run, array or this_job)
+    own_job = _own_job(environ)
+    array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
+    is_link = requeue.is_link(run, array or own_job)
     if run.finished():
         if restarts or is_link:  # Slurm may restart a job that was just through
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
-    requeue.check_wanted(run, restarts, is_link, this_job, array)
+    requeue.check_wanted(run, restarts, is_link, own_job, array)
     check_budget(run, spec)
     check_silent_ends(run, spec)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info: dict[str, Any] = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
-    info |= {"nodes": nodes, "cluster": this_job.cluster or None}
+    info |= {"nodes": nodes, "cluster": own_job.cluster or None}
     if INTERACTIVE in environ:  # the script leads a session
         info["shell"] = process.identity(os.getsid(0))
-    is_live = partial(is_attempt_live, run, this_job)
+    is_live = partial(is_attempt_live, run, own_job)
     attempt = patiently(partial(run.claim_attempt, info, is_live))
     run.journal("batch", attempt.number).write(Started(**info))
     if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
-        link_job(this_job, run)
+        link_job(own_job, run)
     if spec.continue_by == "resubmit":
         requeue.queue_next_link(run, attempt, environ)
     cpus = least_cpus(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))

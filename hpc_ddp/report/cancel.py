@@ -55,16 +55,16 @@ def cancel(run: RunFolder) -> None:
     if run.is_task:
         jobs = _jobs_of_task(run, jobs)
     queue = Queue(slurm.queue()) if jobs else read_queue()
-    targets, live_jobs = _live_jobs(run, jobs, ended, queue)
+    targets, unclear = _live_jobs(run, jobs, ended, queue)
     if not is_marked:
         for job in targets:
             with suppress(HpcDdpError):
                 slurm.forbid_requeue(job)
     if targets:
         slurm.cancel(targets)
-    if live_jobs:
+    if unclear:
         raise HpcDdpError(
-            f"of run {run.path} not cancelled: {'; '.join(live_jobs)}", hint="scancel, where it is"
+            f"of run {run.path} not cancelled: {'; '.join(unclear)}", hint="scancel, where it is"
         )
 
 
@@ -94,25 +94,21 @@ def _live_jobs(
     person has submitted without hpc-ddp, which waits. Raise HpcDdpError without an answer of
     Slurm's.
     """
-    targets, live_jobs = [], []
+    targets, unclear = [], []
     for job in jobs:
         queued = queue.find(job)
         if queued and queue.life(job) is not Life.OVER:
             if _is_of_run(run, job, queued):
                 targets.append(job)
             else:
-                live_jobs.append(
-                    f"job {job.id} is live, and perhaps not of this run ({queued.name})"
-                )
+                unclear.append(f"job {job.id} is live, and perhaps not of this run ({queued.name})")
         elif queue.life(job) is Life.UNKNOWN and not job.is_among(ended):
-            live_jobs.append(
-                f"job {job.id} of cluster {job.cluster}, which can't be asked from here"
-            )
+            unclear.append(f"job {job.id} of cluster {job.cluster}, which can't be asked from here")
     for job_id, queued in {} if run.is_task else queue.live.items():
         job = JobRef(job_id)
         if not job.is_among(jobs) and _may_be_of_run(run, queued) and _is_of_run(run, job, queued):
             targets.append(job)
-    return targets, live_jobs
+    return targets, unclear
 
 
 def _may_be_of_run(run: RunFolder, queued: QueuedJob) -> bool:

@@ -31,7 +31,7 @@ class JobRef:
         return f"{self.id};{self.cluster}" if self.cluster else self.id
 
     def is_same(self, job: JobRef) -> bool:
-        """Return whether both are one job; an unknown cluster counts as that of the `job`."""
+        """Return whether both are one job; an unknown cluster counts as the other's."""
         is_unknown = not (self.cluster and job.cluster)
         return self.id == job.id and (self.cluster == job.cluster or is_unknown)
 
