@@ -22,10 +22,9 @@ from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.option_declaration import default_of, key_of
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.liveness import Queue, describe_work, read_queue
-from hpc_ddp.report.cancel import cancel
 from hpc_ddp.report.logs.files import log_files
-from hpc_ddp.report.status.run_status import Status, status_of
+from hpc_ddp.report.status.run_status import Status, cancel, status_of
+from hpc_ddp.report.status.state import Queue, describe_work, jobs_in_queue
 from hpc_ddp.submission import backends
 from hpc_ddp.submission import sweep as launch_sweep
 from hpc_ddp.submission.plan import plan_new
@@ -68,8 +67,7 @@ class Handle:
     def job_id(self) -> str | None:
         """The newest Slurm job of the run; None where there was none. Raises OSError where its
         journal can't be read."""
-        jobs = self._run.jobs(self._run.events())
-        return jobs[-1].id if jobs else None
+        return next(reversed(self._run.job_ids(self._run.events())), None)
 
     @property
     def state(self) -> str:
@@ -84,7 +82,7 @@ class Handle:
         Without an answer from Slurm its jobs count as gone. Raises OSError where the journal can't
         be read.
         """
-        return status_of(self._run, read_queue() if self.job_id else Queue(None))
+        return status_of(self._run, jobs_in_queue() if self.job_id else {})
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait until nothing works on the run any more and nothing will, and return its state.
@@ -128,7 +126,7 @@ class Handle:
             queue = Queue(slurm.queue() if self.job_id else {})
         except slurm.NoAnswerError:  # it will come back
             return True
-        return describe_work(self._run, queue) is not None
+        return bool(describe_work(self._run, queue))
 
     def cancel(self) -> None:
         """End the run for good: nothing requeues it after this.

@@ -34,9 +34,6 @@ _HINTS = {
     "partition not available": "sinfo -o '%P %a' shows which partitions are up",
     "eservation": "scontrol show reservation shows them",
 }
-# Names and paths of jobs hold what their users like.
-SEPARATOR = "\x1f"
-QUEUE_COLUMNS = SEPARATOR.join(("%F", "%A", "%T", "%r", "%N", "%L", "%j", "%Z", "%o"))
 _JOB_ID = re.compile(r"\d+(;\S+)?")
 
 
@@ -48,10 +45,6 @@ OVER = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"),
     *("OUT_OF_MEMORY", "REVOKED"),
 )
-
-
-# States of a job whose batch script has not begun, or ends.
-HAS_NO_NODES = (*OVER, "PREEMPTED", "PENDING", "REQUEUED", "REQUEUE_FED", "COMPLETING")
 
 
 # Slurm shows a flag in the place of the state that it belongs to. A job that is being signalled,
@@ -77,8 +70,7 @@ class Job:
     ended the job. `expedited` is one of Slurm 25.11 and later with ``--requeue=expedite``: if its
     batch script ends with a code other than 0, Slurm holds it in the queue as REQUEUE_HOLD.
 
-    `excluded` are the nodes that Slurm keeps it off, as ``n[1-2]``, '' without any. `output` is
-    the file of its batch script's output, '' where Slurm does not say.
+    `excluded` are the nodes that Slurm keeps it off, as ``n[1-2]``, '' without any.
     """
 
     state: str
@@ -89,16 +81,6 @@ class Job:
     left_s: float | None = None
     expedited: bool = False
     excluded: str = ""
-    output: str = ""
-
-    @property
-    def is_cancelled(self) -> bool:
-        """It was cancelled, by a person or by Slurm for good.
-
-        While its batch script still runs Slurm shows COMPLETING, and after a scancel no reason.
-        """
-        is_ending = self.state == "COMPLETING" and self.reason == "None" and not self.preempted
-        return is_ending or self.state in ("CANCELLED", "DEADLINE", "REVOKED")
 
     @property
     def preempted(self) -> bool:
@@ -122,8 +104,6 @@ class QueuedJob:
         Slurm's word for why it waits
     script
         a real path; ``(null)`` for one that came through a pipe
-    name
-        the job's
     """
 
     state: str
@@ -131,7 +111,6 @@ class QueuedJob:
     nodes: str
     time_left: str
     script: str = ""
-    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,10 +128,11 @@ class Record:
 
 
 def parse_job_id(printed: str) -> str | None:
-    """Return ``id`` or ``id;cluster`` of what ``sbatch --parsable`` printed, None without one: some
-    sites' print a banner, too."""
+    """Return the job id of what ``sbatch --parsable`` printed, None without one: some sites' print
+    a banner, too."""
     lines = [line.strip() for line in printed.splitlines()]
-    return next((line for line in reversed(lines) if _JOB_ID.fullmatch(line)), None)
+    ids = [line.partition(";")[0] for line in lines if _JOB_ID.fullmatch(line)]
+    return ids[-1] if ids else None
 
 
 def parse_job(text: str) -> Job:
@@ -171,7 +151,6 @@ def parse_job(text: str) -> Job:
         left_s=_left_s(value(r"^\s+RunTime=(\S+)"), value(r"^\s+RunTime=\S+ TimeLimit=(\S+)")),
         excluded=value(r"^\s+ReqNodeList=\S+ ExcNodeList=(\S+)").replace("(null)", ""),
         expedited=value(r"^\s+ExpeditedRequeue=(\S+)") == "Yes",
-        output=value(r"^\s+StdOut=(.+)"),
     )
 
 
@@ -202,7 +181,7 @@ def parse_accounting(text: str) -> Record | None:
 
 
 def parse_queue(text: str) -> dict[str, QueuedJob]:
-    """Read the `QUEUE_COLUMNS` of squeue; return the jobs by their ids.
+    """Read ``squeue --format=%F|%A|%T|%r|%N|%L|%Z|%o``; return the jobs by their ids.
 
     Malformed lines are left out.
 
@@ -212,11 +191,10 @@ def parse_queue(text: str) -> dict[str, QueuedJob]:
     """
     jobs: dict[str, QueuedJob] = {}
     live_tasks: dict[str, QueuedJob] = {}
-    for array_id, job_id, *row, name, folder, script in parse_table(text, 9, SEPARATOR):
-        state, reason, nodes, time_left = row
+    for array_id, job_id, state, reason, nodes, time_left, folder, script in parse_table(text, 8):
         if script != "(null)":
             script = os.path.realpath(os.path.join(folder, script))
-        jobs[job_id] = job = QueuedJob(_state(state), reason, nodes, time_left, script, name)
+        jobs[job_id] = job = QueuedJob(_state(state), reason, nodes, time_left, script)
         if job.state in LIVE:
             live_tasks[array_id] = job
     for array_id, job in live_tasks.items():
@@ -225,13 +203,12 @@ def parse_queue(text: str) -> dict[str, QueuedJob]:
     return jobs
 
 
-def parse_table(text: str, columns: int, separator: str = "|") -> list[list[str]]:
-    """Read lines of `columns` fields with a separator between them; lines with fewer fields are
-    left out.
+def parse_table(text: str, columns: int) -> list[list[str]]:
+    """Read lines of `columns` fields with ``|`` between them; lines with fewer fields are left out.
 
-    The last field may hold a separator itself, as a path may a ``|``.
+    The last field may hold a ``|`` itself, as a path may.
     """
-    rows = [line.split(separator, columns - 1) for line in text.split("\n")]
+    rows = [line.split("|", columns - 1) for line in text.splitlines()]
     return [row for row in rows if len(row) == columns]
 
 

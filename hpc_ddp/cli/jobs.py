@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +29,6 @@ from hpc_ddp.cli.common import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import tables
-from hpc_ddp.slurm import own_cluster
 from hpc_ddp.submission import backends
 from hpc_ddp.submission import preflight as launch_preflight
 from hpc_ddp.submission import sweep as launch_sweep
@@ -46,16 +44,9 @@ PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the
 _fresh = click.option(
     "--fresh", is_flag=True, help="With --run: begin at step 0; the old checkpoints are kept."
 )
-_force = click.option(
-    "--force",
-    is_flag=True,
-    help="With --run: a job of it that can't be asked for, or does not end, is over for good.",
-)
 
 
-def _prepare(
-    options: dict[str, Any], fresh: bool = False, force: bool = False, **forced: Any
-) -> PreparedRun:
+def _prepare(options: dict[str, Any], fresh: bool = False, **forced: Any) -> PreparedRun:
     """Write the folder of the run that the command line's `options` describe; `forced` settings, by
     key, come before them. Raise UsageError for ``--fresh`` without ``--run``, and as `_plan`."""
     if fresh and options["run_text"] is None:
@@ -64,7 +55,7 @@ def _prepare(
             hint="hpc-ddp submit --run RUN --fresh",
         )
     plan, _ = _plan(options, **forced)
-    return replace(plan, is_forced=force).write()
+    return plan.write()
 
 
 def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
@@ -112,7 +103,7 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Plan, config.Settings
     if run_text is None:
         plan = plan_new(settings, cwd, runs_root(settings))
     else:
-        run = find_run(runs_root(settings), run_text, own_cluster)
+        run = find_run(runs_root(settings), run_text)
         plan = plan_continuation(run, layer, settings, cwd)
     for text in (*plan.rendering.left_out(), *find_mistakes(plan.spec)):
         say(f"warning: {text}")
@@ -121,11 +112,10 @@ def _plan(options: dict[str, Any], **forced: Any) -> tuple[Plan, config.Settings
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
 @_fresh
-@_force
 @job_options
-def submit(as_json: bool, fresh: bool, force: bool, **options: Any) -> None:
+def submit(as_json: bool, fresh: bool, **options: Any) -> None:
     """Submit SCRIPT with ARGS to Slurm; prints the job id."""
-    _start(_prepare(options, fresh, force), as_json, fresh)
+    _start(_prepare(options, fresh), as_json, fresh)
 
 
 def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
@@ -138,8 +128,9 @@ def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
     started = _begin(prepared, fresh)
     say(f"run: {path}")
     if started.process is None:
-        job_id = started.job.id if started.job else None
-        click.echo(json.dumps({"job_id": job_id, "run": path}) if as_json else job_id)
+        click.echo(
+            json.dumps({"job_id": started.job_id, "run": path}) if as_json else started.job_id
+        )
         return
     code = _foreground(started)
     if code == CAN_GO_ON and prepared.spec.backend == "local":
@@ -196,14 +187,13 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
 
 @click.command("dry-run", cls=Grouped, context_settings=PASS_ON)
 @_fresh
-@_force
 @job_options
-def dry_run(as_json: bool, fresh: bool, force: bool, **options: Any) -> None:
+def dry_run(as_json: bool, fresh: bool, **options: Any) -> None:
     """Play the same job on this machine: gloo on CPU, nodes as processes, in the foreground.
 
     Exit code 75 means that it was stopped and can go on with --run.
     """
-    _start(_prepare(options, fresh, force, backend="local"), as_json, fresh)
+    _start(_prepare(options, fresh, backend="local"), as_json, fresh)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
@@ -293,7 +283,7 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
     layer, cwd = settings_of(options), Path.cwd()
     settings = config.load(layer, cwd, Path.home())
     root = runs_root(settings)
-    old = find_run(root, run, own_cluster)
+    old = find_run(root, run)
     plan = plan_rerun(old, changes, layer, settings, cwd, root, same_code)
     _start(plan.write(), as_json)
 

@@ -1,50 +1,18 @@
-"""Environments: `AttemptEnv`, the ``HPC_DDP_*`` variables of an attempt, from the batch script to
-the workers; and those for Slurm's commands, without what an outer job has left."""
+"""`AttemptEnv`: the ``HPC_DDP_*`` variables of an attempt, from the batch script to the workers."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 
 # The variables whose names differ from their field's: torchrun's options and templates use them.
 NAMES = {"min_nodes": "HPC_DDP_LEAST_NODES", "notice_signal": "HPC_DDP_SIGNAL"}
 # In the batch script's environment, beside those of the attempt.
 INTERACTIVE = "HPC_DDP_INTERACTIVE"  # the script runs in an allocation, without Slurm's requeue
-
-
-# What describes an outer job: with it, srun would bind to that one's CPUs. What names the cluster,
-# and proves who asks, is the user's, and so are sbatch's own variables (see `slurm.submit_env`).
-_INHERITED = re.compile(
-    r"(SLURM|SLURMD|SRUN|SALLOC|TORCHELASTIC|HPC_DDP)_"
-    r"|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT))$"
-)
-_KEPT = (
-    *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"),
-    # The user's own, of a shell or a script.
-    *("HPC_DDP_RUNS", "HPC_DDP_SITE_FILE", "HPC_DDP_SAVE_EVERY", "HPC_DDP_HANG_AFTER"),
-    *("HPC_DDP_PROFILE", "HPC_DDP_BACKEND", "HPC_DDP_DRY_RUN_DEVICES"),
-)
-# A supervisor sets these for its own node.
-_OF_A_NODE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-# sbatch's variables whose option has another name (man sbatch, INPUT ENVIRONMENT VARIABLES).
-_OPTIONS = {"timelimit": "time", "array-inx": "array", "req-switch": "switches"}
-# Options of which a job has one at most, or one that would undo another.
-_FAMILIES = (
-    {"gpus", "gpus-per-node", "gpus-per-task", "gres"},
-    {"mem", "mem-per-node", "mem-per-cpu", "mem-per-gpu"},
-    {"requeue", "no-requeue"},
-    {"output", "error"},
-)
-# With these sbatch would submit something else, or not return before the job's end.
-_NEVER = {"array", "wait", "jobid", "no-kill"}
 
 
 @dataclass(frozen=True)
@@ -144,51 +112,3 @@ def _value(name: str, text: str) -> Any:
 
 _OF_THE_SCRIPT = ("host_suffix", "interface", "step_launcher", "node_index")
 _INTEGERS = ("attempt", "nnodes", "min_nodes", "port", "restarts", "cpus", "node_index")
-
-
-def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without variables of an outer Slurm job, torchrun or hpc-ddp run.
-
-    srun's settings of the user's profile (``SLURM_*``) are left out, too; and, inside a node of a
-    run, the network interface that its supervisor chose. The variables in `_KEPT` stay.
-    """
-    of_a_node = _OF_A_NODE if "HPC_DDP_NODE_FOLDER" in environ else ()
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in _KEPT or not (_INHERITED.match(name) or name in of_a_node)
-    }
-
-
-def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for an sbatch that is to keep to some `options` of a script, by name.
-
-    sbatch takes SBATCH_PARTITION, say, over the script's ``#SBATCH --partition``. Here a site's or
-    a user's profile has its say where the job has none; a value that is passed over is reported on
-    stderr.
-    """
-    env = clean_env(environ)
-    for name in [name for name in env if name.startswith("SBATCH_")]:
-        option = name.removeprefix("SBATCH_").lower().replace("_", "-")
-        option = _OPTIONS.get(option, option)
-        family = next((family for family in _FAMILIES if option in family), {option})
-        options_of_job = sorted(family & options.keys())
-        if options_of_job or option in _NEVER:
-            value = env.pop(name)
-            if value != options.get(option):
-                reason = (
-                    f"the job has --{options_of_job[0]}"
-                    if options_of_job
-                    else "a job of hpc-ddp has its own way"
-                )
-                say(f"{name}={value} is not used: {reason}")
-    return env
-
-
-def asking_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a command that is no submit: times are as `slurm_text.parse_job`
-    reads them, and inside a job its own cluster is asked, whatever the submit was told."""
-    env = {**environ, "SLURM_TIME_FORMAT": "standard"}
-    if "SLURM_JOB_ID" in env or "," in env.get("SLURM_CLUSTERS", ""):  # scontrol takes one alone
-        env.pop("SLURM_CLUSTERS", None)
-    return env

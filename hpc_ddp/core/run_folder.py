@@ -32,7 +32,6 @@ from typing import Any
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import make_private, patiently, read_json
-from hpc_ddp.core.job.job_ref import JobRef, distinct
 from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
 from hpc_ddp.core.journal.journal import Journal, is_finished, node_seconds, read_events
 
@@ -110,12 +109,6 @@ class AttemptFolder:
         """The job of the attempt (``job_id``, ``restarts``), or its process (``host``, ``pid``);
         and the names of its nodes, ``nodes``. {} where the file is missing or damaged."""
         return read_json(self.path / "attempt.json")
-
-    @property
-    def link(self) -> JobRef | None:
-        """The next job of the chain, as the attempt's job has queued it; None without one."""
-        text = read_json(self.path / "next.json").get("job_id")
-        return JobRef.parse(str(text)) if text else None
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -302,18 +295,15 @@ class RunFolder:
         read."""
         return read_events(self.journal_folder)
 
-    def links(self) -> list[JobRef]:
-        """Return the jobs that jobs of the run, a chain, have queued to follow them."""
-        early = map(str, read_json(self.early_links).values())
-        links = [attempt.link for attempt in self.attempts()] + [*map(JobRef.parse, early)]
-        return [link for link in links if link]
+    def job_ids(self, events: Sequence[JournalEvent]) -> list[str]:
+        """Return all job ids of the run, oldest first, a chain's waiting link included.
 
-    def jobs(self, events: Sequence[JournalEvent]) -> list[JobRef]:
-        """Return all jobs of the run, whose journal is `events`, oldest first; a chain's waiting
-        link comes last."""
-        starts = [event for event in events if isinstance(event, (Queued, Started))]
-        jobs = [JobRef.of(event.job_id, event.cluster) for event in starts]
-        return distinct([*filter(None, jobs), *self.links()])
+        `events` is the run's journal.
+        """
+        ids = [event.job_id for event in events if isinstance(event, (Queued, Started))]
+        ids += [read_json(a.path / "next.json").get("job_id") for a in self.attempts()]
+        ids += read_json(self.early_links).values()
+        return list(dict.fromkeys(id for id in ids if id and isinstance(id, str)))
 
     def finished(self) -> bool:
         """Return whether the run has reached its end, so that there is nothing to go on with; raise
@@ -334,9 +324,10 @@ class RunFolder:
 
     def attempts(self) -> list[AttemptFolder]:
         """Return the attempts so far, oldest first; [] before the first."""
-        paths = self.logs.glob("attempt-*")
-        numbers = (path.name.removeprefix("attempt-") for path in paths)
-        return [self.attempt(number) for number in sorted(map(int, filter(str.isdecimal, numbers)))]
+        attempts = [
+            AttemptFolder(path) for path in self.logs.glob("attempt-*") if _is_attempt(path)
+        ]
+        return sorted(attempts, key=lambda attempt: attempt.number)
 
     def claim_attempt(
         self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
@@ -394,7 +385,13 @@ class RunFolder:
         return all(later.number <= attempt for later in self.attempts())
 
 
+def _is_attempt(path: Path) -> bool:
+    """Return whether a folder is called ``attempt-<k>``."""
+    return path.name.removeprefix("attempt-").isdecimal()
+
+
 def _describe(attempt: AttemptFolder) -> str:
+    """Return an attempt's job or process, and its host, in words."""
     info = attempt.info
     process = f"job {info['job_id']}" if info.get("job_id") else f"process {info.get('pid')}"
     return f"attempt {attempt.number}, {process} on {info.get('host')}"

@@ -26,13 +26,11 @@ from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import patiently, read_seconds
-from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.journal.vocabulary import NoticeSource
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.core.run_index import link_job
-from hpc_ddp.liveness import is_attempt_live
 from hpc_ddp.node.net.network import FIRST_PORT, LAST_PORT, free_port, reach
 from hpc_ddp.node.outcome import requeue
 from hpc_ddp.node.outcome.gather_facts import check_budget, check_silent_ends, judge
@@ -57,12 +55,11 @@ def queue_next(environ: dict[str, str]) -> None:
     Raise HpcDdpError if the run was cancelled or given up, has used its budget, or has a broken
     job.json; OSError if its folder can't be read or written.
     """
-    run, own_job = _run_of(environ), _own_job(environ)
+    run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     if not run.finished() and not restarts:
-        array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
-        is_link = requeue.is_link(run, own_job)
-        requeue.check_wanted(run, restarts, is_link, own_job, array)
+        is_link = requeue.is_link(run, job_id)
+        requeue.check_wanted(run, restarts, is_link, job_id, environ.get("SLURM_ARRAY_JOB_ID"))
         check_budget(run, JobSpec.from_json(patiently(run.job_json.read_text)))
         requeue.queue_early(run, environ)
 
@@ -89,26 +86,26 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     run, job_id = _run_of(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(patiently(run.job_json.read_text))
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    own_job = _own_job(environ)
-    array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
-    is_link = requeue.is_link(run, array or own_job)
+    array_id = environ.get("SLURM_ARRAY_JOB_ID")
+    is_link = requeue.is_link(run, array_id or job_id)
     if run.finished():
         if restarts or is_link:  # Slurm may restart a job that was just through
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
-    requeue.check_wanted(run, restarts, is_link, own_job, array)
+    requeue.check_wanted(run, restarts, is_link, job_id, array_id)
     check_budget(run, spec)
     check_silent_ends(run, spec)
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info: dict[str, Any] = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
-    info |= {"nodes": nodes, "cluster": own_job.cluster or None}
+    info["nodes"] = nodes
     if INTERACTIVE in environ:  # the script leads a session
         info["shell"] = process.identity(os.getsid(0))
-    is_live = partial(is_attempt_live, run, own_job)
+    cluster = environ.get("SLURM_CLUSTER_NAME")
+    is_live = partial(_is_live, job_id=job_id, restarts=restarts)
     attempt = patiently(partial(run.claim_attempt, info, is_live))
-    run.journal("batch", attempt.number).write(Started(**info))
+    run.journal("batch", attempt.number).write(Started(cluster=cluster, **info))
     if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
-        link_job(own_job, run)
+        link_job(job_id, run)
     if spec.continue_by == "resubmit":
         requeue.queue_next_link(run, attempt, environ)
     cpus = least_cpus(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
@@ -179,10 +176,6 @@ def _run_of(environ: dict[str, str]) -> RunFolder:
     return task_of(run, int(task))
 
 
-def _own_job(environ: dict[str, str]) -> JobRef:
-    return JobRef(environ["SLURM_JOB_ID"], environ.get("SLURM_CLUSTER_NAME", ""))
-
-
 def task_of(run: RunFolder, index: int) -> RunFolder:
     """Make the folder of one task of an array, with its own job.json and a link to the array's lib.
 
@@ -196,6 +189,26 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
     if not link.is_symlink():
         link.symlink_to(Path("..") / "lib")
     return task
+
+
+def _is_live(info: dict[str, Any], job_id: str, restarts: int) -> bool:
+    """Tell whether the attempt that `info` (its attempt.json) describes still runs.
+
+    The caller is start `restarts` of job `job_id`. Raise HpcDdpError where Slurm refuses to answer;
+    a silent controller is waited for without end.
+    """
+    other_id = info.get("job_id")
+    if not other_id:
+        return process.is_live(info)
+    if other_id == job_id:  # an earlier start of this very job, or another shell in an allocation
+        return process.is_live(info.get("shell", {}))
+    try:
+        job = slurm.show_job(other_id, give_up=math.inf)  # no answer does not say that it is over
+    except HpcDdpError as error:
+        if "Invalid job id" in error.message:
+            return False
+        raise
+    return job.state in ("RUNNING", "SUSPENDED") and job.restarts == info.get("restarts")
 
 
 def _first_port(job_id: str) -> int:
@@ -314,7 +327,7 @@ def verdict(environ: dict[str, str]) -> int:
     """
     env = AttemptEnv.from_env(environ)
     run, attempt = env.run_folder, env.attempt_folder
-    facts, decided = judge(run, attempt, environ, requeue.ask_settled(environ["SLURM_JOB_ID"]))
+    facts, decided = judge(run, attempt, environ, ask(environ["SLURM_JOB_ID"]))
     return requeue.go_on(run, attempt, environ, facts, decided)
 
 

@@ -150,11 +150,11 @@ def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str
     journal can't be read.
     """
     yield "versions.txt", _versions(RunFolder(run.whole)), ""
-    for job in run.jobs(run.events())[-1:]:
+    for job_id in run.job_ids(run.events())[-1:]:
         try:
-            yield f"scontrol-{job.id}.txt", slurm.job_text(job), ""
+            yield f"scontrol-{job_id}.txt", slurm.job_text(job_id), ""
         except HpcDdpError as error:
-            omissions.append(f"scontrol show job {job.id} ({error})")
+            omissions.append(f"scontrol show job {job_id} ({error})")
     for path in _files(run):
         name = str(path.relative_to(run.whole))
         if not stat.S_ISREG(path.lstat().st_mode) or LEFT_OUT.fullmatch(path.name):

@@ -26,10 +26,9 @@ from hpc_ddp.core.file_io import ROOT, read_text
 from hpc_ddp.core.file_owners import check_folder, other_owner
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.core.run_index import all_runs, unlink_jobs
-from hpc_ddp.liveness import Queue, describe_work, read_queue
+from hpc_ddp.core.run_index import all_runs
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.report.status.state import RunState
+from hpc_ddp.report.status.state import Queue, RunState, describe_work, read_queue
 from hpc_ddp.report.tables import columns
 
 # Folders of the user's own, with new names, in the folder of a run's name: others may share the
@@ -169,14 +168,16 @@ def find_deletions(
     return deletions
 
 
-def _read_state(run: RunFolder, queue: Queue, fingerprint: _Fingerprint) -> tuple[RunState, float]:
+def _read_state(
+    run: RunFolder, queue: Queue | None, fingerprint: _Fingerprint
+) -> tuple[RunState, float]:
     """Return a run's state, and its age in seconds since the last change.
 
     Raise UsageError where it can't be read, or is lost and changed within `SILENT_S`.
     """
     age_s = time.time() - max((changed / 1e9 for *_, changed in fingerprint), default=0.0)
     try:
-        state = status_of(run, queue).state
+        state = status_of(run, queue.jobs if queue else {}).state
     except Exception:  # damage has many forms, and is no reason to delete anything
         state = RunState.UNREADABLE
     if state is RunState.UNREADABLE or (state is RunState.LOST and age_s < SILENT_S):
@@ -187,12 +188,12 @@ def _read_state(run: RunFolder, queue: Queue, fingerprint: _Fingerprint) -> tupl
     return state, age_s
 
 
-def _check_deletable(run: RunFolder, root: Path, queue: Queue) -> None:
+def _check_deletable(run: RunFolder, root: Path, queue: Queue | None) -> None:
     """Refuse a run that is a task, lies elsewhere than below `root`, is not hpc-ddp's, or is at
     work.
 
-    Raise UsageError for it, and OSError where its folder or journal can't be read. Where
-    Slurm can't be asked, each run that has a job counts as at work.
+    Raise UsageError for it, and OSError where its folder or journal can't be read. `queue` None:
+    Slurm can't be asked, so each run that has a job counts as at work.
     """
     if run.is_task:
         raise UsageError(
@@ -315,12 +316,12 @@ def delete(deletions: Sequence[Deletion], root: Path) -> Iterator[tuple[Deletion
                 _remove_empty(remains.parent)
 
 
-def _delete(deletion: Deletion, queue: Queue) -> str:
+def _delete(deletion: Deletion, queue: Queue | None) -> str:
     """Delete one part of a run; return why not where it has gone on, else ''.
 
     A run goes by way of a folder beside it, a checkpoint by a name beside it that no reader takes
-    for one. `queue` is of now. Raise UsageError where others could put something else in its place,
-    and OSError where the disk refuses.
+    for one. `queue` is of now, None where Slurm can't be asked. Raise UsageError where others could
+    put something else in its place, and OSError where the disk refuses.
     """
     run, resumed = deletion.run, "it was resumed meanwhile, and left alone"
     check_folder(run)
@@ -347,7 +348,12 @@ def _delete(deletion: Deletion, queue: Queue) -> str:
 
 def _remove_references(run: RunFolder) -> None:
     """Remove the job ids that lead to a run; what the disk refuses stays."""
-    unlink_jobs(run)
+    index = run.root / ".jobs"
+    for link in index.iterdir() if index.is_dir() else ():
+        with suppress(OSError):
+            target = Path(os.path.normpath(index / os.readlink(link)))
+            if target.is_relative_to(run.path):
+                link.unlink()
 
 
 def _remove_empty(folder: Path) -> None:

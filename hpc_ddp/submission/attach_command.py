@@ -10,7 +10,6 @@ from hpc_ddp import slurm
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_owners import check_executable
-from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.run_folder import AttemptFolder, RunFolder
 from hpc_ddp.submission.script import container
@@ -54,22 +53,27 @@ def command(
         hint = some or f"hpc-ddp explain {run.id}"
         raise HpcDdpError(f"run {run.id} has no worker to attach to", hint=hint)
     attempt = attempts[-1]
-    info = attempt.info
-    job = JobRef.of(info.get("job_id"), info.get("cluster"))
-    if not (slurm.show_job(job).state == "RUNNING" if job else process.is_live(attempt.info)):
+    job_id = attempt.info.get("job_id")
+    if not (_runs(job_id) if job_id else process.is_live(attempt.info)):
         raise HpcDdpError(f"run {run.id} does not run here now", hint=f"hpc-ddp explain {run.id}")
     pid_file = _pid_file(attempt, node, rank)
     inside = [str(run.lib / "node.py"), "attach", str(pid_file), *words]
-    if not job:
+    if not job_id:
         return [sys.executable, *inside]
     spec = JobSpec.from_json(run.job_json.read_text())
     # Another container of the same kind: what the worker's environment names is in there.
     entry = container.entry(spec, run.whole, run.whole / "code")
     inner = spec.container or spec.image
     start = [spec.python] if inner else ["sh", "-c", _PYTHON, "sh", sys.executable, spec.python]
-    step = ["srun", f"--jobid={job.id}", "--overlap", f"--nodelist={pid_file.parent.name}"]
+    step = ["srun", f"--jobid={job_id}", "--overlap", f"--nodelist={pid_file.parent.name}"]
     step += ["--nodes=1", "--ntasks=1", *(["--pty"] if terminal else [])]
     return [*step, *entry.srun, *entry.command, *start, *inside]
+
+
+def _runs(job_id: str) -> bool:
+    """Return whether a job is RUNNING; raise HpcDdpError where Slurm gives no answer, or has no
+    such job."""
+    return slurm.show_job(job_id).state == "RUNNING"
 
 
 def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Path:

@@ -15,14 +15,12 @@ from typing import IO, Any, Protocol
 
 from hpc_ddp import slurm
 from hpc_ddp.core.accelerators import hiding_env
-from hpc_ddp.core.attempt_env import INTERACTIVE, clean_env
+from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import written_by_owner
-from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.journal.events import Queued, Submitted
 from hpc_ddp.core.run_index import link_job
-from hpc_ddp.liveness import release_start
 from hpc_ddp.submission.plan import Plan, PreparedRun
 from hpc_ddp.submission.script import template
 from hpc_ddp.submission.script.render import job_env, node_command, step_options
@@ -44,7 +42,7 @@ SRUN = """srun() {{
 class StartedRun:
     """The result of a start: a queued job, or a process in the foreground."""
 
-    job: JobRef | None = None
+    job_id: str | None = None
     process: subprocess.Popen[bytes] | None = None
 
 
@@ -91,8 +89,8 @@ class SlurmBackend:
         """Submit the script, and return the job's id; a job of this script from before is not taken
         for it."""
         run = prepared.run
-        job = slurm.sbatch(run.script, os.environ, earlier=run.jobs(run.events()))
-        return StartedRun(job if job.cluster else JobRef(job.id, slurm.own_cluster()))
+        earlier = run.job_ids(run.events())
+        return StartedRun(job_id=slurm.sbatch(run.script, os.environ, earlier=earlier))
 
 
 class AllocationBackend(SlurmBackend):
@@ -133,7 +131,7 @@ class LocalBackend(SlurmBackend):
         """Start the run with all that it prints going to `output`, as Popen takes it, and return
         its process. Raise OSError."""
         spec, run = prepared.spec, prepared.run
-        env = {**clean_env(os.environ), **job_env(spec)}
+        env = {**slurm.clean_env(os.environ), **job_env(spec)}
         env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
         if not os.environ.get(SHOW_DEVICES):
             env |= hiding_env()
@@ -254,7 +252,6 @@ def render(prepared: PreparedRun) -> str:
 
 def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     """Start a prepared run with its back-end, and journal it; `output` as `Backend.start` has it.
-    From then on other processes may start it again: its journal has the job.
 
     Raises
     ------
@@ -263,14 +260,6 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     OSError
         the script can't be written, or the process not be started; the folder stays
     """
-    try:
-        return _start(prepared, output)
-    finally:
-        release_start(prepared.run)
-
-
-def _start(prepared: PreparedRun, output: Output) -> StartedRun:
-    """Start a prepared run, as `start` does."""
     spec, run = prepared.spec, prepared.run
     journal = run.journal("submit")
     try:
@@ -290,7 +279,16 @@ def _start(prepared: PreparedRun, output: Output) -> StartedRun:
     for task in run.tasks():
         if task.index in indexes and not task.finished():
             task.journal("submit").write(Submitted(len(task.attempts())))
-    if started.job:
-        journal.write(Queued(started.job.id, started.job.cluster or None))
-        link_job(started.job, run)
+    if started.job_id:
+        journal.write(Queued(started.job_id, _cluster_name()))
+        link_job(started.job_id, run)
     return started
+
+
+def _cluster_name() -> str | None:
+    """Return the name of the cluster that has the job, None where Slurm does not say: others may
+    see the same disk."""
+    try:
+        return slurm.show_config().get("ClusterName")
+    except HpcDdpError:  # the job is queued: nothing may fail the submit any more
+        return None

@@ -24,7 +24,6 @@ from hpc_ddp.core.file_owners import check_folder
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import Rerun
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.liveness import check_idle, claim_start
 from hpc_ddp.submission import snapshot
 from hpc_ddp.submission.script.render import Rendering
 from hpc_ddp.submission.settings.config import (
@@ -51,8 +50,6 @@ class Plan:
         for a rerun with the same code: the run whose newest snapshot is copied
     rerun_of
         for a rerun: the run that it repeats
-    is_forced
-        the user's word that a job of the run is over which Slurm can't be asked for
     """
 
     spec: JobSpec
@@ -65,7 +62,6 @@ class Plan:
     limits: Mapping[str, Any] = field(default_factory=dict)
     source: RunFolder | None = None
     rerun_of: RunFolder | None = None
-    is_forced: bool = False
 
     @cached_property
     def rendering(self) -> Rendering:
@@ -79,14 +75,11 @@ class Plan:
         ------
         UsageError
             the folder can't be written, another submit has just made it, other users could
-            replace it, the code is too large, git can't list it, or a job works on the run, or may;
-            of a new run nothing of ours is left behind
+            replace it, the code is too large, or git can't list it; of a new run nothing of ours
+            is left behind
         """
         prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
         try:
-            if not self.is_new:  # until `backends.start` has done with it
-                claim_start(self.run)
-                check_idle(self.run, self.is_forced)
             with written_by_owner():
                 self._write_files()
         except FileExistsError:
@@ -136,7 +129,6 @@ class PreparedRun(Plan):
             with suppress(OSError):
                 check_links(self.run.path)
                 shutil.rmtree(self.run.path, ignore_errors=True)
-                self.run.whole.parent.rmdir()  # fails while there are other runs of the name
 
 
 def plan_new(settings: Settings, cwd: Path, root: Path) -> Plan:

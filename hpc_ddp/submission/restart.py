@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core import checkpoints
+from hpc_ddp import slurm
+from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.spec import JobSpec
+from hpc_ddp.core.journal.events import Queued, Started
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
 from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings
@@ -119,19 +122,19 @@ def plan_continuation(
     """Return the plan of a run that continues: its job with `options` over it, and fresh code.
 
     `options` are by key; `settings` are the same, merged with those of files; `cwd` is the folder
-    that paths in `options` are relative to. Whether a job works on the run is looked at when the
-    plan is written.
+    that paths in `options` are relative to.
 
     Raises
     ------
     UsageError
-        the run is finished or another user's, or an option is refused
+        the run is finished, queued, under way, or another user's, or an option is refused
     OSError
         the run's folder can't be read
     """
     check_executable(run)
     if run.finished():
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
+    _check_idle(run)
     spec = JobSpec.from_json(run.job_json.read_text())
     changed = _changes(spec, options, settings, cwd)
     # The back-end is not the run's: what was tried here may go on there, and the other way round.
@@ -227,3 +230,22 @@ def bring_back(folders: Sequence[Path]) -> None:
     OSError."""
     for aside in folders:
         checkpoints.bring_back(RunFolder(aside.parent.parent), aside)
+
+
+def _check_idle(run: RunFolder) -> None:
+    """Refuse a run that is queued or under way: its next job would find it taken.
+
+    The last job of a chain is queued by the one before it. Raise UsageError; where Slurm gives no
+    answer, a job counts as over.
+    """
+    events = run.events()
+    starts = [event for event in events if isinstance(event, (Queued, Started))]
+    newest = max(starts, key=lambda event: event.time, default=None)
+    for job_id in dict.fromkeys([newest.job_id if newest else None, *run.job_ids(events)[-1:]]):
+        if not job_id or job_id == os.environ.get("SLURM_JOB_ID"):
+            continue
+        if not slurm.is_pending_or_running(job_id):
+            continue
+        raise UsageError(f"run {run.path} is job {job_id} by now", hint=f"hpc-ddp cancel {job_id}")
+    if isinstance(newest, Started) and process.is_live(newest.process):
+        raise UsageError(f"run {run.path} runs here", hint=f"hpc-ddp cancel {run.id}")

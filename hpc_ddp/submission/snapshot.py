@@ -38,7 +38,7 @@ def carry_library(run: RunFolder) -> None:
         shutil.copytree(
             PACKAGE / name, package / name, ignore=shutil.ignore_patterns("__pycache__")
         )
-    for name in ("__init__.py", "liveness.py", "slurm.py", "slurm_text.py", "py.typed"):
+    for name in ("__init__.py", "slurm.py", "slurm_text.py", "py.typed"):
         shutil.copy(PACKAGE / name, package / name)
     shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
     # Python 3.10, which a node may have, reads no TOML.

@@ -15,7 +15,7 @@ from cluster import Cluster
 from harness import REPO, Hpc
 
 import hpc_ddp
-from hpc_ddp.liveness import read_queue
+from hpc_ddp.report.status.state import read_queue
 
 SCRIPT = (
     "import sys, time\nprint('up', *sys.argv[1:], flush=True)\ntime.sleep(float(sys.argv[-1]))\n"

@@ -61,12 +61,6 @@ class Slurm:
         path.chmod(0o755)
 
 
-def squeue_rows(text: str) -> str:
-    """Return rows of squeue as `slurm.queue` reads them, from rows with ``|`` and without names."""
-    rows = [line.split("|", 7) for line in text.splitlines()]
-    return "".join("\x1f".join([*row[:6], "name", *row[6:]]) + "\n" for row in rows)
-
-
 class Clock:
     """Takes the place of a module's `time`: it stands still but for what is slept."""
 

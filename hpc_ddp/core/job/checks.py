@@ -38,20 +38,6 @@ _SRUN_SETTLED = (
     *("kill-on-bad-exit", "no-kill", "wait", "overlap"),
 )
 
-# Options of sbatch that are refused, each with the least letters that mean it: what it does, and
-# what to use instead.
-_SBATCH_REFUSED = {
-    ("no-kill", 4): (
-        "would keep a job without its first node, and its script, until the time limit; accepted:"
-        " --elastic",
-        "--elastic: the job continues without a node that is lost",
-    ),
-    ("array", 2): ("makes an array that hpc-ddp can't know; accepted: --array", "--array 0-3"),
-    ("test-only", 2): ("submits nothing; accepted: others of sbatch's", "hpc-ddp render"),
-    ("wait", 4): ("waits for the job's end; accepted: others of sbatch's", "hpc-ddp logs -f RUN"),
-    ("wrap", 2): ("submits something else; accepted: SCRIPT", "--setup, or SCRIPT"),
-}
-
 GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)")
 JOB_NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -93,7 +79,14 @@ def check(spec: JobSpec) -> None:
         raise UsageError(
             f"time {spec.time!r} is zero; accepted: a positive Slurm time", hint="--time 1:00:00"
         )
-    _check_sbatch(spec)
+    for raw in spec.sbatch:
+        name, _ = split_raw(raw, "sbatch", "--network=x")
+        if name.startswith("no-k"):  # sbatch takes beginnings
+            raise UsageError(
+                f"sbatch option --{name} would keep a job without its first node, and its script,"
+                " until the time limit; accepted: --elastic",
+                hint="--elastic: the job continues without a node that is lost",
+            )
     _check_env(spec)
     _check_container(spec)
     _check_torchrun(spec)
@@ -106,23 +99,6 @@ def check(spec: JobSpec) -> None:
             )
     _check_sweep(spec)
     _check_budget(spec)
-
-
-def _check_sbatch(spec: JobSpec) -> None:
-    """Check the raw options of sbatch, which takes beginnings of names; raise UsageError for one
-    with which it does something else than hpc-ddp says."""
-    for raw in spec.sbatch:
-        name, _ = split_raw(raw, "sbatch", "--network=x")
-        for (option, least), (does, instead) in _SBATCH_REFUSED.items():
-            if option.startswith(name) and len(name) >= least:
-                raise UsageError(f"sbatch option --{name} {does}", hint=instead)
-        is_late = any(o.startswith(name) and len(name) >= 2 for o in ("hold", "begin"))
-        if is_late and spec.continue_by == "resubmit":
-            raise UsageError(
-                f"sbatch option --{name} would hold up each job of the chain, and not only the"
-                " first; accepted: jobs that continue by a requeue",
-                hint="scontrol hold JOB, once the first one is submitted",
-            )
 
 
 def _check_sweep(spec: JobSpec) -> None:

@@ -77,16 +77,6 @@ class Queued(JournalEvent):
 
 
 @dataclass(frozen=True)
-class Dismissed(JournalEvent):
-    """The user states that a job is over for which Slurm can't be asked (``--force``)."""
-
-    event = "dismissed"
-    writer = LOGIN_NODE
-    job_id: str
-    cluster: str | None = None
-
-
-@dataclass(frozen=True)
 class Cancelled(JournalEvent):
     """The user has cancelled the run."""
 
@@ -356,12 +346,19 @@ class DrillRecord(JournalEvent):
 
 
 EVENTS: tuple[type[JournalEvent], ...] = tuple(JournalEvent.__subclasses__())
-# fmt: off
 _WITH_STEP = (
-    CheckpointRestored, TrainingBegun, FirstStep, MetricsLine, StepTiming, CheckpointSaved,
-    SaveFailed, Stopped, Finished, RankFailed, VerdictGiven,
+    CheckpointRestored,
+    TrainingBegun,
+    FirstStep,
+    MetricsLine,
+    StepTiming,
+    CheckpointSaved,
+    SaveFailed,
+    Stopped,
+    Finished,
+    RankFailed,
+    VerdictGiven,
 )
-# fmt: on
 
 
 def step_of(event: JournalEvent | None) -> int | None:

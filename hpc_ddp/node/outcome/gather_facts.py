@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NoReturn
 
 from hpc_ddp import slurm
@@ -59,9 +58,8 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
         the journal can't be read
     """
     events = run.events()
-    numbers = [attempt.number for attempt in run.attempts()]
-    first = _first_attempt(events, len(numbers))
-    numbers = [number for number in numbers if number >= first]
+    first = _first_attempt(events)
+    numbers = [attempt.number for attempt in run.attempts() if attempt.number >= first]
     why = too_many_silent(spec, run.most_requeues, since_submit(events), numbers)
     if why:
         hint = f"hpc-ddp submit --run {run.whole} goes on all the same"
@@ -103,7 +101,7 @@ def judge(
         nodes=nodes,
         records=records,
         lost_nodes=slurm.unusable(silent) if job else [],
-        events=since_submit(run.events(), attempt.number),
+        events=since_submit(run.events()),
         gpu_hours=_gpu_hours(run, spec),
         most_requeues=run.most_requeues,
     )
@@ -148,19 +146,16 @@ def _gpu_hours(run: RunFolder, spec: JobSpec) -> float:
     return 0.0 if spec.budget_gpu_hours is None else run.gpu_hours(spec.gpus_in_use)
 
 
-def since_submit(events: list[JournalEvent], attempt: float = math.inf) -> list[JournalEvent]:
-    """Return the events since the newest submit that had begun by an `attempt`, by default since
-    the last one: fixed code has its budgets anew.
+def since_submit(events: list[JournalEvent]) -> list[JournalEvent]:
+    """Return the events since the newest submit began: fixed code has its budgets anew.
 
     By attempt and not by time, since the login node's clock is another one. Without a submit, all.
     """
-    first = _first_attempt(events, attempt)
+    first = _first_attempt(events)
     return [event for event in events if event.attempt >= first]
 
 
-def _first_attempt(events: list[JournalEvent], attempt: float) -> int:
-    """Return the number of the attempt that the newest submit began, of those up to `attempt`; 0
-    without one. A submit whose job waits has begun none."""
+def _first_attempt(events: list[JournalEvent]) -> int:
+    """Return the number of the attempt that the newest submit began, 0 without one."""
     submits = [event for event in events if isinstance(event, Submitted)]
-    numbers = (submit.first_attempt for submit in submits)
-    return max((number for number in numbers if number <= attempt), default=0)
+    return max((submit.first_attempt for submit in submits), default=0)

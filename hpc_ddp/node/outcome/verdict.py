@@ -214,7 +214,7 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.TIME_LIMIT
     if job and (job.reason == "NodeDown" or job.state in ("NODE_FAIL", "BOOT_FAIL")):
         return Cause.NODE_LOST
-    if job and job.is_cancelled:
+    if job and job.state != "RUNNING":  # the batch shell still runs, so somebody ends the job
         return Cause.CANCELLED
     if set(facts.notices) & {*END_OF_TIME}:
         return Cause.TIME_LIMIT

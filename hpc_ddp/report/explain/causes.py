@@ -277,9 +277,6 @@ def _without_failure(facts: RunFacts, cause: str) -> Explanation:
     logs = f"{log_hint(facts)}; then {facts.again}"
     if cause in (Cause.NODE_LOST, Cause.SUPERSEDED):
         verdict = facts.verdict
-        if verdict and verdict.cause == Cause.SUPERSEDED and not verdict.bad_nodes:
-            text = f"was requeued{at}, by Slurm or with scontrol requeue."
-            return Explanation("stopped", text, facts.again)
         end = _end_in(verdict) if verdict else ""
         text = f"lost a node{at} ({end or 'so Slurm says'})."
         is_given_up = verdict is not None and verdict.action == Action.GIVE_UP

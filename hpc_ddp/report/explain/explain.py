@@ -251,7 +251,7 @@ _ENDS = {
     Cause.FAILED: "failed",
     Cause.CANCELLED: "was cancelled",
     Cause.FINISHED: "finished",
-    Cause.SUPERSEDED: "was requeued, by Slurm or with scontrol requeue,",
+    Cause.SUPERSEDED: "was requeued by Slurm itself",
     Cause.NODE_LOST: "lost a node",
     Cause.BAD_NODE: "met a bad node",
 }

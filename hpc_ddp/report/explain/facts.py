@@ -21,7 +21,6 @@ from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import COMMUNICATION_ERROR, HpcDdpError
 from hpc_ddp.core.file_io import read_json, read_tail
 from hpc_ddp.core.file_owners import is_executable
-from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.events import (
     JournalEvent,
     RankFailed,
@@ -204,7 +203,7 @@ def _gather(run: RunFolder, can_start: bool) -> RunFacts:
             str(task.index): _gather(task, can_start) for task in _try(run.tasks, list[RunFolder]())
         },
     )
-    facts = replace(facts, **_read_record(_try(lambda: run.jobs(events), list[JobRef]())))
+    facts = replace(facts, **_read_record(_try(lambda: run.job_ids(events), list[str]())))
     if attempts:
         facts = replace(facts, **_read_end(facts, attempts[-1]))
     return facts
@@ -232,23 +231,23 @@ def _newest_checkpoint(folder: Path) -> int | None:
     return checkpoints.step_of(published[0]) if published else None
 
 
-def _read_record(jobs: Sequence[JobRef]) -> dict[str, Any]:
+def _read_record(jobs: Sequence[str]) -> dict[str, Any]:
     """Ask Slurm for the job that counts: the link of a chain that runs, else the newest known.
 
-    `jobs` are the run's jobs, oldest first. Returns fields of `RunFacts`: ``job_id``, ``record``
+    `jobs` are the run's job ids, oldest first. Returns fields of `RunFacts`: ``job_id``, ``record``
     (None without an answer) and ``refusal``, Slurm's last error.
     """
     records: dict[str, Record] = {}
     refusal = ""
     for job in jobs[-2:]:
         try:
-            records[job.id] = slurm.record(job)
+            records[job] = slurm.record(job)
         except HpcDdpError as error:
             refusal = error.message
             continue
-        if records[job.id].state in ("RUNNING", "COMPLETING"):
-            return {"job_id": job.id, "record": records[job.id]}
-    newest = jobs[-1].id if jobs else None
+        if records[job].state in ("RUNNING", "COMPLETING"):
+            return {"job_id": job, "record": records[job]}
+    newest = jobs[-1] if jobs else None
     last = next(reversed(records), newest)
     return {"job_id": last, "record": records.get(last or ""), "refusal": refusal}
 

@@ -24,12 +24,11 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.journal.journal import by_attempt, last_event
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.liveness import read_queue
 from hpc_ddp.report.explain.explain import explain
 from hpc_ddp.report.explain.explanation import Explanation
 from hpc_ddp.report.explain.facts import RunFacts, gather
 from hpc_ddp.report.status.run_status import Status, status_of
-from hpc_ddp.report.status.state import RunState
+from hpc_ddp.report.status.state import RunState, jobs_in_queue
 
 _SIGNS = {"preempted": "▼", "time limit": "▼", "notice": "▼", "finished": "✓", "cancelled": "⏹"}
 
@@ -69,7 +68,7 @@ def read_run(run: RunFolder) -> RunHistory:
     """Read a run's folder, and query Slurm; without an answer its jobs count as gone. Raise OSError
     where the journal can't be read."""
     facts = gather(run)
-    status = status_of(run, read_queue())
+    status = status_of(run, jobs_in_queue())
     waits = status.state is RunState.WAITING
     pieces = goodput.pieces(facts.events, facts.now if status.state.is_live else None, waits)
     return RunHistory(run, facts, status, explain(facts), pieces)

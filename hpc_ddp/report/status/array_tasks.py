@@ -15,10 +15,10 @@ from hpc_ddp.core.journal.events import Submitted
 from hpc_ddp.core.journal.fields import to_number
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.liveness import Queue
 from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.report.status.state import RunState, state_of_job
 from hpc_ddp.report.tables import columns
+from hpc_ddp.slurm_text import QueuedJob
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,18 @@ class Task:
         return {**status, **task, "best": self.best}
 
 
-def tasks(run: RunFolder, queue: Queue) -> list[Task]:
+def tasks(run: RunFolder, queue: Mapping[str, QueuedJob]) -> list[Task]:
     """Return all tasks of an array in the order of their indexes; [] for another run.
 
-    `queue` has the user's jobs in Slurm. Raise UsageError for a broken job.json, and
+    `queue` has the user's jobs in Slurm, by job id. Raise UsageError for a broken job.json, and
     OSError where it or a journal can't be read.
     """
     spec = JobSpec.from_json(read_text(run.job_json))
     if not spec.array or run.is_task:
         return []
     folders = {task.index: task for task in run.tasks()}
-    jobs = map(queue.find, run.jobs(run.events()))
-    waits = any(job and state_of_job(job.state) is RunState.WAITING for job in jobs)
+    jobs = [queue[job] for job in run.job_ids(run.events()) if job in queue]
+    waits = any(state_of_job(job.state) is RunState.WAITING for job in jobs)
     return [
         _task(index, spec.trials[index] if spec.trials else {}, folders.get(index), queue, waits)
         for index in spec.indexes(folders)
@@ -76,7 +76,7 @@ def _task(
     index: int,
     point: Mapping[str, str],
     run: RunFolder | None,
-    queue: Queue,
+    queue: Mapping[str, QueuedJob],
     waits: bool,
 ) -> Task:
     """Return one task of an array.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 
 from hpc_ddp import __version__
 from hpc_ddp.core.file_io import read_json, write_whole
-from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.events import (
     CheckpointSaved,
     JournalEvent,
@@ -28,9 +28,9 @@ from hpc_ddp.core.journal.events import (
 )
 from hpc_ddp.core.journal.journal import last_event, read_briefly
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.liveness import Queue
 from hpc_ddp.report.status.run_status import Status, summarize
 from hpc_ddp.report.status.state import RunState
+from hpc_ddp.slurm_text import QueuedJob
 
 # No link: what it leads to may be another user's choice, and be changed by being opened.
 OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
@@ -40,11 +40,11 @@ FORMAT = [__version__, *(field.name for field in fields(Status))]
 class StatusCache:
     """Reads the status of runs below `root`; `save` keeps it for the next command.
 
-    `queue` has the user's jobs in Slurm. A cache that is damaged, another user's or
+    `queue` has the user's jobs in Slurm, by job id. A cache that is damaged, another user's or
     another version's is not read.
     """
 
-    def __init__(self, root: Path, queue: Queue) -> None:
+    def __init__(self, root: Path, queue: Mapping[str, QueuedJob]) -> None:
         self._path, self._queue = root / f".status-{os.geteuid()}.json", queue
         content = read_json(self._path) if _is_private(self._path) else {}
         entries = content.get("runs") if content.get("format") == FORMAT else None
@@ -60,14 +60,13 @@ class StatusCache:
             if entry["files"] == files and not self._has_queued(entry["jobs"]):
                 return _restore(entry["status"], entry["saved_at"])
         events = read_briefly(run.journal_folder)
-        jobs = run.jobs(events)
+        jobs = run.job_ids(events)
         status = summarize(run, events, jobs, self._queue)
         saved = last_event(events, CheckpointSaved)
-        names = [str(job) for job in jobs]
-        if _has_ended(status, events) and not self._has_queued(names):
+        if _has_ended(status, events) and not self._has_queued(jobs):
             self._entries[name] = {
                 "files": files,  # from before: a later line of the journal is not in the status
-                "jobs": names,
+                "jobs": jobs,
                 "saved_at": saved.time if saved else None,
                 "status": asdict(status),
             }
@@ -77,8 +76,8 @@ class StatusCache:
         return status
 
     def _has_queued(self, jobs: list[str]) -> bool:
-        """Return whether one of some jobs, as `JobRef.parse` reads them, is in Slurm's queue."""
-        return any(self._queue.find(JobRef.parse(job)) for job in jobs)
+        """Return whether one of some job ids is in Slurm's queue."""
+        return any(job in self._queue for job in jobs)
 
     def save(self) -> None:
         """Write the cache, if it has changed and its folder can be written: it only saves time."""

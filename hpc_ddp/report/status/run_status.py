@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpc_ddp import slurm
+from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.file_io import write_json
+from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.slurm_values import parse_time
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import (
+    Cancelled,
     CheckpointSaved,
     Finished,
     FirstStep,
@@ -20,15 +25,15 @@ from hpc_ddp.core.journal.events import (
     MetricsLine,
     Rerun,
     Started,
+    Submitted,
     WorkerStarted,
 )
 from hpc_ddp.core.journal.journal import last_event, last_step, read_briefly
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.liveness import Life, Queue
 from hpc_ddp.report.explain.patterns import explain_pending
 from hpc_ddp.report.status.state import RunState, find_state
-from hpc_ddp.slurm_text import QueuedJob
+from hpc_ddp.slurm_text import OVER, QueuedJob
 
 
 @dataclass(frozen=True)
@@ -91,33 +96,31 @@ class Status:
         return asdict(self)
 
 
-def status_of(run: RunFolder, queue: Queue) -> Status:
-    """Return the status of one run by its journal and the user's jobs in Slurm; raise OSError where
-    its journal can't be read."""
+def status_of(run: RunFolder, queue: Mapping[str, QueuedJob]) -> Status:
+    """Return the status of one run; `queue` has the user's jobs in Slurm, by job id. Raise OSError
+    where its journal can't be read."""
     events = read_briefly(run.journal_folder)
-    return summarize(run, events, run.jobs(events), queue)
+    return summarize(run, events, run.job_ids(events), queue)
 
 
 def unreadable(run: RunFolder, why: str) -> Status:
     """Return the status of a run whose files are damaged; `why` is the damage in words."""
-    return replace(summarize(run, [], [], Queue(None)), state=RunState.UNREADABLE, why=why)
+    return replace(summarize(run, [], [], {}), state=RunState.UNREADABLE, why=why)
 
 
 def summarize(
     run: RunFolder,
     events: Sequence[JournalEvent],
-    jobs: Sequence[JobRef],
-    queue: Queue,
+    jobs: Sequence[str],
+    queue: Mapping[str, QueuedJob],
 ) -> Status:
-    """Return the status of a run from its journal, all its jobs (oldest first), and the user's jobs
-    in Slurm. Raise OSError where the journal of a task of it can't be read."""
+    """Return the status of a run from its journal, the ids of all its jobs (oldest first), and the
+    user's jobs in Slurm by id. Raise OSError where the journal of a task of it can't be read."""
     started, rerun = last_event(events, Started), last_event(events, Rerun)
     metrics, finished = last_event(events, MetricsLine), last_event(events, Finished)
     saved = last_event(events, CheckpointSaved)
-    queued = [job for job in map(queue.find, jobs) if job]
+    queued = [queue[job] for job in jobs if job in queue]
     state, why = find_state(run, events, queued)
-    if state is RunState.LOST and jobs and queue.life(jobs[-1]) is Life.UNKNOWN:
-        why = f"job {jobs[-1].id} of cluster {jobs[-1].cluster}, which can't be asked from here"
     if state is RunState.WAITING:
         running = sum(_is_running(task, queue) for task in run.tasks())
         if running:
@@ -131,7 +134,7 @@ def summarize(
         name=run.name,
         id=run.id,
         state=state,
-        job_id=jobs[-1].id if jobs else None,
+        job_id=jobs[-1] if jobs else None,
         attempt=started.attempt if started else None,
         nodes=len(started.nodes) if started and started.nodes else None,
         step=last_step(events),
@@ -143,7 +146,7 @@ def summarize(
         eta_s=_eta_s(events, metrics, now) if runs else None,
         goodput=goodput.share(seconds),
         seconds={part: round(spent_s, 3) for part, spent_s in seconds.items()},
-        why=explain_pending(why, jobs[-1].id)[0] if waits else why,
+        why=explain_pending(why, jobs[-1])[0] if waits else why,
         reason=why if waits else "",
         slow=str(slow or ""),
         results=dict(finished.results or {}) if finished else {},
@@ -151,10 +154,10 @@ def summarize(
     )
 
 
-def _is_running(task: RunFolder, queue: Queue) -> bool:
+def _is_running(task: RunFolder, queue: Mapping[str, QueuedJob]) -> bool:
     """Return whether a task has a running job; raise OSError where its journal can't be read."""
-    queued = map(queue.find, task.jobs(read_briefly(task.journal_folder)))
-    return any(job is not None and job.state == "RUNNING" for job in queued)
+    jobs = task.job_ids(read_briefly(task.journal_folder))
+    return any(job in queue and queue[job].state == "RUNNING" for job in jobs)
 
 
 def _time_left_s(queued: Sequence[QueuedJob]) -> float | None:
@@ -189,8 +192,69 @@ def has_ended(run: RunFolder) -> bool:
     started = last_event(run.events(), Started)
     is_local = started is not None and started.pid is not None
     try:
-        queue = Queue(None if is_local else slurm.queue())
+        jobs = {} if is_local else slurm.queue()
     except HpcDdpError:
         return False
-    state = status_of(run, queue).state
+    state = status_of(run, jobs).state
     return not (state.is_live or state in (RunState.RENDERED, RunState.UNKNOWN))
+
+
+def cancel(run: RunFolder) -> None:
+    """End a run for good. The mark comes first, so that a verdict made just now sees it.
+
+    Raises
+    ------
+    UsageError
+        the run is finished, or another user could have written the ids of its processes and jobs
+    HpcDdpError
+        Slurm gives no answer, or does not cancel its jobs
+    OSError
+        the run's folder can't be read or written
+    """
+    check_executable(run)
+    if run.finished():
+        raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.id}")
+    jobs: list[str] = []
+    for folder in (run, *run.tasks()):
+        if folder.finished():
+            continue
+        events = folder.events()
+        # A first start of a job that the mark does not name is a wish to go on, and removes it.
+        write_json(folder.cancelled, {"jobs": folder.job_ids(events)})
+        folder.journal("submit").write(Cancelled())
+        started = last_event(events, Started)
+        if started and started.pid and process.is_live(started.process):
+            os.kill(started.pid, signal.SIGTERM)
+        jobs += folder.job_ids(events)
+    if run.is_task:
+        jobs = _jobs_of_task(run, jobs)
+    if jobs and (live := _live_jobs(run, jobs)):
+        slurm.cancel(live)
+
+
+def _live_jobs(run: RunFolder, jobs: Sequence[str]) -> list[str]:
+    """Return the jobs that are not over and that run this run's script.
+
+    A journal may name a job of long ago, or of another cluster, whose number is that of another job
+    of the user's now. A job that the run found itself in, by salloc, has another script. Raise
+    HpcDdpError where Slurm gives no answer.
+    """
+    queue = slurm.queue()
+    submitted = last_event(run.events(), Submitted)
+    scripts = {os.path.realpath(folder.script) for folder in (run, RunFolder(run.whole))}
+    is_allocation = submitted is not None and submitted.backend == "salloc"
+    live = []
+    for job_id in jobs:
+        job = queue.get(job_id) or queue.get(job_id.partition("_")[0])
+        if job and job.state not in OVER and (is_allocation or job.script in scripts):
+            live.append(job_id)
+    return live
+
+
+def _jobs_of_task(task: RunFolder, jobs: Sequence[str]) -> list[str]:
+    """Return job ids that mean this task only, of the task's own `jobs` and the array's: the last
+    task of an array has the array's id."""
+    array = RunFolder(task.whole)
+    array_jobs = array.job_ids(array.events())
+    task_ids = [f"{job}_{task.index}" for job in array_jobs]
+    return [*task_ids, *(job for job in jobs if job not in array_jobs)]

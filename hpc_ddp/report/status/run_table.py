@@ -6,21 +6,20 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_ddp import slurm
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import printable
 from hpc_ddp.core.console.units import duration
-from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.core.run_index import all_runs, find_run, linked_runs
-from hpc_ddp.liveness import Queue, read_queue
+from hpc_ddp.core.run_index import all_runs, find_run
 from hpc_ddp.report.status import array_tasks
 from hpc_ddp.report.status.cache import StatusCache
 from hpc_ddp.report.status.run_status import Status, unreadable
+from hpc_ddp.report.status.state import jobs_in_queue, state_of_job
+from hpc_ddp.slurm_text import QueuedJob
 
 MOST_RUNS = 20  # shown without --all, unless more of them are live
 WIDEST = 64  # characters of a cell but "why": one run of a shared folder must not widen all rows
@@ -61,10 +60,10 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     OSError
         the folder of the runs can't be read
     """
-    queue = read_queue()
+    queue = jobs_in_queue()
     older = 0
     if names:
-        runs = [find_run(root, name, slurm.own_cluster) for name in names]
+        runs = [find_run(root, name) for name in names]
     else:
         runs, older = select(root, queue, show_all or as_json)
     rows = read_statuses(root, runs, queue)
@@ -91,20 +90,25 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     return "\n\n".join(parts)
 
 
-def select(root: Path, queue: Queue, show_all: bool) -> tuple[list[RunFolder], int]:
+def select(
+    root: Path, queue: Mapping[str, QueuedJob], show_all: bool
+) -> tuple[list[RunFolder], int]:
     """Return the newest runs and those with a live job, newest first, and the number of others;
-    `queue` has the user's jobs."""
+    `queue` has the user's jobs by id."""
     runs = all_runs(root)
     if show_all or len(runs) <= MOST_RUNS:
         return runs, 0
-    clusters = (queue.cluster, "")
-    live = linked_runs(root, (JobRef(id, cluster) for id in queue.live for cluster in clusters))
+    jobs = [job_id for job_id, job in queue.items() if state_of_job(job.state)]
+    live = {os.path.realpath(root / ".jobs" / job_id) for job_id in jobs}
+    live |= {os.path.dirname(path) for path in live}  # the array of a task
     selection = runs[:MOST_RUNS]
     selection += [run for run in runs[MOST_RUNS:] if str(run.path.resolve()) in live]
     return selection, len(runs) - len(selection)
 
 
-def read_statuses(root: Path, runs: Sequence[RunFolder], queue: Queue) -> list[Status]:
+def read_statuses(
+    root: Path, runs: Sequence[RunFolder], queue: Mapping[str, QueuedJob]
+) -> list[Status]:
     """Return the status of each run, in their order; one that can't be read is `unreadable`. A bar
     on stderr shows the progress."""
     cache = StatusCache(root, queue)

@@ -18,15 +18,23 @@ answer would be lost, or stopped until its next attempt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from hpc_ddp import slurm
 from hpc_ddp.core import process
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.file_owners import other_owner
 from hpc_ddp.core.job.spec import JobSpec
 from hpc_ddp.core.journal.events import (
+    Finished,
     JournalEvent,
+    Queued,
     RankFailed,
     Started,
     Stopped,
@@ -36,7 +44,7 @@ from hpc_ddp.core.journal.events import (
 from hpc_ddp.core.journal.journal import is_finished, last_event
 from hpc_ddp.core.journal.vocabulary import Action, Word
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.slurm_text import QueuedJob
+from hpc_ddp.slurm_text import OVER, QueuedJob
 
 
 class RunState(Word):
@@ -116,11 +124,10 @@ def _find_state(
     """Return state and reason as `find_state` does, for a run of this user."""
     if is_finished(events):
         return RunState.FINISHED, ""
-    job = next((job for job in queued if state_of_job(job.state)), None)
     if run.cancelled.exists():
-        is_live = job is not None and _OF_JOB[job.state] is not RunState.ENDING
-        return RunState.CANCELLED, f"but its job is {job.state.lower()}" if job and is_live else ""
+        return RunState.CANCELLED, ""
     last = last_event(events, Submitted, Started, VerdictGiven)
+    job = next((job for job in queued if state_of_job(job.state)), None)
     if job and not (run.is_task and _is_final(last)):
         is_waiting = _OF_JOB[job.state] is RunState.WAITING
         return _OF_JOB[job.state], job.reason if is_waiting else job.nodes
@@ -190,3 +197,104 @@ def _state_of_process(started: Started, events: Sequence[JournalEvent]) -> tuple
         if failed:
             return RunState.FAILED, f"rank {failed[0].rank}: {failed[0].error}"
     return RunState.LOST, "ended without a word"
+
+
+# --- what works on a run -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The user's jobs by id, and the name of the cluster, '' where that is unknown."""
+
+    jobs: Mapping[str, QueuedJob]
+    cluster: str = ""
+
+    @property
+    def scripts(self) -> set[str]:
+        """The scripts of the jobs that are not over, also of those submitted without hpc-ddp."""
+        return {job.script for job in self.jobs.values() if job.state not in OVER}
+
+
+def jobs_in_queue() -> Mapping[str, QueuedJob]:
+    """Return the user's jobs by id; {} without a Slurm, or without an answer."""
+    try:
+        return slurm.queue()
+    except HpcDdpError:
+        return {}
+
+
+def read_queue() -> Queue | None:
+    """Ask Slurm for all that `describe_work` needs; None without a Slurm.
+
+    A Slurm that gives no answer is None, too, with a line on stderr.
+    """
+    if shutil.which("squeue") is None:
+        return None
+    try:
+        cluster = slurm.show_config().get("ClusterName", "")
+        return Queue(slurm.queue(), cluster)
+    except HpcDdpError as error:
+        say(f"{error.message}; runs that have a job are left alone")
+        return None
+
+
+def describe_work(run: RunFolder, queue: Queue | None) -> str:
+    """Return the job or process that works on a run, or on a task of its array, or will; or ''.
+
+    Unknown counts as work: a job where there is no Slurm (`queue` None), or a process of another
+    machine that has journaled no end. Raise OSError where a journal can't be read.
+    """
+    for folder in (run, *run.tasks()):
+        if work := _describe_work(folder, queue):
+            return work
+    return ""
+
+
+def _describe_work(run: RunFolder, queue: Queue | None) -> str:
+    """Return the job or process that works on one run, as `describe_work` does."""
+    events = run.events()
+    jobs = run.job_ids(events)
+    if queue is not None:
+        if work := _describe_job(run, events, jobs, queue):
+            return work
+    elif jobs or last_event(events, Started) is None:
+        # A run that was only rendered, too: any user may have given its script to sbatch.
+        return f"job {jobs[-1] if jobs else '?'}, of a Slurm that can't be asked from here"
+    return _describe_process(events)
+
+
+def _describe_job(
+    run: RunFolder, events: list[JournalEvent], jobs: Sequence[str], queue: Queue
+) -> str:
+    """Return the live job of a run, by its `jobs` (ids), its script or its cluster; '' without one.
+
+    A job of another cluster can't be asked for, and counts as live.
+    """
+    for job in jobs:
+        if job in queue.jobs and queue.jobs[job].state not in OVER:
+            return f"job {job}, {queue.jobs[job].state.lower()}"
+    if os.path.realpath(run.script) in queue.scripts:  # submitted by sbatch, without hpc-ddp
+        return "a job of its script"
+    if "(null)" in queue.scripts and not jobs:
+        return "perhaps a job whose script came through a pipe"
+    last = last_event(events, Queued, Started, VerdictGiven)
+    if not isinstance(last, Queued | Started) or not last.cluster or not queue.cluster:
+        return ""
+    if last.cluster == queue.cluster:
+        return ""
+    return f"job {last.job_id} of cluster {last.cluster}, which can't be asked from here"
+
+
+def _describe_process(events: list[JournalEvent]) -> str:
+    """Return the process of the newest start where it runs, or may run on another machine; ''
+    otherwise."""
+    started = last_event(events, Started)
+    if started is None or started.pid is None:
+        return ""
+    name = f"process {started.pid} on {started.host}"
+    if process.is_live(started.process):
+        return name
+    of_attempt = [event for event in events if event.attempt == started.attempt]
+    end = last_event(of_attempt, VerdictGiven, Finished, Stopped, RankFailed)
+    is_elsewhere = started.host != socket.gethostname()
+    return f"{name}, which can't be seen from here" if is_elsewhere and not end else ""

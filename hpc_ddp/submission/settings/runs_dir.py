@@ -10,7 +10,6 @@ from string import Template
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import find_run
-from hpc_ddp.slurm import own_cluster
 from hpc_ddp.submission.settings.config import PROJECT_FILE, Settings, load
 
 
@@ -48,7 +47,7 @@ def run_of(text: str, option: str | None) -> RunFolder:
     run, and as `runs_folder`.
     """
     is_path = bool(text) and "\0" not in text and (Path(text) / "job.json").is_file()
-    return find_run(Path() if is_path else runs_folder(option), text, own_cluster)
+    return find_run(Path() if is_path else runs_folder(option), text)
 
 
 def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:

@@ -18,16 +18,12 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "core": ({"core"}, set()),
     "slurm": ({"core", "slurm_text"}, set()),
     "slurm_text": (set(), set()),
-    "liveness": ({"core", "slurm", "slurm_text"}, set()),
-    "submission": (
-        {"core", "liveness", "slurm", "slurm_text", "submission"},
-        {"jinja2", "submitit", "tomli"},
-    ),
-    "node": ({"core", "liveness", "slurm", "slurm_text", "node"}, set()),
+    "submission": ({"core", "slurm", "slurm_text", "submission"}, {"jinja2", "submitit", "tomli"}),
+    "node": ({"core", "slurm", "slurm_text", "node"}, set()),
     "training": ({"core", "training"}, {"torch", "numpy", "safetensors"}),
-    "report": ({"core", "liveness", "slurm", "slurm_text", "report"}, {"jinja2"}),
-    "cli": ({"core", "liveness", "slurm", "slurm_text", "submission", "report", "cli"}, {"click"}),
-    "api": ({"core", "liveness", "slurm", "slurm_text", "submission", "report"}, set()),
+    "report": ({"core", "slurm", "slurm_text", "report"}, {"jinja2"}),
+    "cli": ({"core", "slurm", "slurm_text", "submission", "report", "cli"}, {"click"}),
+    "api": ({"core", "slurm", "slurm_text", "submission", "report"}, set()),
 }
 # The agent is torchrun, so it runs where torch is, and the bandwidth is that of torch's own
 # collectives; submitit is given the supervisor by name.

@@ -8,7 +8,6 @@ import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.spec import JobSpec
-from hpc_ddp.liveness import Queue
 from hpc_ddp.node.outcome.verdict import AttemptFacts as VerdictFacts
 from hpc_ddp.node.outcome.verdict import decide
 from hpc_ddp.report.logs.files import LogQuery
@@ -214,7 +213,7 @@ def _standalone(root: Path) -> Written:
 
 def test_a_stopped_standalone_run_is_explained(tmp_path: Path) -> None:
     written = _standalone(tmp_path).event("stopped", step=20, reason="notice", source="SIGINT")
-    status = status_of(written.run, Queue({}))
+    status = status_of(written.run, {})
     assert status.state == "stopped"
     assert status.why == "notice (SIGINT), at step 20; can go on with the same command"
     explanation = written.explain()
@@ -231,7 +230,7 @@ def test_a_stopped_standalone_run_is_explained(tmp_path: Path) -> None:
 def test_a_failed_standalone_run_is_explained(tmp_path: Path) -> None:
     written = _standalone(tmp_path)
     written.event("failed", rank=0, node="h", step=20, error="ValueError: boom", traceback="")
-    status = status_of(written.run, Queue({}))
+    status = status_of(written.run, {})
     assert (status.state, status.why) == ("failed", "rank 0: ValueError: boom")
     explanation = written.explain()
     assert explanation.kind == "python error"
@@ -241,7 +240,7 @@ def test_a_failed_standalone_run_is_explained(tmp_path: Path) -> None:
 
 def test_a_lost_standalone_run_has_no_logs(tmp_path: Path) -> None:
     written = _standalone(tmp_path)
-    assert status_of(written.run, Queue({})).state == "lost"
+    assert status_of(written.run, {}).state == "lost"
     assert written.explain().kind == "lost"
     for explanation in (written.explain(), written.explain(live=True)):
         assert "hpc-ddp logs" not in explanation.hint

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import pytest
 
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.liveness import describe_work, read_queue
+from hpc_ddp.report.status.state import describe_work, read_queue
 from hpc_ddp.slurm_text import QueuedJob
 from tests.raw_events import raw
-from unit.fakes import Slurm, squeue_rows
+from unit.fakes import Slurm
 
 
 @pytest.fixture
@@ -24,20 +23,21 @@ def run(tmp_path: Path) -> RunFolder:
 def test_the_queue_is_read(slurm_commands: Slurm) -> None:
     slurm_commands.answer("scontrol", "ClusterName = here\n")
     rows = "5|5|RUNNING|None|n1|9:00|/w|job.sbatch\n6|6|COMPLETED|None|n1|9:00|/w|over\n"
-    slurm_commands.answer("squeue", squeue_rows(rows))
+    slurm_commands.answer("squeue", rows)
     queue = read_queue()
-    job = QueuedJob("RUNNING", "None", "n1", "9:00", "/w/job.sbatch", "name")
-    assert (queue.live, queue.cluster) == ({"5": job}, "here")
+    assert queue
+    assert queue.jobs["5"] == QueuedJob("RUNNING", "None", "n1", "9:00", "/w/job.sbatch")
+    assert (queue.scripts, queue.cluster) == ({"/w/job.sbatch"}, "here")
 
 
 def test_a_controller_without_an_answer_gives_no_queue(
     slurm_commands: Slurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm_commands.answer("squeue", err="Access denied", code=1)
-    assert read_queue().jobs is None
-    assert "Access denied" in capsys.readouterr().err
+    slurm_commands.answer("scontrol", err="Access denied", code=1)
+    assert read_queue() is None
+    assert "Access denied; runs that have a job are left alone" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")
-    assert read_queue().jobs is None
+    assert read_queue() is None
     assert capsys.readouterr().err == ""
 
 
@@ -60,7 +60,5 @@ def test_the_work_on_a_run_is_described(
         (run.journal_folder / "batch.jsonl").unlink()
         run.journal("submit").write(raw("queued", job_id="5", cluster="here"))
     slurm_commands.answer("scontrol", f"ClusterName = {cluster}\n")
-    rows = shlex.quote(squeue_rows(jobs.format(script=run.script)))
-    # Without a common database of accounting no other cluster can be asked.
-    slurm_commands.answer_by("squeue", f'[[ "$*" != *--clusters* ]] && printf %s {rows}')
-    assert str(describe_work(run, read_queue()) or "") == work
+    slurm_commands.answer("squeue", jobs.format(script=run.script))
+    assert describe_work(run, read_queue()) == work
